@@ -193,12 +193,6 @@ def test_what_the_line_file_gives_stays(folder):
     assert found.windows == {}
 
 
-def test_executors_on_a_processor_that_was_not_profiled_are_refused(folder):
-    config = line_of(folder, 2, executors={"cuda": 1, "cpu": 1})
-    with pytest.raises(ConfigError, match=r"executors\.cuda: the device profile has no times on cuda - run"):
-        searched(config, SPLIT, device_of(2, ("cpu",)), host=50 * MIB, device=50 * MIB)
-
-
 def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(folder):
     """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
     everything = device_of(2)

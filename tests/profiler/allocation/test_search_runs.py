@@ -12,7 +12,7 @@ from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.machine.box import Box, MemorySize
-from profiler.allocation.search_runs import RUNS, SearchRuns
+from profiler.allocation.search_runs import SearchRuns
 from profiler.workload.traces import TracedArrival
 from tests.profiler.lines import fakes, profile_of, write_line
 
@@ -81,24 +81,6 @@ def test_nothing_is_known_of_another_situation(config, draft, config_changes, pr
     SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
     engine, changed = Engine(), replace(PROFILE, **profile_changes)
     SearchRuns(draft, replace(config, **config_changes), BOX, changed, trace).remembered(engine)(EXECUTORS, POOLS)
-    assert len(engine.asked) == 1
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda note: "{",
-        lambda note: note.replace('"device": ', '"other": '),
-        lambda note: note.replace(str(2**33), "-1"),
-    ],
-)
-def test_a_run_of_which_it_is_not_known_under_what_it_was_made_is_made_again(config, draft, spoil):
-    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
-    (kept,) = draft.trials(RUNS)
-    assert spoil(kept.note) != kept.note
-    draft.save_trials(RUNS, [replace(kept, note=spoil(kept.note))])
-    engine = Engine()
-    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(engine)(EXECUTORS, POOLS)
     assert len(engine.asked) == 1
 
 

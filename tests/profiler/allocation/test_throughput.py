@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.config import read_line
 from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec
 from agent.deployment.build import pack
 from agent.deployment.engine_setup import planned
@@ -34,7 +32,6 @@ from profiler.allocation.throughput import (
     device_matrix,
     engine_throughput,
     sample_requests,
-    simulated_throughput,
 )
 from profiler.usage.probabilities import computed_usage
 from profiler.workload.samples import LineSamples
@@ -141,19 +138,6 @@ class TestASampleByUsage:
         seen = {"cls/f0": 0.1, "cls/f1": 0.2, "cls/f2": 0.7}
         assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
 
-    def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
-        """c0 and c1 begin with cls/f0, three and one of them on a board; c2 with cls/f2."""
-        document = json.loads(config.document.file.read_text())
-        document["routes"]["c1"] = document["routes"]["c0"]
-        document["boards"]["one"]["components"] = {"c0": 3, "c1": 1, "c2": 9}
-        config.document.file.write_text(json.dumps(document))
-        shared = read_line(config.document.file, {})
-        assert drawn(shared, {"cls/f0": 0.8, "cls/f2": 0.2}) == {"c0": 600, "c1": 200, "c2": 200}
-        document["boards"]["one"]["components"] = {"c2": 9}
-        config.document.file.write_text(json.dumps(document))
-        off_board = read_line(config.document.file, {})
-        assert drawn(off_board, {"cls/f0": 0.8, "cls/f2": 0.2}) == {"c0": 400, "c1": 400, "c2": 200}
-
     def test_gives_an_expert_without_a_record_a_small_share_and_not_none(self, config):
         """One request more than 9 that came, over three routes: 1/30; and never more than the rarest that has one."""
         few = drawn(config, {"cls/f0": 0.5, "cls/f1": 0.5}, requests=9, count=3100)
@@ -207,18 +191,6 @@ def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
     assert Counter(spec.processor for spec in plan.executors) == Counter(dict(found.allocation.executors))
 
 
-def test_a_simulated_throughput_by_hand(tmp_path):
-    """One executor that holds all, and 8 requests of one expert at once: 4 ms + 8 x 2 ms."""
-    config = packed_line(tmp_path, experts=1, boards={})
-    profile = stored(config, SPLIT, rates={"cls/f0": 0.0})
-    trace = every(0.0, sample_requests(config, 8))
-    throughput = simulated_throughput(config, SPLIT, profile, trace)
-    executors = (ExecutorSpec(0, "cuda", "device"),)
-    pools = (PoolSpec("host", 2**22, 0), PoolSpec("device", 2**22, 2**20, "host"))
-    first_alone_s, seven_s = 0.006, 0.018  # the first request starts a batch of its own, the others wait for it
-    assert throughput(executors, pools) == pytest.approx(8 / (first_alone_s + seven_s))
-
-
 def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
     config = packed_line(tmp_path, experts=2, boards={})
     profile = stored(config, SPLIT)
@@ -267,13 +239,3 @@ def test_an_image_that_cannot_be_read_is_told_and_no_expert(tmp_path):
     assert found.experts == {}
     assert list(found.images) == [broken]
     assert "broken.png" in str(found)
-
-
-def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
-    config = packed_line(tmp_path, experts=2, device="cpu", memory={"host": "1MiB"}, boards={})
-    box = detect("cpu")
-    profile = stored(config, box)
-    with pytest.raises(ConfigError, match="an empty queue"):
-        simulated(config, box, profile, ())
-    with pytest.raises(ConfigError, match="an empty queue"):
-        engine_throughput(config, profile, ())

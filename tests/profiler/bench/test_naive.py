@@ -114,14 +114,3 @@ def test_what_it_cannot_run_is_told_with_its_place(tmp_path):
     files = naive_files(fake, ["cls/f"])
     with pytest.raises(ConfigError, match=r"line\.yaml:4:\d+: experts\.cls/f: the naive server runs"):
         files.__enter__()
-
-
-def test_a_rate_holds_its_loads(config):
-    """Two loads of the same size through a link: the second cannot end before both are through."""
-    trace = asking("cls/000", "cls/001")
-    with naive_files(config, ["cls/000", "cls/001"]) as files:
-        size_bytes = sum(file.stat().st_size for file in files.values())
-        server = server_of(config, files, NO_ROOM, ssd_bytes_per_s=100e6)
-        result = server.play(trace, images_of(trace, config.catalog))
-    assert result.seconds >= size_bytes / 100e6
-    assert result.bytes_read == size_bytes

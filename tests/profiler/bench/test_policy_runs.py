@@ -8,15 +8,11 @@ from dataclasses import replace
 import pytest
 
 from agent.config import read_line
-from agent.core.events import Arrived
-from agent.core.request import Outcome
-from agent.deployment.build import AS_SERVED, AgentOptions
+from agent.deployment.build import AS_SERVED
 from agent.deployment.profile_in_use import usage_of
-from agent.records.database import state_held
-from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import MemorySize
-from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnreadable
-from experts.expert import Precision, Verdict
+from experts.errors import ConfigError, ImageUnreadable
+from experts.expert import Precision
 from profiler.bench.journal_cost import measure_journal
 from profiler.bench.policy_runs import WARMING_UP, RunOptions, run_line
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
@@ -151,11 +147,6 @@ def test_options_that_make_no_measurement_are_refused(config, options, trace, to
         run_line(config, trace, options)
 
 
-def test_nothing_is_measured_beside_a_running_agent(config):
-    with state_held(config.state), pytest.raises(AlreadyRunning):
-        run_line(config, BY_TURNS)
-
-
 def test_an_expert_that_cannot_be_served_is_told_with_its_place(tmp_path):
     generated = generate_line(tmp_path / "line", RECIPE)
     (generated.line.parent / "weights" / "cls-001.safetensors").write_bytes(b"nothing")
@@ -171,42 +162,11 @@ def test_an_image_that_cannot_be_decoded_is_told_before_anything_runs(config, tm
         run_line(config, (TracedArrival(0.0, component="part-000", image=tmp_path / "broken.png"),))
 
 
-class Crashing:
-    """A Decider that gives up at the first request."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.next_wakeup_s = engine.next_wakeup_s
-        self.statistics = engine.statistics
-        self.check_invariants = engine.check_invariants
-
-    def handle(self, event, now):
-        if isinstance(event, Arrived):
-            raise ArithmeticError("gave up")
-        return self._engine.handle(event, now)
-
-
 def play(config, options=AS_SERVED):
     images = images_of(BY_TURNS, config.catalog)
     with player(config, experts_of(BY_TURNS, config.catalog), options) as stage:
         played = stage.play(BY_TURNS, images)
         return stage.agent, played, work_of(played, images)
-
-
-def test_an_agent_that_crashes_ends_the_measurement(config):
-    with pytest.raises(AgentCrashed, match="ArithmeticError: gave up"):
-        play(config, AgentOptions(decider=Crashing))
-
-
-def test_unjudged_requests_are_told_with_their_reasons(config):
-    """A route's UNKNOWN is unjudged; an expert asked directly always is UNKNOWN, but has a label."""
-    _, played, _ = play(config, AgentOptions(loop=LoopOptions(checks_invariants=True)))
-    assert played.unknown_reasons(BY_TURNS) == ()
-    unjudged = Outcome(Verdict.UNKNOWN, None, None, (), "the expert broke")
-    component = replace(BY_TURNS[0], expert=None, component="part-000")
-    changed = replace(played, outcomes=(unjudged, *played.outcomes[1:]))
-    assert changed.unknown_reasons((component, *BY_TURNS[1:])) == ("the expert broke",)
-    assert changed.unknown_reasons(BY_TURNS) == ("the expert broke",)
 
 
 def test_the_floor_is_work_without_loads_and_bytes_that_no_memory_held(config, generated):

@@ -10,11 +10,9 @@ from typer.testing import CliRunner
 
 from coserve import app
 from profiler.workload.generated_line import LineRecipe, generate_line
-from proof.paper import tasks
 
 FAILED, CONFIGURATION = 1, 78
 SMALL = ("--architecture", "squeezenet1_1")
-RECIPE = LineRecipe(classifiers=1, architecture=SMALL[1], requests=2, memory_for=1, classifier_px=64, images=1)
 
 
 @pytest.fixture
@@ -74,28 +72,8 @@ def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
     assert said in done.stderr
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory):
-    made = generate_line(tmp_path_factory.mktemp("generated") / "line", RECIPE)
-    state = made.line.with_name("state")
-    state.rename(made.line.with_name("elsewhere"))
-    state.write_text("mine")
-    return made
 
 
-@pytest.mark.parametrize("command", ["line", "profile"])
-def test_a_state_that_cannot_be_written_is_told(command, generated, offline):
-    state = generated.line.with_name("state")
-    words = {
-        "line": ["bench", generated.line, "--trace", generated.trace, "--policy", "paper"],
-        "profile": ["profile", generated.line, "--casual"],
-    }[command]
-    (line,) = told(offline(*words), FAILED)
-    assert line.startswith(
-        f"{state}: is there, and is no folder - make room or correct the path, then run the command "
-    )
-    assert line.endswith("it resumes") == (command == "profile")
-    assert state.read_text() == "mine"
 
 
 @contextmanager
@@ -122,20 +100,3 @@ def test_a_disk_that_takes_no_more_is_told_and_what_was_begun_is_removed(words, 
         "squeezenet1_1.safetensors: File too large - make room or correct the path, then run the command again"
     )
     assert [path for path in tmp_path.rglob("*") if path.name not in ("afile", "new")] == []
-
-
-@pytest.mark.slow
-def test_figures_that_cannot_be_written_lose_no_table_and_each_stage_is_told_to_its_end(offline, tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.REQUESTS, "1", 200)  # in the place of 2,500
-    out = tmp_path / "out"
-    (out / "tasks.md").mkdir(parents=True)
-    done = offline("bench", "tasks", "--short", "--out", "out")
-    (line,) = told(done, FAILED)
-    assert line == "out/tasks.md: Is a directory - make room or correct the path, then run the command again"
-    assert "Tasks A1, B1 only, and executors and memory were searched for on 750 requests" in done.stdout
-    for device in ("numa", "uma"):
-        assert f"task A1 on {device}" in done.stdout
-        for board in "AB":
-            assert f"search for board {board} on {device}: 0/1 after " in done.stderr
-            assert f"search for board {board} on {device}: 1/1 after " in done.stderr
-        assert f"task B1 on {device}: 12/12 after " in done.stderr

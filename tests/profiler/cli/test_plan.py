@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from agent.config import read_line
-from agent.device_profile.identity import identity_of
-from agent.device_profile.store import ProfileDraft, partial_of
-from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.expert import Precision
 from experts.packed.packing import pack_line
@@ -26,8 +20,6 @@ from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.profiler.lines import fakes, write_line
 
-ROOT = Path(__file__).parents[3]
-DEADLINE_S = 120.0
 MIB = 2**20
 EXPERTS = 4
 
@@ -124,12 +116,6 @@ def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
     assert json.loads(plan(line, "--boards", "2", "--json").stdout)["refused"] == []
 
 
-def test_a_policy_that_is_none_is_told_before_any_is_planned(line):
-    done = plan(line, "--policy", "coserve", "--policy", "coserv", check=78)
-    assert done.stdout == ""
-    assert done.stderr == "no policy 'coserv' - did you mean 'coserve'?\n"
-
-
 def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
     (slow,) = rows(line, "--ssd-bandwidth", "1MB/s", "--executors", "cpu=2", "--boards", "2")
     assert slow["executors"] == {"cpu": 2}
@@ -151,30 +137,6 @@ def test_it_needs_no_weights_and_writes_nothing(line):
     before = snapshot(line.parent)
     assert rows(line, "--boards", "1")
     assert snapshot(line.parent) == before
-
-
-LOOKING = """
-import sys
-sys.path.insert(0, {root!r})
-sys.argv = ["coserve", "plan", {line!r}, "--json"]
-from coserve import main
-try:
-    main()
-except SystemExit as end:
-    assert end.code == 0, end.code
-for name in ("torchvision", "ultralytics", "onnxruntime", "matplotlib"):
-    assert name not in sys.modules, name
-"""
-
-
-@pytest.mark.slow
-def test_in_its_own_process_it_imports_no_backend(line):
-    script = LOOKING.format(root=str(ROOT), line=str(line))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"]
 
 
 def test_a_profile_from_elsewhere_can_be_named(line, tmp_path):
@@ -203,29 +165,3 @@ def test_what_cannot_be_is_told(line, words, reason):
     else:
         assert reason in plan(line, *words, check=78).stderr
     assert snapshot(line.parent) == before
-
-
-def test_a_profile_that_is_no_whole_one_is_refused_and_stays(line):
-    path = read_line(line, {}).profile_file
-    content = path.read_bytes()
-    for broken in (content[:5000], b"", b"rubbish" * 100):
-        path.write_bytes(broken)
-        error = plan(line, check=78).stderr
-        assert str(path) in error
-        assert "run `coserve profile LINE.yaml` again with --fresh" in error
-        assert path.read_bytes() == broken
-    path.unlink()
-    with ProfileDraft.open(path, "test", identity_of(detect("cpu"))):
-        pass
-    error = plan(line, check=78).stderr
-    assert f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it" in error
-
-
-def test_an_expert_that_came_after_profiling_is_told_with_its_line(line):
-    document = yaml.safe_load(line.read_text())
-    document["experts"]["cls/new"] = document["experts"]["cls/f0"]
-    document["routes"]["c9"] = [{"expert": "cls/new", "pass": ["ok"]}]
-    line.write_text(yaml.safe_dump(document))
-    error = plan(line, check=78).stderr
-    assert f"{line}:" in error
-    assert "experts.cls/new: not packed in fp32 - run `coserve profile" in error

@@ -12,7 +12,6 @@ from experts.graph import ExpertGraph, RouteStep
 from profiler.microbench.agreement import (
     LEAST_IMAGES,
     TOLERANCE,
-    candidate_precisions,
     compare,
     compared,
     difference,
@@ -37,11 +36,6 @@ class TestTwoOutputs:
         found = difference(one, other)
         assert found.is_same
         assert found.score == pytest.approx(0.05)
-
-    def test_a_box_more_or_of_another_label_differs(self):
-        one = Prediction("ok", 0.9, (box("ok", 0.9), box("ok", 0.3)))
-        assert not difference(one, Prediction("ok", 0.9, (box("ok", 0.9),))).is_same
-        assert not difference(one, Prediction("ok", 0.9, (box("ok", 0.9), box("bad", 0.3)))).is_same
 
     @pytest.mark.parametrize(
         ("moved", "is_same"), [(0.0, True), (10.0, True), (20.0, False), (100.0, False)], ids=lambda value: str(value)
@@ -164,20 +158,6 @@ class TestTimes:
         assert is_clearly_faster(kind("bf16", 0.0085, seconds=(0.0084, 0.0085, 0.0085, 0.0086)), exact)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "processor", "forms"),
-    [
-        ("onnx", "cpu", {Precision.FP32}),
-        ("llm", "cpu", {Precision.FP32, Precision.BF16, Precision.FP16}),  # int8 only where the line says so
-        ("resnet18", "cuda", {Precision.FP32, Precision.BF16, Precision.FP16}),
-    ],
-)
-def test_candidates_are_what_the_backend_packs_and_the_processor_runs_fp32_first(architecture, processor, forms):
-    found = candidate_precisions(architecture, processor)
-    assert (found[0], set(found)) == (Precision.FP32, forms)
-    assert set(found) <= set(candidate_precisions(architecture, "cpu"))
-
-
 class TestWhichExpertsRun:
     """One image each over the agent's own path."""
 
@@ -187,19 +167,6 @@ class TestWhichExpertsRun:
             workbench.fake(name, Precision.FP32, label) for name, label in zip("abc", ("ok", "bad", None), strict=True)
         ]
 
-    def test_sound_experts_do_and_each_is_told_of(self, workbench, copies):
-        steps = []
-        assert failing_experts(workbench.bench(), copies, lambda done, total: steps.append((done, total))) == {}
-        assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
-        assert failing_experts(workbench.bench(), []) == {}
-
     def test_one_that_cannot_be_loaded_fails_and_those_after_it_run(self, workbench, copies):
         workbench.store.program_path(copies[0].packed.program_sha256).unlink()
         assert failing_experts(workbench.bench(), copies).keys() == {"cls/a"}
-
-    def test_what_runs_is_its_sample(self, workbench, copies):
-        samples = {name: workbench.images(name, 1) for name in "ab"}
-        samples["b"][0].path.write_bytes(b"no image")
-        (failing,) = failing_experts(workbench.bench(**samples), copies).items()
-        assert failing[0] == "cls/b"
-        assert "b-0.png" in failing[1]

@@ -122,13 +122,6 @@ def test_one_that_falls_again_in_time_goes_on(runs_of):
     assert sizes_of(runs_of(ScriptedRig(lambda size: size * averages[size] / 1e3)).measure()) == list(averages)
 
 
-def test_rounds_go_up_and_down_in_turn(runs_of):
-    rig = ScriptedRig(lambda size: 0.01)
-    runs_of(rig, sizes=(1, 2, 4), repeats=3).measure()
-    growing = [size for size in (1, 2, 4) for _ in range(PEAK_RUNS + TRIAL_RUNS)]
-    assert rig.sizes == [*growing, 1, 2, 4, 4, 2, 1, 1, 2, 4]
-
-
 def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
     """By hand, n + 0.25 s: rounds of 64.5 s, of which 8 % are 5.2 s; four runs of 1.25 s, at even places."""
     assert (EXTRA_RUNS, EXTRA_FRACTION) == (4, 0.08)
@@ -137,13 +130,6 @@ def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
     growing = sum(PEAK_RUNS + TRIAL_RUNS for _ in batches)
     assert rig.sizes[growing:] == [1, 1, 2, 1, 4, 1, 8, 1, 16, 32, 32, 1, 16, 1, 8, 1, 4, 1, 2, 1]
     assert [len(batch.seconds) for batch in batches] == [10, 2, 2, 2, 2, 2]
-
-
-def test_where_the_time_is_short_rounds_come_first(runs_of):
-    """By hand, n + 0.25 s: 258 s of growing, 193.5 s of three rounds; what is left is enough for three runs more."""
-    rig = ScriptedRig(lambda size: size + 0.25)
-    batches = runs_of(rig, sizes=(1, 2, 4, 8, 16, 32), limit_s=258.0 + 193.5 + 3.9).measure()
-    assert [len(batch.seconds) for batch in batches] == [6, 3, 3, 3, 3, 3]
 
 
 def test_the_smallest_size_is_run_however_short_the_time(runs_of):

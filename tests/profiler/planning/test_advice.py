@@ -241,13 +241,6 @@ def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, pol
     assert len(advice.sentences) == (3 if is_free else 4)
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_s", "text"), [(530e6, "530 MB/s"), (1.31e9, "1.4 GB/s"), (999.5e6, "1000 MB/s"), (1e9, "1.0 GB/s")]
-)
-def test_speeds_are_rounded_up(bytes_per_s, text):
-    assert speed_text(bytes_per_s) == text
-
-
 @given(st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(0.1, 1000.0))
 def test_decoding_is_the_limit_exactly_where_executors_wait_longer_than_is_let_pass(decoding_s, compute_s, rate):
     load = DecodingLoad(CoreTime(2, 10, decoding_s, compute_s), 10, rate)

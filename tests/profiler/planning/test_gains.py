@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.performance import SSD, Footprint, SharedTensors
+from agent.core.performance import Footprint, SharedTensors
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
 from agent.device_profile.records import Agreement, ImageDecoding
@@ -49,14 +49,6 @@ def trace(requests, every_s=0.002):
 @pytest.fixture(scope="module")
 def line(tmp_path_factory):
     return TwoForms(tmp_path_factory.mktemp("line"))
-
-
-def test_an_expert_in_another_form_has_its_times_and_bytes(line):
-    now, other = (line.setup(form).matrix.experts["cpu"]["cls/f1"] for form in (None, BF16))
-    assert (now.copy, other.copy) == ("cls/f1@fp32", "cls/f1@bf16")
-    assert (other.performance.K_s, other.performance.B_s) == (0.005, 0.01)
-    assert other.footprint == Footprint(now.footprint.own_bytes // 2)
-    assert other.load_s[SSD] == pytest.approx(now.load_s[SSD] / 2)
 
 
 def test_what_is_shared_is_not_shared_between_forms(line):

@@ -11,7 +11,7 @@ from agent.core.policy import PRESETS
 from agent.device_profile.records import ImageDecoding
 from experts.errors import ConfigError
 from profiler.planning.advice import Limit
-from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table, required_images_per_s
+from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table
 from profiler.tables import WIDTH
 from profiler.workload.traces import TracedArrival, board_trace
 from tests.profiler.lines import SLOT_BYTES, SSD_BYTES_PER_S, PackedFakes
@@ -71,11 +71,6 @@ def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     assert [row.required_images_per_s for row in rows] == pytest.approx([40.0, 40.0])
     assert all(row.images_per_s < 1.1 for row in rows)
     assert [row.takt_met for row in rows] == [True, False]
-
-
-def test_board_types_take_turns_in_what_the_takt_asks_for(packed_line):
-    boards = {"one": {"components": {"c0": 30}, "takt_s": 10.0}, "two": {"components": {"c1": 6}, "takt_s": 2.0}}
-    assert required_images_per_s(packed_line.changed(boards=boards)) == pytest.approx(36 / 12)
 
 
 def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
@@ -161,24 +156,6 @@ def test_a_line_or_profile_that_does_not_hold_is_refused(packed_line):
 
 
 # -- decoding --
-
-
-def test_decoding_is_told_alone_and_beside_computing(packed_line):
-    """Two experts: one whose images take 0.1 s, and one without samples, taken to be like the other.
-
-    Computing takes a core 0.015 s of each: two batches of two, each 0.01 s an image and 0.02 s.
-    """
-    experts = sorted(packed_line.config.catalog.experts)
-    slow = ImageDecoding(experts[0], 2, 24.0, 0.2, 0.05, 0, 0, 0.0, 0.02, "5a")
-    measured = replace(packed_line.profile, decodings=(slow,))
-    (row,) = planned(packed_line, trace_of("0101"), profile=measured)
-    assert row.decoding_images_per_s == pytest.approx(10.0)
-    assert row.cores_images_per_s == pytest.approx(1 / 0.12)
-    told = "decoding: 10.0 images/s, did all cores nothing else; 8.3 at most beside what executors compute on them."
-    assert told in " ".join(plan_table((row,)).split())
-    assert as_json((row,))["rows"][0]["cores_images_per_s"] == pytest.approx(1 / 0.12)
-    (unknown,) = planned(packed_line, trace_of("0101"))
-    assert (unknown.decoding_images_per_s, unknown.cores_images_per_s) == (None, None)
 
 
 def photographs(packed_line, **more):

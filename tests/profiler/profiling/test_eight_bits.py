@@ -6,7 +6,6 @@ How fast anything was is seeded, so that eight bits are the fastest; whether the
 from __future__ import annotations
 
 import logging
-import shutil
 from contextlib import contextmanager
 
 import numpy as np
@@ -249,16 +248,6 @@ class TestWithoutWhatCalibratingTakes:
         assert chosen(done) == {"a": Precision.FP32}
         assert notes_of(done, f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/a: {told}")
         assert not line.calibration("a").exists()
-
-    @pytest.mark.slow
-    def test_of_an_earlier_calibration_nothing_is_said_by_images_of_one_label(self, tmp_path):
-        """They may be the ones that it was calibrated on."""
-        line = Line(tmp_path / "line", smooth=("a",))
-        assert chosen(line.profiled(line.crops("a"))) == {"a": FORM}
-        shutil.rmtree(line.folder / "crops" / "a" / "bad")
-        done = line.profiled(line.folder / "crops")
-        assert chosen(done) == {"a": Precision.FP32}
-        assert notes_of(done, f"cls/a: not in {FORM}: ")
 
 
 class TestByName:

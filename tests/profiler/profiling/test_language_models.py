@@ -85,17 +85,6 @@ def test_an_agent_starts_from_it_without_a_probe(profiled):
     assert agent.setup.pools[0].lease_bytes == 2**20
 
 
-def test_a_line_of_texts_alone_is_profiled(profiled, tmp_path):
-    config, _ = profiled
-    document = {key: value for key, value in DOCUMENT.items() if key != "routes"}
-    document["experts"] = {"llm/a": {"architecture": "llm", "weights": str(config.state.parent / "a")}}
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    found = profile_line(read_line(tmp_path / "line.yaml", {}), ProfilingOptions(batches=SHORT.batches), no_progress)
-    assert found.profile.usage.probabilities == {"llm/a": 1.0}
-    assert found.profile.allocation.pools[0].experts == 1
-    assert any("no expert takes images" in note for note in found.notes)
-
-
 def test_a_model_larger_than_its_memory_is_measured_as_it_is_held(tmp_path):
     files = ModelFiles(tmp_path)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 64}

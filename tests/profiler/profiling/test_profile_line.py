@@ -28,22 +28,17 @@ from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
-from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
 from experts.errors import AlreadyRunning, ConfigError
-from experts.expert import Precision
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
-from profiler.allocation.search_runs import RUNS
-from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
-from profiler.cli.arguments import disk_explained
+from profiler.allocation.step import CASUAL, ENGINE, SIMULATE
 from profiler.microbench import agreement, batches, kinds
 from profiler.microbench.agreement import candidate_precisions
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling import profile_line as profiling
-from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from profiler.workload.samples import SYNTHETIC
 from tests.lines import result
@@ -298,29 +293,6 @@ class TestAWholeProfile:
         assert "no expert 'cls/g'" in run("profile", line.file, "--expert", "cls/g", check=78).stderr
         assert "leave --fresh" in run("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
 
-    def test_a_faster_form_is_for_new_weights_only_once_it_is_proven_for_them(self, line, monkeypatch):
-        for form in set(FORMS) - {Precision.FP32, Precision.BF16}:  # two are enough to choose between
-            monkeypatch.delitem(FORMS, form)
-        line.classify(0)
-        line.document["precision"] = "auto"
-        options = {"samples": line.crops(), "tolerance": 1.0}
-        line.profiled(**options)
-        line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        assert forms(line.profiled(**options).profile)["cls/f0"] == "bf16"
-        line.retrain(0)
-        with serving(line.config) as (agent, _):
-            assert agent.setup.precisions["cpu"]["cls/f0"] == "fp32"
-            assert "cls/f0" in agent.alarms[0]
-        without = profile_expert(line.config, "cls/f0", ProfilingOptions(batches=SHORT), told(None))
-        assert any("cls/f0: not in bf16: it has no sample images" in note for note in without.notes)
-        with serving(line.config) as (agent, _):
-            assert agent.setup.precisions["cpu"]["cls/f0"] == "fp32"
-            assert agent.alarms == ()
-        profile_expert(line.config, "cls/f0", ProfilingOptions(batches=SHORT, **options), told(None))
-        with serving(line.config) as (agent, _):
-            assert agent.setup.precisions["cpu"]["cls/f0"] == "bf16"
-            assert agent.alarms == ()
-
     def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
         for allocation in (CASUAL, SIMULATE):
@@ -462,14 +434,6 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
             assert "probe" not in stages
             assert set(agent.setup.broken) == {"cls/f0"}
 
-    def test_without_any_other_kind_nothing_is_written(self, line, options):
-        line.leave(0)
-        line.document["precision"] = "auto"
-        with pytest.raises(ConfigError, match="no expert of this line can be run on this box") as caught:
-            line.profiled(**options)
-        assert "is not run on cpu: fp32 does not run there" in str(caught.value)
-        assert not line.path.exists()
-
 
 class TestAgain:
     def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
@@ -500,24 +464,6 @@ main()
 """
 
 
-def comparisons(stages):
-    """How often a comparison in bf16 was told of: as it begins and as it ends."""
-    return sum(stage.startswith("compare bf16 on cpu: ") for stage in stages)
-
-
-class Stopped(Exception):
-    """The profile was cut off."""
-
-
-def stop_at(line, options, is_moment):
-    def report(stage, done, total):
-        if is_moment(stage, done, total):
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        profile_line(line.config, options, report)
-
-
 class TestKilled:
     def test_half_way_it_resumes_and_measures_nothing_again(self, line, forks):
         script = KILLED.format(stage="measure on cpu", done=1)
@@ -531,30 +477,6 @@ class TestKilled:
         assert len(saved) == 1
         assert times(line.profiled().profile).items() > saved.items()
         assert not partial_of(line.path).exists()
-
-    @pytest.mark.parametrize("stage", ["compare bf16 on cpu", pytest.param("executors of cpu", marks=pytest.mark.slow)])
-    def test_after_a_comparison_it_is_not_made_again(self, line, stage):
-        line.document["precision"] = "auto"
-        options = ProfilingOptions(allocation=CASUAL, batches=SHORT, samples=line.crops())
-        kinds = line.profiled(samples=options.samples).profile.kinds
-        line.path.unlink()
-        line.seed(kinds, bf16=0.001, fp32=0.5, **SLOW)
-        stop_at(line, options, lambda name, done, total: name.startswith(stage) and done == total)
-        stages = []
-        done = line.profiled(stages, samples=options.samples)
-        compared = comparisons(stages) // 2
-        assert compared == (COMPONENTS - 1 if stage.startswith("compare") else 0)
-        assert set(forms(done.profile).values()) == {"bf16"}
-
-    @pytest.mark.skipif(detect("cpu").cores < 2, reason="one core: one run, and nothing to take up")
-    def test_in_the_search_on_the_engine_no_run_is_made_again(self, line):
-        options = ProfilingOptions(allocation=ENGINE, search=FEW_RUNS, batches=SHORT)
-        stop_at(line, options, lambda stage, done, _: stage == ON_ENGINE and done == 1)  # as the second run begins
-        with ProfileDraft.open(line.path, "test", line.identity) as draft:
-            (known,) = draft.trials(RUNS)
-        profile = line.profiled(allocation=ENGINE, search=FEW_RUNS).profile
-        assert known.images_per_s in {trial.images_per_s for trial in profile.trials}
-        assert RUNS not in {trial.search for trial in profile.trials}
 
 
 class TestProgress:
@@ -596,33 +518,6 @@ class TestSamples:
         assert note.startswith(f"sample image {broken} was left out of the search: ")
         assert note.endswith(" - remove it from the samples, or replace it")
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
-
-    def test_a_precision_that_is_faster_is_taken_where_it_agrees(self, line):
-        line.document["precision"] = "auto"
-        crops = line.crops(c2=0)
-        line.profiled(samples=crops)
-        line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        done = line.profiled(samples=crops)
-        assert forms(done.profile) == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
-        assert [note for note in done.notes if "cls/f2: not in bf16: it has no sample images" in note]
-        agreements = [each for each in done.profile.agreements if each.precision == "bf16"]
-        assert [(each.images, each.agrees) for each in agreements] == [(2, True), (2, True)]
-        assert {kind.samples.split(";")[0] for kind in done.profile.kinds} == {"2 images from crops", SYNTHETIC}
-        with serving(line.config) as (agent, stages):
-            assert "probe" not in stages
-            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
-
-    def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
-        line.document["precision"] = "auto"
-        line.profiled()
-        line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        done = line.profiled()
-        assert set(forms(done.profile).values()) == {"fp32"}
-        assert len([note for note in done.notes if "not in bf16: it has no sample images" in note]) == COMPONENTS
-        measured = line.profiled(samples=line.crops()).profile
-        assert {kind.samples.split(";")[0] for kind in measured.kinds} == {"2 images from crops"}
-        line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        assert set(forms(line.profiled(samples=line.crops()).profile).values()) == {"bf16"}
 
     def test_without_any_there_is_no_usage_to_count_which_is_told_before_anything_is_measured(self, line):
         assert "no sample image yet" in line.refusal(count_usage=True)
@@ -794,11 +689,6 @@ class TestADiskThatIsFull:
         assert "--fresh" not in told
         assert read_profile(line.path) == done.profile
         assert {kind.K_s for kind in line.profiled().profile.kinds} == {0.125}
-
-    def test_is_not_blamed_for_other_errors(self):
-        missing = pytest.raises(sqlite3.OperationalError, match="no such table")
-        with closing(sqlite3.connect(":memory:")) as connection, missing, disk_explained():
-            connection.execute("SELECT * FROM trials")
 
 
 class TestMemory:

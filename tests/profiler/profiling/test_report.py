@@ -164,20 +164,6 @@ def test_charts_are_pngs(profile, tmp_path):
     assert sorted(tmp_path.rglob("*.*")) == sorted(charts)
 
 
-def test_what_was_not_measured_is_not_drawn(profile, tmp_path):
-    empty = replace(profile, kinds=(), precisions={}, trials=(), usage=UsageProfile({}, {}, "computed from quantities"))
-    assert profile_charts(empty, tmp_path) == []
-    assert profile_table(empty)
-
-
-def test_the_papers_two_extreme_cdfs():
-    """All alike: a straight line; one expert only: a step (section 4.4)."""
-    assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)
-    assert usage_cdf({"a": 0.0, "b": 1.0, "c": 0.0}) == (1.0, 1.0, 1.0)
-    assert usage_cdf(dict.fromkeys("ab", 0.0)) == (0.5, 1.0)
-    assert usage_cdf({}) == ()
-
-
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
 def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
     cdf = usage_cdf(probabilities)

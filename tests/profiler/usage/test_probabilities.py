@@ -131,24 +131,6 @@ def test_a_count_of_some_samples_keeps_the_folders_own_mix_of_good_and_bad(line,
     assert usage.pass_rates["cls/a"] == pytest.approx(0.9, abs=0.011)
 
 
-def test_the_limit_of_pixels_is_the_intakes_when_a_sample_is_run_too(line, tmp_path):
-    """An image that grew beyond it once it was found."""
-    document = yaml.safe_load((tmp_path / "line.yaml").read_text())
-    pattern = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
-    document["intake"] = {"folders": [{"path": "inbox", "pattern": pattern, "max_pixels": 100}]}
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    image = tmp_path / "inbox" / "one_c0_R1.png"
-    image.parent.mkdir()
-    Image.new("RGB", (10, 10)).save(image)
-
-    def grow(stage, done, total):
-        if stage == "pack":
-            Image.new("RGB", (11, 11)).save(image)
-
-    with pytest.raises(ConfigError, match="11 x 11 pixels are more than max_pixels 100"):
-        usage_from_samples(read_line(tmp_path / "line.yaml", {}), None, grow)
-
-
 def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
     crops(tmp_path / "crops", "c0", 3)
     (tmp_path / "crops" / "c0" / "any" / "3.png").write_bytes(b"no image")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,17 +70,6 @@ def test_the_trace_has_its_requests_at_their_times_on_images_that_can_be_read(ge
     assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(50)])
     assert {read_image(path, path.name).shape for path in {arrival.image for arrival in trace}} == {(64, 64, 3)}
     assert len({arrival.image for arrival in trace}) == RECIPE.images
-
-
-def test_popularity_is_heavy_tailed_and_the_trace_follows_the_boards_quantities(tmp_path):
-    recipe = replace(RECIPE, classifiers=3, requests=3000)
-    generated = generate_line(tmp_path / "line", recipe)
-    config = read_line(generated.line, ON_CPU)
-    quantities = config.boards["generated"].components
-    assert max(quantities.values()) == 1000
-    drawn = Counter(arrival.component for arrival in read_trace(generated.trace, config.catalog))
-    for component, quantity in quantities.items():
-        assert drawn[component] / 3000 == pytest.approx(quantity / sum(quantities.values()), abs=0.05)
 
 
 def test_detectors_follow_some_classifiers_and_take_turns(tmp_path, monkeypatch):

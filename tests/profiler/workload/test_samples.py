@@ -65,10 +65,6 @@ class TestLabelledCrops:
         assert "cls/lonely" not in found.by_expert
         assert (found.looked_at, found.broken) == (49, ())
 
-    def test_labels_get_an_equal_share_while_there_are_any(self, config, crops):
-        counts = Counter(sample.label for sample in LineSamples.find(config, crops, most=10).of("cls/resistor"))
-        assert counts == {"bad": 3, "ok": 7}
-
     def test_labels_are_as_rare_as_in_the_folder_where_only_components_share_evenly(self, config, tmp_path):
         """A tenth of 200 resistors is bad, and of those that are taken, give or take one; of 10 chips all are taken."""
         counts = {("resistor", "bad"): 20, ("resistor", "ok"): 180, ("chip", "ok"): 10}
@@ -121,12 +117,6 @@ class TestCalibratingImages:
 
     def labels(self, samples):
         return Counter(sample.label for sample in samples)
-
-    def test_of_many_they_are_further_ones_and_all_samples_are_held_out(self, found):
-        samples = found(ok=60, bad=60)
-        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 8, "bad": 8}
-        assert samples.held_out().by_expert == samples.by_expert
-        assert self.labels(samples.of("cls/resistor")) == {"ok": 20, "bad": 20}
 
     def test_what_an_agent_put_in_its_folders_is_divided_by_them(self, config, tmp_path):
         for number in range(4):
