@@ -13,7 +13,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, Limits, Performance, PerformanceMatrix
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
-from agent.device_profile.records import PoolAllocation, SearchTrial
+from agent.device_profile.records import PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import DecayWindow
@@ -160,26 +160,6 @@ def test_experts_and_batches_share_a_memory(
     assert found.allocation.pools == (PoolAllocation("host", of_experts * MIB, of_batches * MIB, held),)
     assert {name: count for name, count in found.allocation.executors.items() if count} == executors
     assert window is None or found.windows["host"].window == window
-
-
-def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
-    """A quarter of 80 MiB, which no window's bound meets."""
-
-    def only_casual(executors, pools):
-        return 100.0 if pool_of(pools, "host").workspace_bytes == 20 * MIB else 1.0
-
-    found = searched(
-        line_of(folder, 90, executors={"cpu": 1}),
-        CPU_ONLY,
-        device_of(90, ("cpu",), max_batch=40),
-        only_casual,
-        host=80 * MIB,
-    )
-    assert found.allocation.pools == (PoolAllocation("host", 60 * MIB, 20 * MIB, 60),)
-    assert found.images_per_s == 100.0
-    assert found.trials[2] == SearchTrial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28")
-    kept = "the casual split, a quarter for workspaces, kept as the best"
-    assert found.trials[-1] == SearchTrial("memory:host", 5, "60 experts", 100.0, kept)
 
 
 def test_what_the_line_file_gives_stays(folder):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, PoolSpec
 from agent.deployment.build import pack
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_split import casual_allocation
@@ -28,14 +28,13 @@ from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.step import AllocationStep
 from profiler.allocation.throughput import (
-    busy_interval_s,
     device_matrix,
     engine_throughput,
     sample_requests,
 )
 from profiler.usage.probabilities import computed_usage
 from profiler.workload.samples import LineSamples
-from tests.profiler.lines import fakes, kind_of, profile_of, row, write_line
+from tests.profiler.lines import fakes, kind_of, profile_of, write_line
 
 KIB = 1024
 EXPERTS = 30
@@ -144,17 +143,6 @@ class TestASampleByUsage:
         assert few["c2"] in {100, 101}
         rare = drawn(config, {"cls/f0": 0.99, "cls/f1": 0.01, "cls/f2": 0.0}, requests=9, count=1010)
         assert rare["c2"] == rare["c1"] == 10
-
-
-def test_requests_come_twice_as_fast_as_all_executors_could_work():
-    """1 ms + 8 ms / 8 an image, and half of the requests run a second expert: 3 ms a request; on 3 executors 1 ms."""
-    each = row("a", Performance(0.001, 0.008, 8, 0))
-    device = PerformanceMatrix({"cuda": {"a": each, "b": each}}, {"a": 1.0, "b": 0.5})
-    assert busy_interval_s(device, {"cuda": 3}) == pytest.approx(0.0005)
-    assert busy_interval_s(device, {"cuda": 3, "cpu": 9}) == pytest.approx(0.0005)
-    slow = PerformanceMatrix({"cpu": {"a": row("a", Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
-    assert busy_interval_s(slow, {"cpu": 2}) == 0.004
-    assert busy_interval_s(slow, {}) == 0.004
 
 
 # -- simulated --

@@ -72,18 +72,6 @@ def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
     )
 
 
-@pytest.mark.parametrize(
-    ("capacity", "there"),
-    [(1, {"cls/002"}), (2, {"cls/001", "cls/002"}), (3, {"cls/000", "cls/001", "cls/002"})],
-)
-def test_the_most_used_models_are_there_when_its_clock_starts_and_are_not_counted(config, capacity, there):
-    trace = asking("cls/002", "cls/001", "cls/000")
-    result = played(config, trace, capacity)
-    assert result.resident_at_start == there
-    assert (result.loads, result.evictions) == (3 - capacity, 3 - capacity)
-    assert result.missing_bytes == result.bytes_read
-
-
 def test_it_follows_routes_and_judges_as_the_engine_does(config):
     """Component 0 goes on to the detector; the others end with their classifier."""
     trace = tuple(TracedArrival(0.0, component=f"part-00{number % 4}") for number in range(8))

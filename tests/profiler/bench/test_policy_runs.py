@@ -193,15 +193,6 @@ def test_other_experts_of_a_kind_stand_in_where_memory_cannot_hold_all(config, g
         measure_compute(replace(agent, box=replace(agent.box, host=MemorySize(10**12, 1000))), work)
 
 
-def test_each_row_is_divided_by_the_floor_of_its_own_executors(config, trace):
-    """Samba-CoE runs on one executor, whichever policy is named first."""
-    found = run_line(config, trace, RunOptions(policies=("samba", "coserve", "naive"), executors={"cpu": 2}))
-    assert [row.executors for row in found.rows[:2]] == [{"cpu": 1}, {"cpu": 2}]
-    floors_s = {row.policy: row.medians.compute_floor_s for row in found.rows}
-    assert floors_s["samba"] == floors_s["naive"] != floors_s["coserve"]
-    assert found.compute_s == pytest.approx(floors_s["samba"])
-
-
 def test_the_journal_is_measured_in_pairs_and_leaves_no_file(config):
     found = measure_journal(config, BY_TURNS, RunOptions(repeats=2))
     (cost,) = found.rows

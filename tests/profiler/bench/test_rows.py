@@ -6,25 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from profiler.bench.rows import Measurement, Percentiles, PolicyRow, medians, report
+from profiler.bench.rows import Measurement, PolicyRow, medians, report
 from tests.profiler.bench.one_run import FIGURES
 
 
 def row(*runs, policy="coserve", reasons=()):
     return PolicyRow(policy, 60, "fp32", {"host": 10**9}, {"cpu": 1}, medians(runs), runs, reasons)
-
-
-def test_medians_are_taken_field_by_field_and_a_count_is_one_that_was_counted():
-    others = [
-        replace(FIGURES, seconds=12.0, switches=4, loads=dict(FIGURES.loads, ssd_host=11)),
-        replace(FIGURES, seconds=30.0, switches=9, decision_us=Percentiles(60.0, 900.0)),
-    ]
-    middle = medians([others[1], FIGURES, others[0]])
-    assert (middle.seconds, middle.switches, middle.loads["ssd_host"]) == (12.0, 4, 8)
-    assert middle.decision_us == Percentiles(50.0, 200.0)
-    of_two = medians([FIGURES, replace(FIGURES, seconds=11.0, switches=8)])
-    assert (of_two.seconds, of_two.switches) == (10.5, 3)
-    assert medians([replace(FIGURES, roofline_fraction=None)] * 2).roofline_fraction is None
 
 
 REACHED = (

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve import app
-from profiler.workload.generated_line import LineRecipe, generate_line
 
 FAILED, CONFIGURATION = 1, 78
 SMALL = ("--architecture", "squeezenet1_1")
@@ -70,10 +69,6 @@ def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
     done = offline("bench", "load", *words)
     assert done.exit_code == 2
     assert said in done.stderr
-
-
-
-
 
 
 @contextmanager

@@ -61,11 +61,6 @@ def test_a_memory_without_meaning_is_refused_with_what_to_write(text, said):
     assert refusal(memory_bytes, text, is_split=False).startswith(said)
 
 
-def test_executors_are_counts_by_processor():
-    meant = {None: None, "cuda=3, cpu=0": {"cuda": 3, "cpu": 0}, f"cpu={MAX_EXECUTORS}": {"cpu": MAX_EXECUTORS}}
-    assert {text: executor_counts(text) for text in meant} == meant
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -121,20 +121,6 @@ class TestExperts:
         alike = compared(GRAPH, "cls/a", [Sample(None, "r", None, "inbox")] * 3, [None, None, said], [said, None, None])
         assert [each.is_same for each in alike] == [False, False]
 
-    def test_other_thresholds_and_other_images_are_another_agreement(self, workbench):
-        fp32 = [workbench.fake("a", Precision.FP32)]
-        images = workbench.images("a", 2)
-
-        def of(samples, min_score, expert=fp32[0].expert):
-            graph = ExpertGraph(["cls/a"], {"a": (RouteStep("cls/a", frozenset({"ok"}), min_score),)})
-            copies = [replace(fp32[0], expert=expert)]
-            return compare(workbench.bench(a=samples), graph, copies, copies)[0].of_sha256
-
-        first = of(images, 0.5)
-        assert first == of(images, 0.5)
-        assert len({first, of(images, 0.6), of(images[:1], 0.5)}) == 3
-        assert of(images, 0.5, replace(fp32[0].expert, confidence=0.4)) != first
-
 
 def kind(precision, K_s, B_s=0.0, max_batch=4, seconds=()):
     batches = (BatchTimes(1, seconds or (K_s + B_s,), 0),)

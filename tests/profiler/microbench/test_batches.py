@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from profiler.microbench.batches import (
 )
 from profiler.workload.samples import Sample
 
-MIB = 2**20
 PER_IMAGE = 1000  # bytes that the fake declares
 
 
@@ -57,17 +55,6 @@ class ScriptedRig:
 
     def timed_s(self, copy, images):
         return self.attempt(copy, images).seconds
-
-
-class ScriptedMeter:
-    """Runs, and answers with bytes from a list."""
-
-    def __init__(self, peaks):
-        self.peaks = itertools.cycle(peaks)
-
-    def peak_bytes(self, run):
-        run()
-        return next(self.peaks)
 
 
 @pytest.fixture
@@ -171,11 +158,6 @@ def test_a_batch_that_fails_for_memory_ends_the_growing(runs_of):
 def test_any_other_failure_is_one(runs_of, rig):
     with pytest.raises(LoadError, match=r"cls/fake: (no memory left|it broke)"):
         runs_of(rig).measure()
-
-
-def test_the_largest_of_the_weighings_counts(runs_of):
-    batches = runs_of(ScriptedRig(lambda size: 0.01), ScriptedMeter([3 * MIB, 5 * MIB]), sizes=(1, 2)).measure()
-    assert [batch.workspace_bytes for batch in batches] == [5 * MIB, 5 * MIB]
 
 
 def test_samples_take_turns_and_are_prepared_once(copy):

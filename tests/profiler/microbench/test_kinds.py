@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring import rig
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.meter import ResidentMeter
 from experts.backends.classifier import build_trainable
@@ -104,18 +103,6 @@ class TestARealClassifier:
 
 
 class TestAKind:
-    def test_shared_bytes_are_part_of_the_weights_and_of_the_load_time(self, bench, fakes, monkeypatch):
-        """No load takes less than what is said here: a share of it would."""
-        monkeypatch.setattr(rig, "LEAST_S", 1.0)
-        copies = fakes("a", "b")
-        copy, footprint = copies[0], copies[0].footprint
-        assert footprint.own_bytes < footprint.total_bytes
-        kind = measure_kind(bench, copies)
-        assert kind.weight_bytes == footprint.total_bytes
-        assert kind.load_s["ssd"] >= 1.0
-        assert kind.kind == kind_name(copy.expert, copy.packed.program_sha256)
-        assert "program=" in kind.kind
-
     def test_without_a_meter_the_workspace_is_the_backends_and_the_record_says_so(self, bench, fakes):
         kind = measure_kind(replace(bench, meter=lambda processor: None), fakes("a", workspace_bytes=2**17))
         assert {batch.batch_size: batch.workspace_bytes for batch in kind.batches} == {1: 2**17, 2: 2**18, 4: 2**19}

@@ -10,12 +10,11 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.errors import LoadError
 from experts.expert import Expert, Precision
-from experts.llm.config import read_spec
 from experts.packed.packing import pack_line
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind
-from profiler.microbench.texts import MADE_UP, compare_texts
+from profiler.microbench.texts import compare_texts
 from profiler.workload.samples import LineSamples
 from tests.experts.llm.conftest import ModelFiles
 
@@ -56,19 +55,6 @@ def overflow(tensors):
 
 
 class TestARow:
-    def test_it_is_whole(self, bench, models):
-        (copy,) = models(Precision.BF16)
-        kind = measure_kind(bench, [copy])
-        spec = read_spec(copy.expert.weights, "")
-        assert (kind.kind, kind.architecture, kind.precision) == (copy.kind, "llm", "bf16")
-        assert kind.lease_bytes == spec.kv_bytes(2)
-        assert min(kind.K_s, kind.B_s, kind.K_prompt_s, kind.K_output_s) > 0
-        assert kind.weight_bytes == copy.footprint.total_bytes
-        assert [batch.batch_size for batch in kind.batches][:3] == [1, 2, 4]
-        assert kind.max_batch >= 4
-        assert kind.load_s.keys() == {"ssd"}
-        assert kind.samples.startswith(MADE_UP)
-
     def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(self, bench, models):
         broken, sound = models(Precision.FP32, broken=overflow, sound=None)
         assert broken.kind == sound.kind

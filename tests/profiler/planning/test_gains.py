@@ -69,18 +69,6 @@ def test_the_gain_is_what_the_simulator_says_of_that_form(line):
     assert form.remark == f"{line.kind} is not proven to agree with fp32"
 
 
-def test_memory_and_the_form_with_the_memory_it_needs_are_told_the_most_first(line):
-    advice = line.advice()
-    memory = next(gain for gain in advice.gains if gain.form is None)
-    both = next(gain for gain in advice.gains if gain.form and gain.budget_bytes)
-    assert (memory.budget_bytes, memory.images_per_s) == (advice.memory.budget_bytes, advice.memory.images_per_s)
-    assert both.change.startswith("bf16 instead of fp32, and ")
-    assert both.budget_bytes["host"] < memory.budget_bytes["host"]
-    rates = [gain.images_per_s for gain in advice.gains]
-    assert rates == sorted(rates, reverse=True)
-    assert min(rates) >= LEAST * advice.images_per_s
-
-
 @pytest.mark.parametrize(
     ("more", "remark"),
     [

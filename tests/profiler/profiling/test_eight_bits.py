@@ -233,18 +233,10 @@ class TestWithoutWhatCalibratingTakes:
             own = {name: row.footprint.own_bytes for name, row in rows.items()}
             assert own["cls/a"] < 0.35 * own["cls/b"]  # each is counted with what it holds in its own form
 
-    @pytest.mark.parametrize(
-        ("shown", "told"),
-        [
-            ({"labels": ["ok"]}, "its sample images show one label only (ok): give --samples FOLDER with good and bad"),
-            pytest.param(
-                {"each": 1}, "it takes two sample images of each of two labels at least", marks=pytest.mark.slow
-            ),
-        ],
-    )
-    def test_of_one_label_only_or_too_few_nothing_is_calibrated_and_that_is_told(self, tmp_path, shown, told):
+    def test_of_one_label_only_nothing_is_calibrated_and_that_is_told(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a",))
-        done = line.profiled(line.crops("a", **shown))
+        done = line.profiled(line.crops("a", labels=["ok"]))
+        told = "its sample images show one label only (ok): give --samples FOLDER with good and bad"
         assert chosen(done) == {"a": Precision.FP32}
         assert notes_of(done, f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/a: {told}")
         assert not line.calibration("a").exists()

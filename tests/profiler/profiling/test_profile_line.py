@@ -401,8 +401,7 @@ class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
 class TestAKindThatRunsInNoFormThatMayBeTaken:
     """A squeezenet of which a killed run measured fp16, that fits fp16 no more, and that does not run in fp32."""
 
-    @pytest.fixture
-    def options(self, line):
+    def test_is_left_off_and_told_and_stops_no_other(self, line):
         line.classify(0)
         line.document["precision"] = "fp16"
         options = {"samples": line.crops()}
@@ -410,21 +409,8 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         line.path.unlink()
         line.seed([kind for kind in kinds if kind.architecture == "squeezenet1_1"], fp16=0.001)
         line.overflow(0)
-        return options
-
-    @pytest.mark.parametrize(
-        ("precision", "reason"),
-        [
-            pytest.param(
-                "auto",
-                "fp32 does not run there, and no other precision is proven to agree with it",
-                marks=pytest.mark.slow,
-            ),
-            ("bf16", "it does not run in bf16, which the line file gives - write `precision: auto`, or another"),
-        ],
-    )
-    def test_is_left_off_and_told_and_stops_no_other(self, line, options, precision, reason):
-        line.document["precision"] = precision
+        line.document["precision"] = "bf16"
+        reason = "it does not run in bf16, which the line file gives - write `precision: auto`, or another"
         done = line.profiled(**options, allocation=SIMULATE)
         (kind,) = {kind.kind for kind in done.profile.kinds if kind.architecture == "squeezenet1_1"}
         assert f"{kind} is not run on cpu: {reason}" in done.notes

@@ -25,7 +25,6 @@ from experts.graph import ExpertGraph, RouteStep
 from profiler.usage.probabilities import (
     FEW_REQUESTS,
     RouteCount,
-    computed_usage,
     usage_from_results,
     usage_from_samples,
 )
@@ -93,13 +92,6 @@ def serve(config, rows, line="test"):
 
 
 # -- computed --
-
-
-def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(line):
-    """0.75 x 0.9 + 0.25 x 0.2 = 0.725."""
-    usage = computed_usage(line, {"cls/a": 0.9, "cls/b": 0.2})
-    assert usage.probabilities == pytest.approx({"cls/a": 0.75, "cls/b": 0.25, "det/x": 0.725})
-    assert usage.pass_rates == {"cls/a": 0.9, "cls/b": 0.2}
 
 
 # -- counted on samples --

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -123,20 +121,6 @@ def work_in(directory, interrupt):
         (folder / "deep" / "file").write_text("x")
         assert [path.name for path in directory.iterdir()] == [folder.name]
         interrupt()
-
-
-def test_a_second_signal_does_not_cut_the_removal_short(tmp_path, monkeypatch):
-    remove = shutil.rmtree
-
-    def signalled_meanwhile(folder, *given, **named):
-        if Path(folder).parent == tmp_path:  # no other folder that is removed meanwhile, such as by a finalizer
-            signal.raise_signal(signal.SIGTERM)
-        remove(folder, *given, **named)
-
-    monkeypatch.setattr(shutil, "rmtree", signalled_meanwhile)
-    with pytest.raises(SystemExit):
-        work_in(tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_after_a_signal_and_the_old_answer_to_it_is_back(tmp_path):

@@ -57,27 +57,6 @@ class TestLabelledCrops:
         (tmp_path / "crops" / "chip" / "bodies.json").write_text("{}")
         return tmp_path / "crops"
 
-    def test_experts_get_those_of_their_components(self, config, crops):
-        found = LineSamples.find(config, crops, most=10)
-        assert {sample.component for sample in found.of("cls/resistor")} == {"resistor"}
-        assert {sample.component for sample in found.of("cls/solder")} == {"resistor", "chip"}
-        assert found.of("cls/lonely") == ()
-        assert "cls/lonely" not in found.by_expert
-        assert (found.looked_at, found.broken) == (49, ())
-
-    def test_labels_are_as_rare_as_in_the_folder_where_only_components_share_evenly(self, config, tmp_path):
-        """A tenth of 200 resistors is bad, and of those that are taken, give or take one; of 10 chips all are taken."""
-        counts = {("resistor", "bad"): 20, ("resistor", "ok"): 180, ("chip", "ok"): 10}
-        for (component, label), count in counts.items():
-            for number in range(count):
-                write_image(tmp_path / "mixed" / component / label / f"{number:03}.png")
-        found = LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
-        labels = Counter(each.label for each in found.of("cls/resistor"))
-        assert labels.total() == 30
-        assert labels["bad"] in {2, 3, 4}
-        assert Counter(each.component for each in found.of("cls/solder")) == {"resistor": 20, "chip": 10}
-        assert found == LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
-
     def test_each_beginning_of_a_components_mix_is_as_its_folder_and_leaves_out_what_is_known_to_be_broken(
         self, config, tmp_path
     ):

@@ -44,23 +44,6 @@ def problems_of(path, catalog, **options):
     return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
 
 
-def test_a_trace_is_read_as_it_stands(tmp_path, catalog):
-    (tmp_path / "crops").mkdir()
-    (tmp_path / "crops" / "1.png").write_bytes(b"image")
-    path = trace_file(
-        tmp_path,
-        {"t": 0, "component": "alpha", "image": "crops/1.png"},
-        "",
-        {"t": 0.004, "expert": "cls/b"},
-        {"component": "beta", "t": 0.004},
-    )
-    assert read_trace(path, catalog) == (
-        TracedArrival(0.0, "alpha", image=tmp_path / "crops" / "1.png"),
-        TracedArrival(0.004, expert="cls/b"),
-        TracedArrival(0.004, "beta"),
-    )
-
-
 def test_an_hour_of_a_day_counts_from_its_first_arrival(tmp_path, catalog):
     day = [{"t": 28_800 + t, "component": "alpha"} for t in (0.5, 0.5, 1.25, 3600.5)]
     assert [arrival.at_s for arrival in read_trace(trace_file(tmp_path, *day), catalog)] == [0.0, 0.0, 0.75, 3600.0]
@@ -179,12 +162,6 @@ def test_board_types_take_turns_and_large_boards_overlap(tmp_path, monkeypatch):
     expected = [(0.0, "alpha"), (0.5, "alpha"), (1.0, "alpha"), (1.0, "beta"), (1.5, "alpha"), (1.5, "beta")]
     assert [(arrival.at_s, arrival.component) for arrival in trace[:6]] == expected
     assert [arrival.at_s for arrival in trace[6:]] == [10.0, 10.5, 11.0, 11.5]
-
-
-def test_a_line_without_boards_asks_all_its_routes_alike(tmp_path):
-    trace = board_trace(line_of(tmp_path), boards=5, seed=0)
-    assert Counter(arrival.component for arrival in trace) == {"alpha": 5, "beta": 5}
-    assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(10)])
 
 
 class TestTexts:
