@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
 from agent.service.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
-from tests.agent.service.fake_line import PATIENCE_S
 
 
 def test_a_duty_that_fails_holds_no_other_up_and_is_told_at_first_every_minute_and_when_it_works_again(caplog):
@@ -26,22 +23,3 @@ def test_a_duty_that_fails_holds_no_other_up_and_is_told_at_first_every_minute_a
     keeper.step()
     assert keeper.failing == {}
     assert f"housekeeping_works_again duty=first failures={2 * TOLD_AGAIN_STEPS}" in caplog.text
-
-
-def test_its_thread_goes_on_after_a_failure_until_it_is_stopped():
-    had_turns, turns = threading.Event(), []
-
-    def fail():
-        turns.append(threading.current_thread().name)
-        if len(turns) == 2:
-            had_turns.set()
-        raise RuntimeError("always")
-
-    keeper = Housekeeper({"duty": fail})
-    assert keeper.stop(0.0)  # before it was started
-    keeper = Housekeeper({"duty": fail})
-    keeper.start()
-    assert had_turns.wait(PATIENCE_S)
-    assert keeper.stop(PATIENCE_S)
-    assert set(turns) == {"housekeeper"}
-    assert keeper.failing == {"duty": "RuntimeError: always"}

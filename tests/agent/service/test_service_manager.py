@@ -74,15 +74,6 @@ def notifier(tmp_path, listener):
 
 
 class TestTheNotifier:
-    def test_a_reload_is_told_with_its_time_in_one_message(self, notifier, listener):
-        before_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        notifier.reloading()
-        notifier.ready("2 experts")
-        reloading, ready = listener.hear(), listener.hear()
-        assert reloading["RELOADING"] == "1"
-        assert before_us <= int(reloading["MONOTONIC_USEC"]) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        assert ready == {"READY": "1", "STATUS": "2 experts"}
-
     def test_a_start_is_extended_now_and_then_not_with_every_step(self, tmp_path, listener):
         now_s = [100.0]
         notifier = Notifier(ServiceManager(str(tmp_path / "notify")), clock=lambda: now_s[0])

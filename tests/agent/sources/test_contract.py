@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sqlite3
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -76,3 +77,23 @@ def test_what_takes_no_trigger_says_so(line: ContractLine) -> None:
     for source in sources_of(line.config, line):
         with pytest.raises(OrderRefused):
             source.trigger(None, None, None)
+
+
+def test_a_journal_that_cannot_be_read_for_a_while_is_read_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ContractLine(line_of(tmp_path, INTAKES["journal"]), {7: png()})
+    line.left_overs = (LeftOver(7, (Subject("api/1", "api", "api/1", datetime.now(UTC), "c0"),)),)
+    errors = [sqlite3.OperationalError("disk I/O error"), OSError("Input/output error")]
+
+    def journaled_image(number: int) -> bytes:
+        if errors:
+            raise errors.pop()
+        return png()
+
+    monkeypatch.setattr(line, "journaled_image", journaled_image)
+    monkeypatch.setattr("agent.sources.left_overs.REREAD_S", 0.01)
+    (source,) = sources_of(line.config, line)
+    source.start()
+    assert line.first().image == png()
+    assert source.stop(0.0) or source.stop(30.0)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
-import sqlite3
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from agent.records.journal import JournalReader
-from agent.subject import asked_sha256
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests.agent.service.fake_line import PATIENCE_S, Caller, asked, ordered, picture, until
@@ -272,58 +268,6 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(li
     assert sorted(row.subject.key for row in line.rows) == sorted(f"api/{number}" for number in range(30))
     assert {row.verdict for row in line.rows} == {OK}
     assert set(line.boards) == {(f"B{number}", OK) for number in range(15)}
-
-
-def leave_unjudged(line, image):
-    """As an earlier run that accepted this one, and was killed."""
-    with closing(sqlite3.connect(line.folder / "state" / "results.db")) as database:
-        database.execute("INSERT INTO accepted_images VALUES (1, ?)", (image,))
-        digest = asked_sha256(hashlib.sha256(image).hexdigest(), None, None, [("c1", None, None, None)])
-        database.execute(
-            "INSERT INTO accepted (key, source, component, name, accepted_at, image, asked_sha256)"
-            " VALUES ('api/left', 'api', 'c1', 'left', '2026-05-01T00:00:00.000000+00:00', 1, ?)", (digest,),
-        )  # fmt: skip
-        database.commit()
-
-
-def failing_twice(monkeypatch, owner, method):
-    """The first two calls fail as where the disk does; the failures."""
-    original, failures = getattr(owner, method), []
-
-    def fail_twice(self, one):
-        if len(failures) < 2:
-            failures.append(one)
-            raise sqlite3.OperationalError("disk I/O error")
-        return original(self, one)
-
-    monkeypatch.setattr(owner, method, fail_twice)
-    return failures
-
-
-def test_what_an_earlier_run_accepted_is_judged_though_the_disk_refuses_to_read_it_for_a_while(line, monkeypatch):
-    with line.served() as service:
-        asked(service, part(key="done"))
-    leave_unjudged(line, picture())
-    failures = failing_twice(monkeypatch, JournalReader, "content")
-    with line.served() as service:
-        (left,), (done,) = asked(service, part(component="c1", key="left"), part(key="done"))
-        assert (left.verdict, left.seq, done.seq, len(failures)) == (OK, 2, 1, 2)
-
-
-def move_away(line):
-    """The results file, as somebody does who wants a fresh one."""
-    for file in (line.folder / "state").glob("results.db*"):
-        file.rename(file.with_name(f"away{file.name}"))
-
-
-def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(line):
-    line.fake(0, B_s=0.3)
-    with line.served() as service:
-        (first,) = ordered(service, part(key="twice"))
-        assert first.was_accepted.wait(PATIENCE_S)
-        move_away(line)
-        (second,) = ordered(service, part(key="twice"))
-        assert [each.wait()[0].verdict for each in (first, second)] == [OK, OK]
 
 
 def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(line):

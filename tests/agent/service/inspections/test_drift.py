@@ -38,11 +38,6 @@ def test_the_distance_is_half_of_what_all_shares_moved():
     assert moved.experts == (ExpertDrift("a", 0.5, 0.25), ExpertDrift("b", 0.25, 0.5), ExpertDrift("c", 0.25, 0.0))
 
 
-def test_before_anything_was_asked_nothing_has_drifted():
-    empty = found(UsageDrift({"a": 1.0}))
-    assert (empty.steps, empty.distance, empty.chance, empty.experts, empty.has_drifted) == (0, 0.0, 0.0, (), False)
-
-
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1), min_size=1), st.data())
 def test_a_distance_is_between_0_and_1(usage, data):
     seen = data.draw(st.dictionaries(st.sampled_from("abcdefghi"), st.integers(1, 1000), min_size=1))

@@ -145,16 +145,6 @@ class TestRoutes:
         assert not views["llm/mute"].is_ready
         assert "tokenizer.json: is not there" in views["llm/mute"].reason
 
-    def test_a_label_may_be_called_as_an_ending_is(self, text_line):
-        text_line.document = deepcopy(text_line.document)
-        text_line.document["experts"]["llm/router"]["labels"] = ["stop", "length"]
-        text_line.document["texts"]["routes"]["helpdesk"]["experts"] = {"stop": "llm/code", "length": "llm/maths"}
-        with text_line.served() as service:
-            reader = written(service, "llm/router", "hello")
-            assert (reader.text, reader.end.ending, reader.end.label) == (reader.end.label, Ending.STOP, reader.text)
-            assert reader.text in {"stop", "length"}
-            assert written(service, "helpdesk", "hello", most_tokens=3).end.expert in {"llm/code", "llm/maths"}
-
 
 IMPOSSIBLE = (
     (TextOrder("llm/code", ""), Refusing.INVALID, "prompt"),

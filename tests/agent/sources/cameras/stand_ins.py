@@ -33,7 +33,6 @@ process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__na
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
 SIZE = (48, 64)
 PERIOD_S = 0.02
-BURST = 50  # pictures
 
 
 def until(condition: Callable[[], Any], what: str = "") -> Any:
@@ -68,9 +67,8 @@ def section(url: str, **given: Any) -> CameraSection:
 class MjpegCamera:
     """An HTTP server with one endless multipart answer of JPEG pictures. ``word`` says how it behaves from now on.
 
-    stream; burst (a second of pictures at once, then as stream); stall (nothing comes, and nothing ends); drop (the
-    connection ends); refuse (404); lock (401 unless it is given a login); move (the stream is elsewhere, at
-    ``moved_to``).
+    stream; stall (nothing comes, and nothing ends); drop (the connection ends); refuse (404); lock (401 unless it is
+    given a login); move (the stream is elsewhere, at ``moved_to``).
     """
 
     def __init__(self) -> None:
@@ -115,8 +113,7 @@ class MjpegCamera:
     def _stream(self, to: BaseHTTPRequestHandler) -> None:
         number = 0
         while self.word != "drop":
-            if self.word != "burst" or number >= BURST:
-                time.sleep(PERIOD_S)
+            time.sleep(PERIOD_S)
             if self.word == "stall":
                 continue
             number += 1

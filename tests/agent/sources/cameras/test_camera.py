@@ -251,17 +251,6 @@ class TestFaults:
         assert not is_alive(before)
         assert (taker.now.state, taker.process) == ("OFFLINE", None)
 
-    def test_a_door_that_does_not_open_keeps_no_process_and_is_not_waited_for(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
-        taker = watched(failing.url, is_open=False)
-        until(lambda: taker.now.waiting)
-        before = taker.streaming()
-        began = time.monotonic()
-        assert not taker.camera.stop(1.0)
-        assert time.monotonic() - began < 5
-        until(lambda: not is_alive(before))
-
     def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
         self, watched: Watch, failing: FailingCamera
     ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.sources.cameras.pictures.presentation import LONG_AGO, PresentationClock
+from agent.sources.cameras.pictures.presentation import PresentationClock
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import WAIT_S, FailingCamera, Taker, until
 
@@ -92,17 +92,6 @@ def test_a_clock_that_goes_wrong_by_little_is_followed(rate: float) -> None:
         age_s = stream.send()
     assert age_s == pytest.approx(0.0, abs=0.01)
     assert stream.send(1.0) == pytest.approx(1.0, abs=0.01)
-
-
-def test_a_stream_without_times_is_known_by_its_reads() -> None:
-    clock = PresentationClock()
-    clock.learn(None, 1.0, has_waited=False)
-    assert clock.came_at(None, 1.0) == LONG_AGO
-    clock.learn(None, 2.0, has_waited=True)
-    assert clock.came_at(None, 2.0) == 2.0
-    for now in (2.5, 3.0):  # buffered when the last read waited, or later
-        clock.learn(None, now, has_waited=False)
-        assert clock.came_at(None, now) == 2.0
 
 
 def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing: FailingCamera) -> None:

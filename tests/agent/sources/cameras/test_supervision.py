@@ -62,24 +62,6 @@ def shown(actions: list[Action]) -> list[ProcessOrder | type[Tell]]:
     return [Tell if isinstance(action, Tell) else action for action in actions]
 
 
-def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> None:
-    desk = Desk()
-    assert (desk.done, desk.one.state, desk.one.alarm) == ([ProcessOrder.START], CameraState.CONNECTING, None)
-    desk.say(*STREAMING)
-    desk.now = 3.0
-    desk.say(FramesCame())
-    desk.now = 3.0 + STALL_S - 0.001
-    assert desk.say(CameraSignal.TIME_PASSED) == []
-    assert shown(desk.wait()) == [Tell, ProcessOrder.KILL]
-    assert (desk.now, desk.one.state) == (3.0 + STALL_S, CameraState.STALLED)
-    assert "stall_timeout_s 5" in (desk.one.alarm or "")
-    assert desk.say(ENDED) == []
-    assert desk.one.state is CameraState.STALLED
-    assert desk.wait() == [ProcessOrder.START]
-    assert desk.say(*STREAMING) == [Tell(CameraState.STREAMING, "frames come")]
-    assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
-
-
 def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -> None:
     desk = Desk()
     desk.say(*STREAMING)
@@ -146,13 +128,6 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
     assert desk.fail() == 0.5
 
 
-def test_a_connection_that_ended_for_good_is_not_tried_again() -> None:
-    desk = Desk()
-    desk.say(*STREAMING, Failed("the clip has ended", is_final=True), ENDED)
-    assert (desk.one.state, desk.one.alarm) == (CameraState.OFFLINE, "the clip has ended")
-    assert desk.one.deadline == supervision.NEVER
-
-
 @pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.TELLINGS_MAXIMUM)])
 def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons: int, most: int) -> None:
     """A day of faults, also with reasons that change each time."""
@@ -163,16 +138,6 @@ def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reason
         desk.wait()
     spans = 86_400 / supervision.REPEAT_S
     assert (spans - 2) * most <= len(desk.tellings) <= (spans + 1) * most
-
-
-def test_a_camera_that_comes_and_goes_is_not_told_each_time() -> None:
-    desk = Desk()
-    for _ in range(20):
-        desk.say(*STREAMING)
-        desk.fail()
-    assert [told.state for told in desk.tellings] == [
-        CameraState.STREAMING, CameraState.OFFLINE, CameraState.STREAMING,
-    ]  # fmt: skip
 
 
 def test_to_stop_is_to_ask_then_to_kill() -> None:

@@ -32,7 +32,6 @@ from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import SourceState
 from agent.subject import part_key
 from experts.expert import Verdict
-from experts.images import Completeness
 from tests.agent.sources.folder.lines import (
     IMAGES,
     NAMING,
@@ -52,31 +51,6 @@ from tests.agent.sources.folder.lines import (
 @pytest.fixture
 def line(tmp_path: Path) -> Line:
     return Line(tmp_path / "inbox")
-
-
-# --- the decision, as a pure function -------------------------------------------------------------------------------
-
-SEEN = WaitingFile("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
-
-
-@pytest.mark.parametrize(
-    ("lease", "completeness", "evidence", "now", "is_ready"),
-    [
-        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.1, False),
-        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
-        (Lease.UNKNOWN, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
-        (Lease.FREE, Completeness.UNKNOWN, Evidence.CLOSED, 0.2, True),
-        (Lease.HELD, Completeness.WHOLE, Evidence.RENAMED, 99, False),
-        (Lease.FREE, Completeness.CUT, Evidence.MARKED, 99, False),
-        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 9.9, False),
-        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 10, True),
-        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.RENAMED, 0.2, True),
-    ],
-)
-def test_a_file_is_ready_only_when_every_sign_agrees(
-    lease: Lease, completeness: Completeness, evidence: Evidence, now: float, is_ready: bool
-) -> None:
-    assert Rule().is_ready(SEEN.shown(evidence), now, lease, completeness) is is_ready
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -225,33 +199,6 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path: Path, after:
 
 
 # --- settling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("after", "verdict", "left"),
-    [
-        ("move", Verdict.OK, {"done/2026-05-01/b1_r_R1.png"}),
-        ("move", Verdict.NG, {"ng/2026-05-01/b1_r_R1.png"}),
-        ("move", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
-        ("delete", Verdict.OK, set()),
-        ("delete", Verdict.NG, set()),
-        ("delete", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
-        ("keep", Verdict.OK, {"b1_r_R1.png"}),
-        ("keep", Verdict.UNKNOWN, {"b1_r_R1.png"}),
-    ],
-)
-def test_a_judged_file_goes_where_it_belongs(tmp_path: Path, after: str, verdict: Verdict, left: set[str]) -> None:
-    line = Line(tmp_path / "inbox", after=after)
-    line.arrive("b1_r_R1.png")
-    line.intake.settle(line.arrivals[0].subject, verdict, "weights are missing" if verdict is Verdict.UNKNOWN else None)
-    line.run(20)
-    assert line.files() == left
-    assert len(line.arrivals) == 1
-    assert line.intake.statistics().in_flight == 0
-    if "failed/b1_r_R1.png" in left:
-        error = json.loads((line.root / "failed/b1_r_R1.png.error.json").read_text())
-        assert (error["file"], error["reason"]) == ("b1_r_R1.png", "weights are missing")
-        assert error["key"] == line.arrivals[0].subject.key
 
 
 @pytest.mark.parametrize("after", ["keep", "move"])
@@ -464,13 +411,6 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
     assert line.intake.statistics().refused == len(reasons)
 
 
-def test_a_refused_file_that_is_kept_is_refused_once(tmp_path: Path) -> None:
-    line = Line(tmp_path / "inbox", after="keep")
-    (line.root / "noname.png").write_bytes(PNG)
-    line.run(20)
-    assert (len(line.refusals), line.files()) == (1, {"noname.png"})
-
-
 def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
     line.stores_refusals = False
     (line.root / "noname.png").write_bytes(PNG)
@@ -644,15 +584,6 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
     again.room = 10
     again.run(40)
     assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
-
-
-def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> None:
-    line.arrive("b1_r_R1.png")
-    again = Line(line.root, after="keep")
-    again.run(5)
-    again.settle(seconds=20)
-    assert len(again.arrivals) == 1
-    assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
 
 
 def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:

@@ -94,6 +94,10 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     elif after == "delete":
         left = set()
     assert line.files() == ({"sub/x.png", "sub/x.json"} if after == "keep" else left)
+    if verdict is Verdict.UNKNOWN and after != "keep":
+        error = json.loads((line.root / "failed/sub/x.png.error.json").read_text())
+        said = (error["file"], error["reason"], error["key"])
+        assert said == ("sub/x.png", "why", line.arrivals[0].subject.key)
     line.run(200)
     assert (len(line.arrivals), line.refusals) == (1, [])
 
