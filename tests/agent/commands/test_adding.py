@@ -178,28 +178,6 @@ def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(li
     assert (line.read_text(), files_of(line)) == before
 
 
-def test_what_ultralytics_saved_is_served_with_its_own_boxes(line, tmp_path):
-    from ultralytics import YOLO
-    from ultralytics.cfg import get_cfg
-
-    model = build_detector("yolov8n", 2).eval()
-    model.names, model.args = {0: "ok", 1: "bent"}, dict(get_cfg(overrides={"imgsz": 64, "task": "detect"}))
-    with torch.no_grad():
-        for level in model.model[-1].cv3:
-            level[-1].bias += 6.0  # so that it finds something
-    torch.save({"epoch": -1, "model": model.half(), "ema": None, "train_args": {"imgsz": 64}}, tmp_path / "best.pt")
-    image = tmp_path / "part.png"
-    Image.effect_mandelbrot((80, 60), (-3, -2.5, 2, 2.5), 100).convert("RGB").save(image)
-    added = add_model(line, tmp_path / "best.pt", Wishes(components=("coil",), image=image))
-    assert (added.entry["architecture"], added.entry["labels"]) == ("yolov8n", ["ok", "bent"])
-    own = YOLO(tmp_path / "best.pt").predict(image, imgsz=64, conf=0.25, iou=0.45, max_det=1000, verbose=False)[0].boxes
-    boxes = added.tried.prediction.boxes
-    assert len(boxes) == len(own) > 0
-    for box, corners, score in zip(boxes, own.xyxy.tolist(), own.conf.tolist(), strict=True):
-        assert (box.left, box.top, box.right, box.bottom) == pytest.approx(corners, abs=1.0)
-        assert box.score == pytest.approx(score, abs=0.01)
-
-
 class TestAnomalies:
     @pytest.fixture
     def graph(self, tmp_path):
@@ -265,11 +243,6 @@ class TestTheCommand:
     )
     def test_options_that_mean_nothing_are_usage(self, line, models, words):
         assert self.run(line, models / "graph.onnx", *words).exit_code == 2
-
-    def test_what_is_missing_ends_it(self, line, models):
-        done = self.run(line, models / "graph.onnx")
-        assert done.exit_code == 1
-        assert "normalize: a graph does not tell" in done.stderr
 
 
 class TestPixels:

@@ -72,9 +72,3 @@ def test_a_text_that_fails_is_told_as_such(line, desk):
 
 def test_what_a_model_writes_does_nothing_to_a_terminal():
     assert for_terminal("a\n\tb \x1b[2J\x07\r wörld 🙂") == "a\n\tb \\x1b[2J\\x07\\x0d wörld 🙂"
-
-
-def test_status_tells_of_texts(line):
-    shown = coserve("status", line).stdout
-    assert "1 texts under way, 2 ended; 300 tokens read, 40 written, begun after 0.25 s on average" in shown
-    assert "1.0 MiB" in shown

@@ -70,15 +70,6 @@ class TestTheExampleFile:
         changed = append(changed, ("routes", "resistor-0402"), {"expert": "x/y", "pass": ["ok"]}, file=FILE)
         assert "# every step passed: OK\n    - {expert: x/y, pass: [ok]}\n  capacitor-0603:" in changed
 
-    def test_a_key_behind_a_dash_makes_place_for_the_next(self):
-        changed = remove(self.text, ("routes", "resistor-0402", 0, "expert"), file=FILE)
-        assert "  resistor-0402:\n    - pass: [ok]  " in changed
-
-    def test_sections_that_are_not_there_are_made(self):
-        changed = set_key(self.text, ("web", "panes"), {"top": {"on": True}}, file=FILE)
-        assert values(changed)["web"] == {"panes": {"top": {"on": True}}}
-        assert is_insertion(self.text, changed)
-
 
 @pytest.mark.parametrize(
     ("text", "path", "value", "expected"),

@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from experts.llm.config import parse_spec
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import parse_spec, read_spec
 from experts.llm.names import assemblies
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.token_batch import Chunk, TokenBatch
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -43,6 +46,12 @@ def tiny_config(family, **changes):
     return {name: value for name, value in values.items() if value is not None or name == "residual"}
 
 
+def logits_of(model, *prompts):
+    """(tokens of all prompts, vocabulary)."""
+    batch = TokenBatch.of([Chunk(number, 0, prompt) for number, prompt in enumerate(prompts)])
+    return model.logits(model.hidden(batch, ModelKeyValues(model.spec, model.dtype)))
+
+
 class ModelFiles:
     """Writes model directories into one folder."""
 
@@ -71,6 +80,12 @@ class ModelFiles:
         directory = self._directory(values)
         save_file(self.tensors(values) if tensors is None else tensors, directory / name)
         return directory
+
+    def read(self, family, **changes):
+        """Shape and tensors of a model with random weights."""
+        directory = self.write(self.config(family, **changes))
+        spec = read_spec(directory, "tiny")
+        return spec, open_checkpoint(directory, "tiny", spec).read_all()
 
     def _directory(self, values):
         self._count += 1

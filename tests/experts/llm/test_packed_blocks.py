@@ -9,10 +9,9 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.quant import SCALE, Int8Tensors
-from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
+from tests.experts.llm.conftest import logits_of
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 
@@ -75,12 +74,8 @@ def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family)
     (packed,) = packed_in(store, [expert], Precision.INT8)
     assert any(one.name.endswith(SCALE) for one in packed.own.tensors)
     slot = make_slot(expert, packed, store)
-    batch = TokenBatch.of([Chunk(0, 0, range(1, 40))])
-    expected, found = (
-        model.forward(batch, ModelKeyValues(spec, torch.bfloat16))
-        for model in (LanguageModel(spec, dict(Int8Tensors(tensors))), slot.skeleton.model)
-    )
-    assert torch.equal(found, expected)
+    exact = LanguageModel(spec, dict(Int8Tensors(tensors)))
+    assert torch.equal(logits_of(slot.skeleton.model, range(1, 40)), logits_of(exact, range(1, 40)))
 
 
 def test_equal_layers_of_several_experts_are_one_file(model_files, store):
@@ -129,15 +124,6 @@ class TestABlockThatIsNot:
             file.truncate(segment.size_bytes - ALIGNMENT_BYTES)
         with pytest.raises(WeightsCorrupt, match="expected"):
             read(store, segment, 0)
-
-
-def test_large_blocks_are_read_by_several_threads(model_files, store):
-    values = model_files.config("mixtral", hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
-    expert = Expert("llm/a", "llm", model_files.write(values), (), None)
-    (packed,) = packed_in(store, [expert])
-    (segment,) = layers_of(packed)
-    assert segment.blocks.size_bytes > 2 * 1024 * 1024
-    read(store, segment, 3)
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(store, expert):

@@ -22,10 +22,9 @@ from experts.errors import (
 )
 from experts.expert import Expert, Precision
 from experts.llm.model import load_model
-from experts.llm.program import files_of, pack_program, read_program
-from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.token_batch import Chunk, TokenBatch
+from experts.llm.program import files_of
 from experts.packed.packing import pack_line
+from tests.experts.llm.conftest import logits_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
@@ -47,18 +46,14 @@ def packed_in(store, experts, precision=Precision.FP32):
     return {name: forms[precision] for name, forms in report.packed.items()}
 
 
-def logits(model):
-    batch = TokenBatch.of([Chunk(number, 0, prompt) for number, prompt in enumerate(PROMPTS)])
-    return model.forward(batch, ModelKeyValues(model.spec, model.dtype))
-
-
 def stored_bytes(store):
     return sum(path.stat().st_size for path in (store.directory / "segments").iterdir())
 
 
-def assert_alike(found, expected):
+def assert_says(model, expert, dtype=torch.float32):
     """Up to the last bits: a kernel may go another way over the same numbers where they begin at another address."""
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    expected = load_model(expert.weights, expert.id, dtype)
+    torch.testing.assert_close(logits_of(model, *PROMPTS), logits_of(expected, *PROMPTS), atol=1e-5, rtol=0)
 
 
 class TestBoundToPackedBytes:
@@ -69,7 +64,7 @@ class TestBoundToPackedBytes:
         slot = make_slot(expert, packed_in(store, [expert], precision)[expert.id], store)
         model = slot.skeleton.model
         assert model.dtype is DTYPES[precision]
-        assert_alike(logits(model), logits(load_model(expert.weights, expert.id, DTYPES[precision])))
+        assert_says(model, expert, DTYPES[precision])
 
     def test_overwriting_its_bytes_makes_it_another_model(self, model_files, store, make_slot):
         values = model_files.config("qwen3_moe")
@@ -81,7 +76,7 @@ class TestBoundToPackedBytes:
         slot = make_slot(first, packed["llm/0"], store)
         model = slot.skeleton.model
         slot.load(other, packed["llm/1"])
-        assert_alike(logits(model), logits(load_model(other.weights, other.id)))
+        assert_says(model, other)
 
     def test_another_config_is_another_layout(self, model_files, store):
         values = model_files.config("llama")
@@ -92,14 +87,6 @@ class TestBoundToPackedBytes:
         packed = packed_in(store, experts)
         assert len({each.layout for each in packed.values()}) == 2
 
-    def test_images_are_refused(self, model_files, image, store, make_slot):
-        expert = llm("llm/a", model_files.write(model_files.config("llama")))
-        with pytest.raises(ValueError, match="takes texts, not images"):
-            backend_for("llm").prepare(expert, image)
-        slot = make_slot(expert, packed_in(store, [expert])[expert.id], store)
-        with pytest.raises(ValueError, match="takes texts, not images"):
-            slot.skeleton.infer(expert, [])
-
     def test_a_tied_head_is_packed_once(self, model_files, store, make_slot):
         values = model_files.config("qwen2", tie_word_embeddings=True)
         tensors = model_files.tensors(values)
@@ -108,45 +95,25 @@ class TestBoundToPackedBytes:
         packed = packed_in(store, [expert])[expert.id]
         assert "head" not in {spec.name for spec in packed.own.tensors}
         slot = make_slot(expert, packed, store)
-        assert_alike(logits(slot.skeleton.model), logits(load_model(expert.weights, expert.id)))
+        assert_says(slot.skeleton.model, expert)
 
 
-class TestOneBackbone:
-    @pytest.fixture
-    def experts(self, model_files):
-        """Two directories of one backbone, each with its own last MLP."""
-        values = model_files.config(
-            "llama", vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=6
-        )
-        backbone, made = model_files.tensors(values), []
-        for seed in (1, 2):
-            others = model_files.tensors(values, seed=seed)
-            mixed = {name: others[name] if "layers.5.mlp" in name else tensor for name, tensor in backbone.items()}
-            made.append(llm(f"llm/{seed}", model_files.write(values, mixed)))
-        return made
-
-    def test_two_fine_tunes_take_little_more_than_one(self, store, experts):
-        packed = packed_in(store, experts)
-        one = stored_bytes_of(packed["llm/1"])
-        assert stored_bytes(store) < 1.2 * one
-        assert packed["llm/1"].shared == packed["llm/2"].shared
-        assert packed["llm/1"].layout == packed["llm/2"].layout
-        held = {segment.sha256: segment.slot_bytes for each in packed.values() for segment in each.segments}
-        assert sum(held.values()) < 1.2 * sum(segment.slot_bytes for segment in packed["llm/1"].segments)
-
-    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-    def test_each_runs_as_its_own_directory(self, store, make_slot, experts, precision):
-        packed = packed_in(store, experts, precision)
-        answers = []
-        for expert in experts:
-            slot = make_slot(expert, packed[expert.id], store)
-            answers.append(logits(slot.skeleton.model))
-            assert_alike(answers[-1], logits(load_model(expert.weights, expert.id, DTYPES[precision])))
-        assert not torch.equal(*answers)
-
-
-def stored_bytes_of(packed):
-    return sum(segment.size_bytes for segment in packed.segments)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_two_fine_tunes_of_one_backbone_take_little_more_than_one(model_files, store, make_slot, precision):
+    values = model_files.config("llama", vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=6)
+    backbone, experts = model_files.tensors(values), []
+    for seed in (1, 2):
+        others = model_files.tensors(values, seed=seed)
+        mixed = {name: others[name] if "layers.5.mlp" in name else tensor for name, tensor in backbone.items()}
+        experts.append(llm(f"llm/{seed}", model_files.write(values, mixed)))
+    packed = packed_in(store, experts, precision)
+    assert stored_bytes(store) < 1.2 * sum(segment.size_bytes for segment in packed["llm/1"].segments)
+    assert packed["llm/1"].shared == packed["llm/2"].shared
+    assert packed["llm/1"].layout == packed["llm/2"].layout
+    held = {segment.sha256: segment.slot_bytes for each in packed.values() for segment in each.segments}
+    assert sum(held.values()) < 1.2 * sum(segment.slot_bytes for segment in packed["llm/1"].segments)
+    for expert in experts:
+        assert_says(make_slot(expert, packed[expert.id], store).skeleton.model, expert, DTYPES[precision])
 
 
 class TestADirectoryThatChanges:
@@ -230,15 +197,6 @@ class TestWhatIsWrong:
         assert failed.expert == "llm/a"
         assert told in str(failed)
 
-    def test_one_broken_model_does_not_stop_the_others(self, model_files, store):
-        values = model_files.config("mixtral")
-        tensors = model_files.tensors(values)
-        del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
-        broken = llm("llm/broken", model_files.write(values, tensors))
-        report = pack(store, [broken, llm("llm/sound", model_files.write(values))])
-        assert list(report.packed) == ["llm/sound"]
-        assert "missing: model.layers.1.block_sparse_moe.experts.2.w3.weight" in str(report.failed["llm/broken"])
-
     def test_a_precision_that_has_no_room_for_its_values_or_that_it_does_not_run_in(self, model_files, store):
         values = model_files.config("llama")
         tensors = model_files.tensors(values)
@@ -255,16 +213,6 @@ class TestWhatIsWrong:
         error = pack(store, [replace(sound, labels=("word", "unknown"))]).failed["llm/a"]
         assert isinstance(error, WeightsMismatch)
         assert "tokenizer.json has no token for the label 'unknown': rename the label" in str(error)
-
-
-def test_a_program_s_files_come_out_as_they_went_in(model_files):
-    directory = model_files.write(model_files.config("llama"))
-    (directory / "tokenizer.json").write_bytes("{\n\u00e9\n".encode())
-    (directory / "chat_template.jinja").write_bytes(b"")
-    (directory / "other.json").write_bytes(b"{}")
-    files = read_program(directory, "llm/a")
-    assert sorted(files) == ["chat_template.jinja", "config.json", "tokenizer.json"]
-    assert files_of(pack_program(files)) == files
 
 
 def test_workspace_grows_with_the_rows_and_shrinks_with_the_precision(model_files):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from experts.llm.model import load_model
-from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.conftest import logits_of
 from tests.experts.llm.oracle import LENGTHS, MODELS, Pair
 
 
@@ -18,8 +17,7 @@ def test_logits_are_the_oracle_s_for_every_token_of_a_prompt(pair):
     (prompt,) = (prompt for prompt in pair.prompts() if len(prompt) == max(LENGTHS))
     with torch.no_grad():
         expected = pair.oracle(torch.tensor([prompt])).logits[0]
-    hidden = pair.ours.hidden(TokenBatch.of([Chunk(0, 0, prompt)]), ModelKeyValues(pair.ours.spec, torch.float32))
-    assert (pair.ours.logits(hidden) - expected).abs().max() <= 1e-5
+    assert (logits_of(pair.ours, prompt) - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
@@ -29,8 +27,7 @@ def test_bf16_agrees_where_the_oracle_is_sure(name, tmp_path):
     (prompt,) = (prompt for prompt in pair.prompts() if len(prompt) == max(LENGTHS))
     with torch.no_grad():
         expected = oracle(torch.tensor([prompt])).logits[0]
-    hidden = halved.hidden(TokenBatch.of([Chunk(0, 0, prompt)]), ModelKeyValues(halved.spec, torch.bfloat16))
-    given = halved.logits(hidden).float()
+    given = logits_of(halved, prompt).float()
     best = expected.topk(2, dim=-1)
     is_sure = best.values[:, 0] - best.values[:, 1] > 0.1 * expected.std()
     assert is_sure.sum() > len(prompt) / 4

@@ -1,7 +1,5 @@
 """Rows of an iteration, laid flat. What attention computes over them: see serving/test_arenas.py."""
 
-import pytest
-
 from experts.llm.token_batch import Chunk, TokenBatch
 
 
@@ -12,9 +10,3 @@ def test_rows_and_tokens():
     assert batch.last.tolist() == [0, 3, 4, 5]
     assert [row.sequence for row in batch.prefill_rows] == [1, 4]  # one of one token before a longer one is read, too
     assert [row.sequence for row in batch.decode_rows] == [5, 6]
-
-
-@pytest.mark.parametrize("chunks", [[], [Chunk(1, 0, [])], [Chunk(1, 0, [1]), Chunk(1, 1, [2])]])
-def test_what_is_no_batch(chunks):
-    with pytest.raises(ValueError, match="row"):
-        TokenBatch.of(chunks)

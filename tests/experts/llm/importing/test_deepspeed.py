@@ -191,8 +191,7 @@ def test_a_gpt_is_the_same_model(tmp_path, made, args, written, change):
 
 def test_experts_may_be_shared_among_ranks(tmp_path):
     gpt = Gpt()
-    tensors = gpt.tensors()
-    folder = write(tmp_path / "ds", tensors, arguments(), ranks=2)
+    folder = write(tmp_path / "ds", gpt.tensors(), arguments(), ranks=2)
     for file in folder.glob("*expert*"):
         rank = int(file.name.partition("mp_rank_")[2][:2])
         held = torch.load(file, weights_only=True)
@@ -215,8 +214,7 @@ def halved(name, tensor, rank):
 
 def test_a_flat_state_dict_and_a_tag_are_known_in_a_process_of_its_own(tmp_path):
     gpt = Gpt()
-    tensors = gpt.tensors()
-    write(tmp_path / "ds" / "global_step7", tensors, arguments(), module=dict)
+    write(tmp_path / "ds" / "global_step7", gpt.tensors(), arguments(), module=dict)
     (tmp_path / "ds" / "latest").write_text("global_step7")
     import_apart(tmp_path / "ds", tmp_path / "out")
     gpt.assert_is(tmp_path / "out")
@@ -224,8 +222,7 @@ def test_a_flat_state_dict_and_a_tag_are_known_in_a_process_of_its_own(tmp_path)
 
 def test_what_the_checkpoint_does_not_tell_is_asked_for_one_by_one(tmp_path):
     gpt = Gpt()
-    tensors = gpt.tensors()
-    folder = write(tmp_path / "ds", tensors, args=None, version=None)
+    folder = write(tmp_path / "ds", gpt.tensors(), args=None, version=None)
     wanted = {
         "num_attention_heads": HEADS, "layernorm_epsilon": 1e-5, "bias_gelu_fusion": True, "topk": 1,
         "checkpoint_version": 3,
@@ -242,8 +239,7 @@ def test_what_the_checkpoint_does_not_tell_is_asked_for_one_by_one(tmp_path):
 
 def test_a_residual_without_a_coefficient_is_the_paper_s_once_that_is_said(tmp_path):
     gpt = Gpt(residual="add")
-    tensors = gpt.tensors()
-    folder = write(tmp_path / "ds", tensors, arguments())
+    folder = write(tmp_path / "ds", gpt.tensors(), arguments())
     with pytest.raises(TrainingUnsupported, match="--arg residual=add"):
         import_deepspeed(folder, tmp_path / "out")
     import_deepspeed(folder, tmp_path / "out", {"residual": "add"})
@@ -308,14 +304,12 @@ def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name):
 @pytest.mark.parametrize("function", [os.system, subprocess.check_call, eval])
 def test_nothing_of_a_pickle_runs(tmp_path, function):
     """What it would call is read as a name, and refused as one that no weights need."""
-    gpt = Gpt()
-    tensors = gpt.tensors()
     marker = tmp_path / "it-ran"
     command = f"__import__('pathlib').Path({str(marker)!r}).touch()"
     argument = command if function is eval else [sys.executable, "-c", command]
     argument = f"touch {marker}" if function is os.system else argument
     args = arguments(tensorboard=Malicious(function, argument))
-    folder = write(tmp_path / "ds", tensors, args)
+    folder = write(tmp_path / "ds", Gpt().tensors(), args)
     with pytest.raises(WeightsRefused, match=r"mp_rank_00_model_states\.pt: .*nothing was run"):
         import_apart(folder, tmp_path / "out")
     assert not marker.exists()

@@ -252,19 +252,6 @@ def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena):
 
 
 class TestWhatIsRefused:
-    def test_more_than_the_budget(self, arena):
-        wide = replace(SMALL, positions=10**6)
-        with pytest.raises(MemoryExceeded, match=f"{arena.budget_bytes} free"):
-            arena.begin(1, wide, arena.budget_bytes // wide.token_bytes + 1)
-        assert arena.statistics().requests == 0
-
-    def test_to_begin_twice_or_with_more_than_the_context(self, arena):
-        arena.begin(1, SMALL, 10)
-        with pytest.raises(ValueError, match="request 1 has begun"):
-            arena.begin(1, SMALL, 10)
-        with pytest.raises(ValueError, match="wants 513 tokens, its context is 512"):
-            arena.begin(2, SMALL, 513)
-
     @pytest.mark.parametrize(
         ("chunk", "told"),
         [(Chunk(1, 3, [0]), "holds 0 tokens, a row begins at 3"), (Chunk(1, 0, [0] * 400), "was promised"),

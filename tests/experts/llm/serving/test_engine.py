@@ -30,15 +30,6 @@ class TestIterations:
             [(1, 1), (2, 1)], [(1, 1), (2, 1), (3, 1)], [(2, 1), (3, 1)], [(2, 1)],
         ]  # fmt: skip
 
-    def test_prompts_are_read_beside_those_who_write(self):
-        desk = Desk(limits=IterationLimits(tokens=20))
-        desk.ask(1, [3], 4)
-        desk.quantum(0)
-        desk.ask(2, range(30), 2)
-        desk.finish(quantum_s=0)
-        assert desk.model.batches[1:3] == [[(2, 16), (1, 1)], [(2, 14), (1, 1)]]
-        assert desk.notes[2].tokens == [30, 31]
-
     def test_a_quantum_ends_on_time(self):
         clock = VirtualClock()
         desk = Desk(CountingModel(clock, base_s=0.004, token_s=0.001), clock=clock)
@@ -168,15 +159,6 @@ class TestPreempting:
         assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
-    def test_its_prefix_is_there_where_there_was_room(self):
-        desk = Desk()
-        desk.ask(1, range(40), 4, weights="w").quantum(0)
-        desk.quantum(0)
-        desk.engine.preempt(1)
-        desk.finish()
-        assert desk.arena.statistics().prefix_tokens >= 40
-        assert desk.notes[1].tokens == [40, 41, 42, 43]
-
 
 class TestRooms:
     def arena(self):
@@ -270,20 +252,8 @@ class TestRouters:
         desk.ask(1, [10], 0, choices=CHOICES).finish()
         assert "NaN or infinity" in desk.finished[1].reason
 
-    def test_what_is_left_to_read(self, desk):
-        desk.ask(1, range(20), 0, choices={"a": (1, 2, 3), "b": (2,)})
-        desk.engine = LlmEngine(desk.arena, IterationLimits(tokens=16), desk.clock)
-        assert desk.quantum(0).unfinished == ((1, Left(4 + 2, 1, 23)),)
-
 
 class TestExpectations:
-    def test_what_is_left_follows_what_an_expert_s_texts_were_like(self, desk):
-        for request in range(5):
-            desk.ask(request, [3], 10)
-        desk.finish()
-        desk.ask(9, [3], 100)
-        assert desk.quantum(0).unfinished == ((9, Left(0, 9, 101)),)
-
     def test_time_in_tensors_is_told_apart(self):
         clock = VirtualClock()
         desk = Desk(CountingModel(clock, base_s=0.5), clock=clock)

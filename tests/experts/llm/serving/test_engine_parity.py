@@ -39,13 +39,6 @@ def oracle(request, tmp_path_factory):
     return Oracle(request.param, tmp_path_factory.mktemp("model"))
 
 
-def test_alone(oracle):
-    desk = oracle.desk()
-    while desk.turns:
-        desk.quantum(1.0, next(iter(desk.turns)))
-    assert desk.finish() == oracle.expected
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 32, 512])
 def test_batched_and_in_chunks(oracle, chunk):
     assert oracle.desk(tokens=chunk).finish() == oracle.expected

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.family import ModelFamily, families
@@ -35,9 +33,7 @@ class Counting(LanguageModel):
 @pytest.fixture
 def members(model_files):
     def made(kind, own, count=3, **changes):
-        directory = model_files.write(model_files.config(kind, **changes))
-        spec = read_spec(directory, "tiny")
-        shared = open_checkpoint(directory, "tiny", spec).read_all()
+        spec, shared = model_files.read(kind, **changes)
         models = []
         for seed in range(count):
             generator = torch.Generator().manual_seed(seed)

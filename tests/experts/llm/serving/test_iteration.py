@@ -66,13 +66,6 @@ class TestTimes:
         within = times.tokens_within(base_s + token_s * 50)
         assert within <= GROWTH * max(*sizes, LEAST_CHUNK_TOKENS)
 
-    def test_of_one_size_all_is_blamed_on_the_tokens(self):
-        times = IterationTimes()
-        for _ in range(5):
-            times.ran(16, 0.016)
-        assert times.seconds(32) == pytest.approx(0.032)
-        assert times.tokens_within(0.020) == 20
-
     def test_a_machine_that_slows_down_is_followed(self):
         times = IterationTimes()
         for n in range(200):

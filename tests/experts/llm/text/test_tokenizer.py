@@ -16,13 +16,6 @@ def model(tokenizer, **files):
     return TextModel.of(text_files(tokenizer, **files), "llm/a")
 
 
-@pytest.mark.parametrize("kind", ["byte level", "like SentencePiece"])
-@pytest.mark.parametrize("text", ["the quick fox", "  two  spaces\n\n", "你好 🙂 naïve", "\x00\x7f", ""])
-def test_text_comes_back_from_its_tokens(tokenizers, kind, text):
-    made = model(tokenizers[kind])
-    assert made.decode(made.encode(text)) == text
-
-
 def test_stop_tokens_are_those_of_all_files(byte_level_tokenizer):
     end = byte_level_tokenizer.token_to_id("<|end|>")
     generation = {"generation_config.json": json.dumps({"eos_token_id": [7, 9]})}

@@ -192,10 +192,3 @@ def test_what_two_need_stays_until_both_have_used_it():
     cache.tell(MoeExpertUsed(MoeExpert(0, 0)))
     cache.answer()
     assert cache.held() == {MoeExpert(0, 1)}
-
-
-@pytest.mark.parametrize("wrong", [{"places": 0}, {"layers": 0}, {"loads_at_once": 0}])
-def test_a_cache_of_nothing_is_refused(wrong):
-    given = {"places": 1, "layers": 1, **wrong}
-    with pytest.raises(ValueError, match="places"):
-        MoeResidency(given.pop("places"), given.pop("layers"), **given)

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from experts.errors import LoadError
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int8Tensors
 from experts.llm.serving.extents import ModelKeyValues
@@ -87,16 +85,6 @@ def offload():
         one.close()
 
 
-@pytest.fixture
-def tiny(model_files):
-    def read(family, **changes):
-        directory = model_files.write(model_files.config(family, **changes))
-        spec = read_spec(directory, "tiny")
-        return spec, open_checkpoint(directory, "tiny", spec).read_all()
-
-    return read
-
-
 def greedy(model, prompts, count=6):
     """The prompts together, then one token of each at a time: what follows, and the logits at every step."""
     key_values = ModelKeyValues(model.spec, model.dtype)
@@ -116,8 +104,8 @@ PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("places", [1, 2, 5, 100])
-def test_it_says_what_it_says_with_all_at_hand(tiny, offload, family, places):
-    spec, tensors = tiny(family)
+def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, places):
+    spec, tensors = model_files.read(family)
     expected, expected_logits = greedy(LanguageModel(spec, tensors), PROMPTS)
     offloaded = offload(spec, tensors, places)
     found, logits = greedy(offloaded.model, PROMPTS)
@@ -131,9 +119,9 @@ def test_it_says_what_it_says_with_all_at_hand(tiny, offload, family, places):
         assert len(offloaded.source.read) == len(set(offloaded.source.read))
 
 
-def test_in_bf16_and_int8_too(tiny, offload):
+def test_in_bf16_and_int8_too(model_files, offload):
     for tensors_of in (lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}, Int8Tensors):
-        spec, tensors = tiny("qwen3_moe")
+        spec, tensors = model_files.read("qwen3_moe")
         held = dict(tensors_of(tensors))
         expected, expected_logits = greedy(LanguageModel(spec, held), PROMPTS[1:2], count=1)
         found, logits = greedy(offload(spec, held, 2).model, PROMPTS[1:2], count=1)
@@ -141,9 +129,9 @@ def test_in_bf16_and_int8_too(tiny, offload):
         assert found == expected
 
 
-def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
+def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
     """Layers that add nothing to their tokens: each gate sees what the one before it could see."""
-    spec, tensors = tiny("mixtral")
+    spec, tensors = model_files.read("mixtral")
     for number in range(len(spec.layers)):
         tensors[f"layers.{number}.output"].zero_()
         tensors[f"layers.{number}.experts.down"].zero_()
@@ -156,8 +144,8 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
 
 
 class TestALoadThatFails:
-    def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, tiny, offload):
-        spec, tensors = tiny("mixtral")
+    def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, model_files, offload):
+        spec, tensors = model_files.read("mixtral")
         expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
         offloaded = offload(spec, tensors, 2)
         fill = offloaded.source.fill
@@ -174,16 +162,16 @@ class TestALoadThatFails:
         assert greedy(offloaded.model, PROMPTS)[0] == expected
         assert offloaded.moe.statistics().cache.failed >= 2
 
-    def test_after_its_end_nothing_is_loaded_any_more(self, tiny, offload):
-        spec, tensors = tiny("mixtral")
+    def test_after_its_end_nothing_is_loaded_any_more(self, model_files, offload):
+        spec, tensors = model_files.read("mixtral")
         offloaded = offload(spec, tensors, 2)
         offloaded.close()
         with pytest.raises(RuntimeError, match="stopped"):
             greedy(offloaded.model, PROMPTS)
 
 
-def test_two_passes_at_once_share_one_cache(tiny, offload):
-    spec, tensors = tiny("mixtral")
+def test_two_passes_at_once_share_one_cache(model_files, offload):
+    spec, tensors = model_files.read("mixtral")
     expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
     offloaded = offload(spec, tensors, 2)
     found = []
