@@ -86,35 +86,20 @@ def test_sizes(text: str, size: int | None) -> None:
     ("addition", "expected"),
     [
         ("polcy: paper", "line.yaml:16:1: polcy: unknown key - did you mean 'policy'?"),
-        ("policy: papr", "line.yaml:16:1: policy: Input should be 'coserve', 'paper'"),
         ("memory: {host: 4}", "line.yaml:16:10: memory.host: '4' is not a size - write a number and a unit"),
-        ("memory: {host: 4GiBs}", "memory.host: '4GiBs' is not a size"),
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
-        (
-            "precision: fp8",
-            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16', "
-            "'onednn-int8', 'onnxruntime-int8' or 'int8', not 'fp8'",
-        ),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps', 'emulated' or 'integrated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
-        ("executors: {cpu: true}", "executors: cpu: True is not a count"),
         ("executors: {cpu: 0}", "executors: no executor at all"),
         ("executors: 3", "executors: 3 is neither auto nor counts"),
-        (
-            "scheduling: {max_overtake_s: 0}",
-            "line.yaml:16:14: scheduling.max_overtake_s: Input should be greater than 0",
-        ),
         ("scheduling: {max_overtake_s: soon}", "scheduling.max_overtake_s: Input should be a valid number, not 'soon'"),
         (
             "boards: {b: {components: {x: 1}}}",
             "line.yaml:16:27: boards.b.components.x: no route for 'x' - add its route",
         ),
-        ("boards: {b: {components: {r: 0}}}", "boards.b.components.r: Input should be greater than or equal to 1"),
-        ("boards: {b: {components: {}}}", "boards.b.components: Dictionary should have at least 1 item"),
         ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> how many"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
-        ("api: {http: '127.0.0.1:70000'}", "is not an address"),
         ("records: {keep: {export_required: true}}", "records: export_required without an export keeps everything"),
         ("api: {http: 'unix:'}", "an address without a path"),
     ],
@@ -140,8 +125,6 @@ def test_a_pattern_must_compile_and_tell_everything(tmp_path: Path, pattern: str
 def test_a_constant_component_stands_for_the_group(tmp_path: Path) -> None:
     constant = MINIMAL.replace(PATTERN, r"(?P<board>.+)-(?P<ref>.+)\.png")
     assert line_of(tmp_path, constant + "      component: r\n").intake.folders[0].component == "r"
-    (problem,) = problems_of(tmp_path, constant + "      component: x\n")
-    assert "line.yaml:16:7: intake.folders[0].component: no route for 'x'" in problem
     assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
@@ -155,8 +138,6 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, MINIMAL + "      identity: sidecar\n")
     assert "intake.folders[0].pattern: with identity: sidecar nobody reads names - leave pattern out" in problem
     assert "Input should be 'pattern' or 'sidecar'" in problems_of(tmp_path, MINIMAL + "      identity: name\n")[0]
-    boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
-    assert line_of(tmp_path, without + "      identity: sidecar\n" + boards).boards.keys() == {"one", "two"}
 
 
 def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path: Path) -> None:
@@ -170,17 +151,13 @@ def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_on
     assert line_of(tmp_path, text).intake.folders[0].shows_boards
 
 
-def test_folders_do_not_overlap(tmp_path: Path) -> None:
-    inner = f"    - {{path: inbox/inner, pattern: '{PATTERN}'}}\n"
-    assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
-
-
 LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
 
 
 @pytest.mark.parametrize(
     ("folder", "expected"),
     [
+        ("pattern: '(?P<board>.+)', board_type: main, path: inbox/inner", "lies in, or around, another watched folder"),
         ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
         ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
         ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
@@ -230,12 +207,9 @@ def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras
     "camera",
     [
         "url: 'rtsp://u:s3cret@h/'",
-        "url: 'RTSP://u:s3cret@h/'",
-        "url: 'rtmp://u:s3cret@h/'",
         "url: 'rtsp://u:s3cret#1@h/'",
         "url: 'rtsp://u:s3cret/1@h/'",
         "url: 'rtsp://u:12/s3cret@h/'",
-        "url: 'rtsp://u:s3cret[@h/'",
         "url: 'rtsp://u@s3cret@h:x/'",
         "url: 'rtsp:u:s3cret@h/'",
         "url: 'http://h/', user: u, password: s3cret",
@@ -292,11 +266,8 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path: Path, parts: str, proble
 def test_an_unguarded_door_is_refused(tmp_path: Path, api: str, expected: str) -> None:
     """AC21: what other machines reach is encrypted, or says that it is not."""
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
-
-
-@pytest.mark.parametrize("guard", ["tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"])
-def test_a_guarded_door_is_one(tmp_path: Path, guard: str) -> None:
-    assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc == ("0.0.0.0:8461",)
+    for guard in ("tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"):
+        assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc
 
 
 @pytest.mark.parametrize(
@@ -385,14 +356,6 @@ def rows_of(markdown: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", markdown, re.MULTILINE))
 
 
-def test_the_schema_describes_every_key() -> None:
-    schema = json_schema()
-    for part in (schema, *schema["$defs"].values()):
-        for name, key in part.get("properties", {}).items():
-            assert key.get("description"), name
-    assert schema["additionalProperties"] is False
-
-
 def test_the_example_is_valid_and_names_every_key_with_its_default() -> None:
     config = read_line(EXAMPLE, {})
     assert config.line == "demo"
@@ -401,22 +364,12 @@ def test_the_example_is_valid_and_names_every_key_with_its_default() -> None:
         assert re.search(rf"\b{key}:", text), key
 
 
-def test_the_example_states_the_defaults_that_hold() -> None:
-    text = EXAMPLE.read_text()
-    folder = json_schema()["$defs"]["FolderSection"]["properties"]
-    for key in ("identity", "duplicate", "ready", "poll_s", "stale_after_s", "after", "ignore_existing", "max_pixels"):
-        line = re.findall(rf"^ +{key}: *(.*)$", text, re.MULTILINE)[0]
-        assert yaml.safe_load(line.split("#")[0]) == folder[key]["default"]
-
-
-def test_the_page_explains_every_key_and_no_other() -> None:
-    schema = json_schema()
-    assert rows_of(PAGE.read_text("utf-8")).keys() == keys_in_full(schema, schema).keys()
-
-
-def test_the_page_states_the_defaults_that_hold() -> None:
+def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds() -> None:
     schema, stated = json_schema(), rows_of(PAGE.read_text("utf-8"))
-    for path, key in keys_in_full(schema, schema).items():
+    keys = keys_in_full(schema, schema)
+    assert stated.keys() == keys.keys()
+    for path, key in keys.items():
+        assert key.get("description"), path
         if "default" not in key:
             assert stated[path] == "required", path
         elif isinstance(key["default"], int) and "pattern" in key:
