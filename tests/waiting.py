@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.records.result_writer import ResultStore
 
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 
 
-def until(is_so: Callable[[], object], what: str = "it did not come about") -> None:
-    """Poll, PATIENCE_S at most."""
+def until(is_so: Callable[[], Any], otherwise: Callable[[], str] = str) -> Any:
+    """Poll until the answer is true; the answer. ``otherwise``: what is said of one that never is."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, what
+    while not (found := is_so()):
+        assert time.monotonic() < deadline_s, otherwise() or is_so
         time.sleep(0.002)
+    return found
 
 
 def settled(store: ResultStore) -> ResultStore:

@@ -12,7 +12,6 @@ import signal
 import threading
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
 EXPERTS = 4
-
-until = partial(fake_line.until, patience_s=PATIENCE_S)
 
 
 def is_full() -> bool:

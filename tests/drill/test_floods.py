@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from tests.drill.scene import COLOURS, EXPERTS, is_full, picture, until
+from tests.drill.scene import COLOURS, EXPERTS, is_full, picture
+from tests.waiting import until
 
 CALLS = 1000
 MALFORMED = 5000 if is_full() else 400

@@ -6,7 +6,7 @@ import time
 
 from tests.agent.service.test_crashes import HANGING, serve_broken
 from tests.agent.sources.cameras.stand_ins import MjpegCamera
-from tests.drill.scene import until
+from tests.waiting import until
 
 STOP_S = 10.0
 HANGING_ONE = (

@@ -6,7 +6,8 @@ import random
 import time
 
 from experts.expert import Verdict
-from tests.drill.scene import COLOURS, EXPERTS, Sender, is_full, until
+from tests.drill.scene import COLOURS, EXPERTS, Sender, is_full
+from tests.waiting import until
 
 KILLS = 100 if is_full() else 4
 LONGEST_LIFE_S = 1.5  # an agent is ready after about half a second

@@ -15,7 +15,8 @@ import agent.service.inspections.inspector
 from agent.deployment.build import AgentOptions, build_agent
 from agent.runtime.loop import LoopOptions
 from experts.expert import Verdict
-from tests.drill.scene import COLOURS, EXPERTS, is_full, until
+from tests.drill.scene import COLOURS, EXPERTS, is_full
+from tests.waiting import until
 
 DAMAGES = 40 if is_full() else 6
 SECONDS_FULL = 20.0 if is_full() else 3.0

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.agent.service.fake_line import PATTERN, picture
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -142,15 +142,6 @@ def child_of(pid: int | None) -> int | None:
         return None
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
-
-
-def until(holds, otherwise=lambda: ""):
-    """What a condition says in the end."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (said := holds()):
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.05)
-    return said
 
 
 class PrivateSystem:

@@ -6,7 +6,6 @@ import io
 import json
 import sqlite3
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import cv2
@@ -37,14 +36,6 @@ def write_clip(path, size=(16, 32)):
         writer.write(np.full((*size, 3), 40 * number, np.uint8))
     writer.release()
     return path
-
-
-def until(holds, patience_s=PATIENCE_S):
-    """Wait for a condition, for as long as it may reasonably take."""
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Caller:

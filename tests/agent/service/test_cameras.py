@@ -13,7 +13,8 @@ from agent.sources.cameras.camera_source import FRAMES_UNDER_WAY
 from agent.subject import Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
-from tests.agent.service.fake_line import picture, until, write_clip
+from tests.agent.service.fake_line import picture, write_clip
+from tests.waiting import until
 
 OK, UNKNOWN = Verdict.OK, Verdict.UNKNOWN
 

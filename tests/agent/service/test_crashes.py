@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experts.expert import Verdict
-from tests.agent.service.fake_line import until
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 90.0

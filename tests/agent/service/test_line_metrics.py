@@ -25,9 +25,10 @@ from agent.runtime.loop import BatchWatch
 from agent.service.desk.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
-from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, until, write_clip
+from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, write_clip
 from tests.lines import order as order_of
 from tests.lines import result
+from tests.waiting import until
 
 PROMTOOL = shutil.which("promtool")
 DOCUMENTED = Path(__file__).parents[3] / "docs" / "metrics.md"

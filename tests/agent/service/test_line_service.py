@@ -28,7 +28,8 @@ from agent.sources.folder.reading import ArrivalReader, read_as_seen
 from experts.errors import AgentCrashed
 from experts.expert import Verdict
 from experts.packed.sources import stamp_of
-from tests.agent.service.fake_line import PATIENCE_S, PATTERN, picture, until
+from tests.agent.service.fake_line import PATIENCE_S, PATTERN, picture
+from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 

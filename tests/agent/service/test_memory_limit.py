@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.service.fake_line import until
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 MEBIBYTE = 2**20

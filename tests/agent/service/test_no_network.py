@@ -23,7 +23,8 @@ from agent.api.client import AgentClient
 from agent.records.result_reader import ResultReader
 from experts.backends.detector import build_trainable
 from experts.llm.serving.generation import GREEDY
-from tests.agent.service.fake_line import PATTERN, picture, until
+from tests.agent.service.fake_line import PATTERN, picture
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0

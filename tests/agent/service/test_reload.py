@@ -9,9 +9,10 @@ import pytest
 
 from experts.errors import OrderRefused
 from experts.expert import Verdict
-from tests.agent.service.fake_line import Caller, asked, ordered, picture, until
+from tests.agent.service.fake_line import Caller, asked, ordered, picture
 from tests.experts.conftest import ExpertFiles
 from tests.lines import order as order_of
+from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 

@@ -20,9 +20,10 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.sources.cameras.camera_source import CameraSource
 from experts.errors import AgentUnreachable
 from experts.thresholds.map_pictures import map_of
-from tests.agent.service.fake_line import ordered, picture, until
+from tests.agent.service.fake_line import ordered, picture
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import order as order_of
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from agent.api.calls.desk import TextOrder
 from agent.api.client import AgentClient
 from experts.llm.serving.generation import GREEDY
-from tests.agent.service.fake_line import until
 from tests.agent.service.language_models import CONTEXT, Reader
+from tests.waiting import until
 
 USER = [{"role": "user", "content": "the quick fox"}]
 

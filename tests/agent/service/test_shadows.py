@@ -5,8 +5,9 @@ from __future__ import annotations
 from agent.commands.experts import promote
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
-from tests.agent.service.fake_line import asked, picture, until
+from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of
+from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 

@@ -13,8 +13,9 @@ import pytest
 
 from experts.errors import ConfigError
 from experts.expert import Verdict
-from tests.agent.service.fake_line import asked, picture, until
+from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of
+from tests.waiting import until
 
 
 @pytest.fixture

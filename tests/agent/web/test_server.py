@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -18,6 +17,7 @@ from agent.http.server import ARRIVALS, HttpServer
 from agent.web.pages import Pages
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
 from experts.errors import AddressUnusable
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 TCP = "127.0.0.1:0"
@@ -101,13 +101,6 @@ def hears_nothing_more(connection):
     except ConnectionError:
         pass
     return True
-
-
-def until(holds):
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

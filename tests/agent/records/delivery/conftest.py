@@ -148,7 +148,7 @@ class Broker:
         configuration.write_text("\n".join(lines) + "\n")
         with (self.folder / f"mosquitto-{self.port}.log").open("ab") as log:
             self._process = subprocess.Popen([str(MOSQUITTO), "-c", str(configuration)], stdout=log, stderr=log)
-        until(self._answers, "the broker does not start")
+        until(self._answers, self.log)
 
     def stop(self) -> None:
         if self._process is not None:

@@ -27,6 +27,7 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.packed.packing import pack_line
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 QUANTA = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 5, "f": 6}  # each fake's own size
@@ -125,15 +126,6 @@ def is_stilled(bench):
     return bench.store._stilled is not None
 
 
-def wait_until(holds):
-    """Until another thread has come somewhere; it is on its way there."""
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if holds():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it never came there")
-
-
 @pytest.fixture
 def crowded(fakes):
     """d's 5 quanta free, then a and b, then 4 free: f's 6 are there once a and b are moved."""
@@ -149,7 +141,7 @@ def test_a_batch_that_runs_is_waited_for_and_the_next_one_waits(crowded):
     with crowded.store.using("a") as slot:
         before = slot.region
         loading = in_the_background(lambda: crowded.load("f"))
-        wait_until(lambda: is_stilled(crowded))
+        until(lambda: is_stilled(crowded))
         assert slot.region is before
         with crowded.store.using("b"):  # only what is to be moved now is kept from being used
             pass
@@ -172,7 +164,7 @@ def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowde
     crowded.load("c")
     with crowded.store.using("a"):
         loading = in_the_background(lambda: crowded.load("f"))
-        wait_until(lambda: is_stilled(crowded))
+        until(lambda: is_stilled(crowded))
         crowded.store.evict("c")
     loading.join(PATIENCE_S)
     assert crowded.store.statistics().regions_moved == 3
@@ -198,7 +190,7 @@ class LoadBetween:
         with use as slots:
             if self.loading is None:
                 self.loading = in_the_background(lambda: self._bench.load(self._name))
-                wait_until(lambda: is_stilled(self._bench))
+                until(lambda: is_stilled(self._bench))
             yield slots
 
 

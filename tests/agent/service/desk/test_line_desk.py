@@ -12,8 +12,9 @@ import pytest
 
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
-from tests.agent.service.fake_line import PATIENCE_S, Caller, asked, ordered, picture, until
+from tests.agent.service.fake_line import PATIENCE_S, Caller, asked, ordered, picture
 from tests.lines import order as order_of
+from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 PART = {"component": "c0", "board": "B1", "ref": "R1"}

@@ -11,7 +11,8 @@ import yaml
 
 from agent.records.result_reader import ResultReader
 from experts.expert import Verdict
-from tests.agent.service.fake_line import picture, until
+from tests.agent.service.fake_line import picture
+from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 BOARD = picture(size=(32, 16))

@@ -19,8 +19,9 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
-from tests.agent.service.fake_line import PATIENCE_S, FakeLine, until
+from tests.agent.service.fake_line import PATIENCE_S, FakeLine
 from tests.agent.service.language_models import CONTEXT, TEXTS, Held, Reader, with_models
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -23,25 +23,15 @@ from agent.sources.cameras import process
 from agent.sources.cameras.camera import Camera
 from agent.sources.cameras.delivery import CameraDoors
 from tests.agent.sources.cameras import fault
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agent.subject import SourceStatus, Subject
 
 process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__name__}\n{process.BOOT}"
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
 SIZE = (48, 64)
 PERIOD_S = 0.02
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Wait until the condition holds; returns its value."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never came: {what or condition}"
-        time.sleep(0.005)
-    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -224,7 +214,7 @@ class Taker:
         return None if child is None else child.pid
 
     def until_state(self, state: str) -> SourceStatus:
-        return until(lambda: (found := self.now).state == state and found, f"{state}, but {self.now}")
+        return until(lambda: (found := self.now).state == state and found, lambda: f"{state}, but {self.now}")
 
     def streaming(self) -> int:
         """Number of the camera's process, once its frames come."""

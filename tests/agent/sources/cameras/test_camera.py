@@ -32,8 +32,8 @@ from tests.agent.sources.cameras.stand_ins import (
     Taker,
     is_alive,
     section,
-    until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from agent.sources.cameras.process import Heard

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.sources.cameras.delivery import UNTOLD_MAXIMUM, CameraDoors, Delivery
-from tests.agent.sources.cameras.stand_ins import WAIT_S, until
+from tests.agent.sources.cameras.stand_ins import WAIT_S
 from tests.lines import subject
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,8 @@ import pytest
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
 from experts.images import read_image
-from tests.agent.sources.cameras.stand_ins import WAIT_S, FailingCamera, Taker, until
+from tests.agent.sources.cameras.stand_ins import WAIT_S, FailingCamera, Taker
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.agent.sources.cameras.stand_ins import Frame

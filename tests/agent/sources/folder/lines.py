@@ -8,7 +8,6 @@ import queue
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -150,13 +149,6 @@ def told(board: str | None, component: str | None, ref: str | None, board_type: 
 
 def told_of(subject: Subject) -> dict[str, str | None]:
     return told(subject.board, subject.component, subject.ref, subject.board_type)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 ANOTHER_USER = """

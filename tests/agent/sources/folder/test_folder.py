@@ -44,8 +44,8 @@ from tests.agent.sources.folder.lines import (
     printed_by_another_user,
     told,
     told_of,
-    wait_until,
 )
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -684,7 +684,7 @@ def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_on
     tiny = io.BytesIO()
     Image.new("L", (1, 1)).save(tiny, "PNG")
     with Service(root, poll_s=0.2) as service:
-        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        until(lambda: service.intake.statistics().state is SourceState.ONLINE)
         for number in range(10_000):
             (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
         refs = [service.next().subject.ref for _ in range(10_000)]

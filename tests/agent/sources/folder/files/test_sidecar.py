@@ -24,8 +24,8 @@ from tests.agent.sources.folder.lines import (
     printed_by_another_user,
     told,
     told_of,
-    wait_until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -376,7 +376,7 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> No
 
 def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> None:
     with Service(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
-        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        until(lambda: service.intake.statistics().state is SourceState.ONLINE)
         if service.intake.statistics().is_polled:
             pytest.skip("this filesystem tells no changes")
         for number, is_sidecar_first in enumerate((True, False, False)):
@@ -387,11 +387,11 @@ def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> Non
                 sidecar.write_text(said)
             image.write_bytes(PNG)
             if not is_sidecar_first:
-                wait_until(lambda: service.intake.statistics().waiting == 1)
+                until(lambda: service.intake.statistics().waiting == 1)
                 sidecar.write_text(said)
             arrival = service.next()
             assert arrival.subject.ref == f"R{number}"
             service.intake.settle(arrival.subject, Verdict.OK)
-        wait_until(lambda: service.intake.statistics().filed == 3)
+        until(lambda: service.intake.statistics().filed == 3)
     assert len(list((tmp_path / "inbox" / "done").rglob("*.json"))) == 3
     assert not (tmp_path / "inbox" / ".work").exists()
