@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.authority import Authority
 from tests.forks import Forks
 
 # A property has 50 examples at each push, 400 in `make test-all`; none has a deadline: a busy box is no failure.
@@ -122,15 +123,5 @@ def forks(tmp_path_factory):
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate authority of our own, and a certificate of it for localhost: ca.pem, server.pem, server.key."""
     folder = tmp_path_factory.mktemp("authority")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=our authority",
-            "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", "server.pem", "-days", "2", "-extfile", "names")  # fmt: skip
+    Authority(folder, "ca").sign("server")
     return folder

@@ -21,6 +21,12 @@ def section(folder, **keys):
     return ApiSection.model_validate(keys, context={"folder": folder})
 
 
+def silent(end):
+    """A caller's side of a call whose message never comes."""
+    end.wait(DEADLINE_S)
+    yield from ()
+
+
 @pytest.fixture
 def desk():
     return FakeDesk()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 
 import grpc
 import pytest
@@ -15,35 +14,10 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import ApiServer
 from experts.errors import AgentUnreachable, ConfigError, SecretMissing
 from tests.agent.api.conftest import section
+from tests.authority import Authority
 
 DEADLINE_S = 30.0
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-
-
-class Authority:
-    """A certificate authority in a folder, and what it signs."""
-
-    def __init__(self, folder, name):
-        self.folder, self.name = folder, name
-        self._openssl(
-            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-            "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}",
-        )  # fmt: skip
-
-    def sign(self, name):
-        """Certificate and key of somebody at 127.0.0.1, as files NAME.pem and NAME.key."""
-        self._openssl(
-            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key",
-            "-out", f"{name}.csr", "-subj", f"/CN={name}",
-        )  # fmt: skip
-        (self.folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        self._openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{self.name}.pem", "-CAkey", f"{self.name}.key",
-            "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", f"{name}.pem",
-        )  # fmt: skip
-
-    def _openssl(self, *words):
-        subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

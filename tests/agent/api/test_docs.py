@@ -12,7 +12,7 @@ import pytest
 
 from agent.api.calls.refusals import STATUS
 from tests.agent.api.fake_desk import MAP
-from tests.agent.api.test_credentials import Authority
+from tests.authority import Authority
 from tests.lines import order as order_of
 
 ROOT = Path(__file__).parents[3]

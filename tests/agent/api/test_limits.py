@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
+from tests.agent.api.conftest import silent
 from tests.lines import order as order_of
 from tests.waiting import until
 
@@ -49,6 +50,8 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
     )  # fmt: skip
     raw = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[request.file])
     large = refused(inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer, raw, timeout=DEADLINE_S)
+    assert metadata(large) == {"coserve-reason": "MESSAGE_TOO_LARGE"}
+    large = refused(agent.Explain, pb.ExplainRequest(subject="x" * MEBIBYTE), timeout=DEADLINE_S)
     assert metadata(large) == {"coserve-reason": "MESSAGE_TOO_LARGE"}
     (answer,) = agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S)
     assert (answer.id, answer.refused.reason, answer.refused.HasField("retry_ms")) == ("a", "MESSAGE_TOO_LARGE", False)
@@ -235,38 +238,6 @@ def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
         assert len(list(ends)) == 30
 
 
-@pytest.mark.slow
-def test_streams_that_send_large_images_at_once_take_no_more_memory_than_they_may(tmp_path):
-    """64 streams of 16 MiB are sent at once, a GiB; there is room for five messages, three of them of streams."""
-    order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="nobody"))
-    end, told = threading.Event(), []
-    with busy_process(tmp_path) as busy:
-
-        def send():
-            with grpc.insecure_channel(f"unix:{tmp_path}/a.sock", (("grpc.use_local_subchannel_pool", 1),)) as channel:
-                agent = inspection_pb2_grpc.InspectionStub(channel)
-                try:
-                    answers = agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S)
-                    told.append(next(answers).refused.reason)
-                    end.wait(DEADLINE_S)
-                except grpc.RpcError as error:
-                    is_advised = "a smaller limits.message" in error.details()
-                    told.append(metadata(error)["coserve-reason"] if is_advised else str(error))
-
-        callers = [threading.Thread(target=send) for _ in range(64)]
-        for caller in callers:
-            caller.start()
-        until(lambda: len(told) == 64)
-        assert Counter(told) == {"NOT_FOUND": 3, "QUEUE_FULL": 61}
-        request = pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="resistor", is_question=True)
-        assert busy.agent.Inspect(request, timeout=DEADLINE_S).parts  # streams take no call's room
-        assert busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
-        assert busy.grown_bytes() < 250 * MEBIBYTE
-        end.set()
-        for caller in callers:
-            caller.join()
-
-
 def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_with_the_limits_as_they_come(agent):
     """All at once, each over its own stream, which stays open between two boards."""
     end = threading.Event()
@@ -276,7 +247,9 @@ def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_wi
     for stream in streams:
         assert next(stream).judged.parts
     assert agent.Inspect(request, timeout=DEADLINE_S).parts
-    assert metadata(refused(next, agent.InspectStream(silent(end))))["coserve-reason"] == "QUEUE_FULL"
+    full = refused(next, agent.InspectStream(silent(end)))
+    assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
+    assert "a smaller limits.message" in full.details()
     end.set()
 
 
@@ -355,13 +328,6 @@ def test_a_name_that_is_none_is_cut_where_it_is_told_again(channel, agent):
         assert len(told.details()) == 500
 
 
-def test_a_question_is_not_as_large_as_an_image(agent):
-    large = refused(agent.Explain, pb.ExplainRequest(subject="x" * MEBIBYTE), timeout=DEADLINE_S)
-    assert (large.code(), metadata(large)) == (
-        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "MESSAGE_TOO_LARGE"},
-    )  # fmt: skip
-
-
 def test_the_excess_is_refused_while_nothing_else_goes_on(serve, desk):
     """AC18: at once, for it waits for nobody: the desk answers nothing here, and the next message does not come."""
     may_go, end = threading.Event(), threading.Event()
@@ -388,12 +354,6 @@ def test_the_excess_is_refused_while_nothing_else_goes_on(serve, desk):
         may_go.set()
         assert Counter(map(outcome, stuck)) == {"judged": 10}
         end.set()
-
-
-def silent(end):
-    """A caller's side of a call whose message never comes."""
-    end.wait(DEADLINE_S)
-    yield from ()
 
 
 def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypatch):

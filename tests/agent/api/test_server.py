@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
+import signal
 import stat
-import subprocess
-import sys
 import threading
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -20,7 +18,8 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES, ApiServer
 from agent.line_file.api import ApiSection
 from experts.errors import AddressUnusable
-from tests.agent.api.conftest import section
+from tests.agent.api.conftest import section, silent
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0
@@ -70,7 +69,8 @@ SERVING_PROCESS = """
 import sys, time
 from pathlib import Path
 from agent.api.server import ApiServer
-from tests.agent.api.conftest import section
+from tests.agent.api.conftest import section, silent
+from tests.waiting import until
 from tests.agent.api.fake_desk import FakeDesk
 server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
 server.start()
@@ -79,17 +79,14 @@ time.sleep(600)
 """
 
 
-def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk):
+def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, forks):
     """AC20: what kill -9 leaves behind keeps nobody from starting."""
-    command = [sys.executable, "-c", SERVING_PROCESS, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout.readline() == "serving\n"
-            with pytest.raises(AddressUnusable, match="another agent answers there"):
-                ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk).start()
-            assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
-        finally:
-            first.kill()
+    first = forks.start(SERVING_PROCESS, tmp_path)
+    until(lambda: "serving" in first.told)
+    with pytest.raises(AddressUnusable, match="another agent answers there"):
+        ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk).start()
+    assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
+    first.kill()
     assert (tmp_path / "a.sock").is_socket()
     second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
     second.start()
@@ -156,28 +153,6 @@ class TestHealth:
             watcher.cancel()
 
 
-class Stopping:
-    """A server that stops on a thread, so that a test can look at it meanwhile."""
-
-    def __init__(self, server, grace_s):
-        self.answered_all = None
-        self._server, self._grace_s = server, grace_s
-        self._thread = threading.Thread(target=self._stop)
-        self._thread.start()
-
-    def _stop(self):
-        self.answered_all = self._server.stop(self._grace_s)
-        self._server.addresses = ()
-
-    @property
-    def is_under_way(self):
-        return self._thread.is_alive()
-
-    def wait(self):
-        self._thread.join(DEADLINE_S)
-        assert not self.is_under_way
-
-
 def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_unavailable(agent, channel, desk, server):
     """AC19."""
     desk.holds = True
@@ -186,12 +161,13 @@ def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_un
         iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S
     )  # its caller sends no more
     assert next(streamed).WhichOneof("answer") == "accepted"
-    idle = agent.InspectStream(iter_until(idle_end := threading.Event()), timeout=DEADLINE_S)
+    idle = agent.InspectStream(silent(idle_end := threading.Event()), timeout=DEADLINE_S)
     results = agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)
     desk.wait_for(lambda desk: len(desk.under_way) == 2 and desk.watchers)
     watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert next(watched).status == SERVING
-    stopping = Stopping(server, DEADLINE_S)
+    threads = ThreadPoolExecutor(1)
+    stopping = threads.submit(server.stop, DEADLINE_S)
     assert next(watched).status == NOT_SERVING
     checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert checked.status == NOT_SERVING
@@ -203,22 +179,16 @@ def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_un
         with pytest.raises(grpc.RpcError) as error:
             next(stream)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert stopping.is_under_way
+    assert not stopping.done()
     desk.release()
     assert under_way.result(DEADLINE_S).parts
     assert next(streamed).WhichOneof("answer") == "judged"
-    stopping.wait()
-    assert stopping.answered_all is True
+    assert stopping.result(DEADLINE_S) is True
+    server.addresses = ()
     with pytest.raises(grpc.RpcError) as error:
         agent.Inspect(IMAGE, timeout=DEADLINE_S)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     idle_end.set()
-
-
-def iter_until(end):
-    """A caller's side of a stream that sends nothing."""
-    end.wait(DEADLINE_S)
-    yield from ()
 
 
 def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, server):
@@ -231,49 +201,23 @@ def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, serve
     desk.wait_for(lambda desk: desk.withdrawn)
 
 
-class Cable:
-    """What a caller is connected by, and what can be pulled: then nothing is said any more, and nobody is told."""
-
-    def __init__(self, port):
-        self.is_pulled = threading.Event()
-        self._port = port
-        self._ends = [socket.create_server(("127.0.0.1", 0))]
-        self.address = f"127.0.0.1:{self._ends[0].getsockname()[1]}"
-        threading.Thread(target=self._connect, daemon=True).start()
-
-    def _connect(self):
-        with suppress(OSError):  # closed
-            while True:
-                ends = self._ends[0].accept()[0], socket.create_connection(("127.0.0.1", self._port))
-                self._ends += ends
-                for one, other in (ends, ends[::-1]):
-                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
-
-    def _carry(self, one, other):
-        with suppress(OSError):
-            while data := one.recv(65536):
-                if not self.is_pulled.is_set():
-                    other.sendall(data)
-
-    def close(self):
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+WATCHING = """
+import grpc
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+list(inspection_pb2_grpc.InspectionStub(grpc.insecure_channel(sys.argv[1])).WatchResults(pb.WatchResultsRequest()))
+"""
 
 
-def test_a_caller_that_has_vanished_is_given_up(serve, desk, monkeypatch):
+def test_a_caller_that_does_not_answer_any_more_is_given_up(serve, desk, forks, monkeypatch):
     """Its calls would take the places of others', and its watchers those of the ones that come after it."""
     monkeypatch.setattr("agent.api.server.KEEPALIVE_MS", 100)
     monkeypatch.setattr("agent.api.server.KEEPALIVE_ANSWER_MS", 1000)
-    server = serve(grpc="127.0.0.1:0")
-    cable = Cable(int(server.addresses[0].rpartition(":")[2]))
-    with closing(cable), grpc.insecure_channel(cable.address) as channel:
-        events = inspection_pb2_grpc.InspectionStub(channel).WatchResults(pb.WatchResultsRequest())
-        desk.wait_for(lambda desk: desk.watchers)
-        cable.is_pulled.set()
-        desk.wait_for(lambda desk: not desk.watchers)
-        events.cancel()
+    caller = forks.start(WATCHING, serve().addresses[1])
+    desk.wait_for(lambda desk: desk.watchers)
+    caller.send_signal(signal.SIGSTOP)
+    desk.wait_for(lambda desk: not desk.watchers)
+    caller.kill()
 
 
 def test_reflection_describes_all_services_on_this_machine(server):

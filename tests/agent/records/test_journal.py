@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.forks import Forks
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
@@ -105,30 +103,6 @@ def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_wr
         assert accepted(store, [entry("ab", asked_sha256="two")]) == [Acceptance.NEW]
     reader = JournalReader(file)
     assert (reader.asked("a"), reader.asked("ab"), reader.asked("b")) == ({"one"}, {"two"}, set())
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from agent.records.result_writer import ResultStore
-from tests.lines import subject
-store = ResultStore(Path(sys.argv[1]))
-def tell(number):
-    print(number, flush=True)
-    if number == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-for number in range(10_000):
-    store.accept([subject(str(number))], b"x" * 1000, lambda _, number=number: tell(number))
-store.close(60)
-"""
-
-
-def test_a_killed_agent_has_lost_nothing_that_it_acknowledged(tmp_path: Path, forks: Forks) -> None:
-    done = forks.run(KILLED, tmp_path / "r.db")
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    acknowledged = set(done.stdout.split())
-    assert len(acknowledged) == 21
-    assert acknowledged <= {each.subject.key for each in JournalReader(tmp_path / "r.db").unfinished()}
 
 
 STEPS = st.lists(

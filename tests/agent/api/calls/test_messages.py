@@ -63,28 +63,21 @@ statuses = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
-@given(parts)
-def test_a_part_comes_out_as_it_went_in(part):
-    assert part_of(pb.Part.FromString(part_message(part).SerializeToString())) == part
-
-
+@pytest.mark.parametrize(
+    ("views", "message_of", "view_of"),
+    [
+        (parts, part_message, part_of),
+        (boards, board_message, board_of),
+        (statuses, status_message, status_of),
+        (st.builds(ReloadView, st.booleans(), names, names, names, names, names), reload_message, reload_of),
+    ],
+)
 @settings(max_examples=30, deadline=None)
-@given(boards)
-def test_a_board_comes_out_as_it_went_in(board):
-    assert board_of(pb.Board.FromString(board_message(board).SerializeToString())) == board
-
-
-@settings(max_examples=30, deadline=None)
-@given(statuses)
-def test_a_status_comes_out_as_it_went_in(status):
-    assert status_of(pb.StatusReply.FromString(status_message(status).SerializeToString())) == status
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.builds(ReloadView, st.booleans(), names, names, names, names, names))
-def test_a_reload_comes_out_as_it_went_in(reload):
-    assert reload_of(reload_message(reload)) == reload
+@given(data=st.data())
+def test_a_view_comes_out_of_its_message_as_it_went_in(data, views, message_of, view_of):
+    view = data.draw(views)
+    message = message_of(view)
+    assert view_of(type(message).FromString(message.SerializeToString())) == view
 
 
 def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():

@@ -15,7 +15,6 @@ import threading
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,12 +55,6 @@ def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> Boar
 
 
 @pytest.fixture
-def make():
-    """Results and boards to be told of, and waiting for what comes about on other threads."""
-    return SimpleNamespace(image=image, board=board, until=until, port=free_port)
-
-
-@pytest.fixture
 def told(tmp_path):
     """A line's store with its outbox, and deliveries to one receiver; stopped with the test."""
 
@@ -77,12 +70,6 @@ def told(tmp_path):
                 assert deliveries.stop(60.0)
 
     return open_line
-
-
-@pytest.fixture
-def virtual_loop():
-    """Makes event loops on which a day passes at once."""
-    return VirtualLoop
 
 
 class Leaping(selectors.DefaultSelector):

@@ -14,6 +14,8 @@ from agent.records.delivery.webhook import WebhookReceiver
 from agent.records.result_writer import ResultStore
 from experts.document import read_document
 from experts.errors import ConfigError
+from tests.agent.records.delivery.conftest import board
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_without_the_extra_a_broker_is_a_mistake_of_the_line_file_with_what_to_i
         line_receivers(configured(mqtt=MqttSection(url="mqtt://broker")))
 
 
-def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server, make):
+def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server):
     class Another(WebhookReceiver):
         name = "another"
 
@@ -60,9 +62,9 @@ def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server, make):
         deliveries = Deliveries(receivers, outbox, store, 1000.0)
         deliveries.start()
         for number in range(20):
-            store.record_board(make.board(f"B{number}"))
+            store.record_board(board(f"B{number}"))
         told = [answers.posted.get(timeout=60).json["board_serial"] for _ in range(20)]
         assert told == [f"B{number}" for number in range(20)]
-        make.until(lambda: deliveries.statistics()[1].waiting == 0)
+        until(lambda: deliveries.statistics()[1].waiting == 0)
         assert deliveries.statistics()[0].waiting == 20
         assert deliveries.stop(60.0)

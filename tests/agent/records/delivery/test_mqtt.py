@@ -20,6 +20,8 @@ from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Verdict
+from tests.agent.records.delivery.conftest import board, image
+from tests.waiting import until
 
 EVENTS = ("board", "ng", "result")
 
@@ -43,19 +45,19 @@ def heard_until(heard, topic, patience_s=60.0):
     return told
 
 
-def test_each_event_has_its_topic_and_is_acknowledged(broker, line, make):
+def test_each_event_has_its_topic_and_is_acknowledged(broker, line):
     mosquitto = broker()
     mosquitto.start()
     settings = section(mosquitto.port, topic="plant/smt 1/", client_id="box 7")
     with mosquitto.subscribed() as heard, line(settings, name="l.1") as (store, deliveries):
-        store.record(make.image(1, Verdict.OK))
-        store.record(make.image(2, Verdict.UNKNOWN))
-        store.record_board(make.board("B1", Verdict.UNKNOWN))
+        store.record(image(1, Verdict.OK))
+        store.record(image(2, Verdict.UNKNOWN))
+        store.record_board(board("B1", Verdict.UNKNOWN))
         told = heard_until(heard, "plant/smt 1/l.1/board/B1/verdict")
         with mosquitto.subscribed() as later:
             said = later.get(timeout=60)
             assert (said.topic, said.payload, said.is_retained) == ("plant/smt 1/l.1/status", "online", True)
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].alarm) == (4, None)
     assert [(each.topic, each.payload if "status" in each.topic else each.json["verdict"]) for each in told] == [
         ("plant/smt 1/l.1/status", "online"),
@@ -134,10 +136,6 @@ def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_
         url = f"mqtt://127.0.0.1:{mosquitto.port}"
         return forks.run(KILLED, tmp_path / "r.db", url, mode, *serials).returncode
 
-    def verdicts(heard):
-        heard.put(None)
-        return [each for each in iter(heard.get, None) if each.topic != "coserve/demo/status"]
-
     with mosquitto.subscribed() as heard:
         assert run("killed", "B1", "B2") == -signal.SIGKILL
         assert heard_until(heard, "coserve/demo/board/B1/verdict")
@@ -152,18 +150,18 @@ def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_
         assert [each.topic for each in told if "board" in each.topic] == ["coserve/demo/board/B3/verdict"]
 
 
-def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line, make):
+def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line):
     mosquitto = broker()
     mosquitto.start()
     with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         with mosquitto.subscribed() as heard:
-            store.record_board(make.board("B0"))
+            store.record_board(board("B0"))
             heard_until(heard, "coserve/demo/board/B0/verdict")
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         mosquitto.stop()
-        make.until(lambda: deliveries.statistics()[0].alarm is not None)
+        until(lambda: deliveries.statistics()[0].alarm is not None)
         for number in range(1, 101):
-            store.record_board(make.board(f"B{number % 5}", counts={Verdict.OK: number}))
+            store.record_board(board(f"B{number % 5}", counts={Verdict.OK: number}))
         mosquitto.start()
         with mosquitto.subscribed() as heard:
             seen = {}
@@ -172,22 +170,20 @@ def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line, make):
                 if said.topic.endswith("verdict"):
                     seen.setdefault(said.json["board_serial"], []).append(said.json["revision"])
         assert all(told == sorted(told) for told in seen.values())
-        make.until(lambda: deliveries.statistics()[0].waiting == 0 and deliveries.statistics()[0].alarm is None)
+        until(lambda: deliveries.statistics()[0].waiting == 0 and deliveries.statistics()[0].alarm is None)
 
 
-def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_too_long_is_dropped(
-    broker, line, make, caplog
-):
+def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_too_long_is_dropped(broker, line, caplog):
     mosquitto = broker()
     mosquitto.start()
     with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         for serial in ("x" * 70_000, "a/b", "a+b", "#", "100%", "a\nb\x00", "schön", "$SYS", "a b"):
-            store.record_board(make.board(serial))
+            store.record_board(board(serial))
             if len(serial) < 10:
                 said = heard_until(heard, f"coserve/demo/board/{level(serial)}/verdict")[-1]
                 assert said.json["board_serial"] == serial
                 assert not set(level(serial)) & set("/+#\n\x00")
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert deliveries.statistics()[0].refused == 1
     assert "message_refused" in caplog.text
 
@@ -203,7 +199,7 @@ def password_file(tmp_path, broker):
 
 @pytest.mark.slow
 def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(
-    broker, line, make, tmp_path, password_file, caplog
+    broker, line, tmp_path, password_file, caplog
 ):
     mosquitto = broker("allow_anonymous false", f"password_file {password_file}", "user root")
     mosquitto.start()
@@ -211,15 +207,15 @@ def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there
     secret.write_text("wrong\n")
     settings = section(mosquitto.port, user="box", password={"file": str(secret)})
     with line(settings, events=("board",)) as (store, deliveries):
-        store.record_board(make.board("B1"))
-        make.until(lambda: mosquitto.log().count("not authorised") >= 3 or mosquitto.log().count("disconnected") >= 3)
+        store.record_board(board("B1"))
+        until(lambda: mosquitto.log().count("not authorised") >= 3 or mosquitto.log().count("disconnected") >= 3)
         told = [record.getMessage() for record in caplog.records if "receiver_unavailable" in record.getMessage()]
         assert len(told) == 1
         assert "the broker refuses the login" in told[0]
         assert "wrong" not in caplog.text
         assert "user and password" in deliveries.statistics()[0].alarm
         secret.write_text("s3cret\n")
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert deliveries.statistics()[0].alarm is None
 
 
@@ -236,7 +232,7 @@ def tls_listener(authority):
     return f"certfile {authority}/server.pem", f"keyfile {authority}/server.key", "user root"
 
 
-def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, make, authority):
+def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, authority):
     mosquitto = broker(*tls_listener(authority))
     mosquitto.start()
     ca = authority / "ca.pem"
@@ -244,16 +240,14 @@ def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, make, autho
         mosquitto.subscribed(ca=ca) as heard,
         line(section(mosquitto.port, "mqtts", ca=str(ca)), events=("board",)) as (store, _),
     ):
-        store.record_board(make.board("B1"))
+        store.record_board(board("B1"))
         assert heard_until(heard, "coserve/demo/board/B1/verdict")
 
 
 @contextmanager
 def hanging_broker(*, answers_connect):
     """A socket that takes connections, may acknowledge the connection, and says nothing more."""
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         connected, taken = queue.Queue(), []
 
         def take():
@@ -279,14 +273,14 @@ def hanging_broker(*, answers_connect):
 
 
 @pytest.mark.parametrize("answers_connect", [False, True])
-def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, make, answers_connect):
+def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, answers_connect):
     with hanging_broker(answers_connect=answers_connect) as (port, connected):
         receiver = MqttReceiver(section(port), "demo")
         outbox = Outbox("demo", ["mqtt"], ["board"], 100)
         store = ResultStore(tmp_path / "r.db", followers=[outbox])
         deliveries = Deliveries([receiver], outbox, store, 100.0)
         deliveries.start()
-        store.record_board(make.board("B1"))
+        store.record_board(board("B1"))
         connected.get(timeout=60)
         began_s = time.monotonic()
         is_ended = deliveries.stop(25.0)

@@ -14,6 +14,7 @@ from agent.records.outbox import Outbox, OutboxReader, forget
 from agent.records.result_writer import ResultStore
 from experts.errors import ConfigError, ReceiverUnavailable
 from experts.expert import Verdict
+from tests.agent.records.delivery.conftest import VirtualLoop, board, image
 from tests.waiting import settled
 
 DAY_S = 24 * 3600.0
@@ -59,7 +60,7 @@ class FakeReceiver:
 class Stage:
     """A store that is followed by an outbox, and a pump that empties it, on a loop whose time leaps."""
 
-    def __init__(self, folder, loop, *, events=("ng",), limit=1000, per_s=1000.0):
+    def __init__(self, folder, *, events=("ng",), limit=1000, per_s=1000.0):
         self.file = folder / "r.db"
         self.outbox = Outbox("demo", ["mqtt"], events, limit)
         self.store = ResultStore(self.file, followers=[self.outbox])
@@ -68,7 +69,7 @@ class Stage:
         self.settled = []
         self.pump = Pump(self.receiver, self.reader, self.settle, per_s)
         self.outbox.when_committed(self.pump.wake)
-        self.runner = asyncio.Runner(loop_factory=loop)
+        self.runner = asyncio.Runner(loop_factory=VirtualLoop)
 
     def settle(self, ids, done):
         self.settled.append(list(ids))
@@ -95,11 +96,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path, virtual_loop):
+def stage(tmp_path):
     made = []
 
     def make_stage(**settings):
-        made.append(Stage(tmp_path, virtual_loop, **settings))
+        made.append(Stage(tmp_path, **settings))
         return made[-1]
 
     yield make_stage
@@ -108,14 +109,14 @@ def stage(tmp_path, virtual_loop):
         each.store.close()
 
 
-def test_a_day_without_a_broker(stage, make, caplog):
+def test_a_day_without_a_broker(stage, caplog):
     """AC26: bounded, each board's order kept, drained at a limited rate; told once when it goes and when it is back."""
     one = stage(events=("board", "ng"), limit=300, per_s=20.0)
     one.receiver.down_until_s = DAY_S
     for number in range(400):
         serial = f"B{number % 7}"
-        one.store.record(make.image(number, board=serial))
-        one.store.record_board(make.board(serial, Verdict.NG, counts={Verdict.NG: number + 1}))
+        one.store.record(image(number, board=serial))
+        one.store.record_board(board(serial, Verdict.NG, counts={Verdict.NG: number + 1}))
     one.committed()
     assert one.reader.standing("mqtt").waiting == 300
     last = one.reader.waiting("mqtt", 1000)[-1].id
@@ -141,14 +142,14 @@ def test_a_day_without_a_broker(stage, make, caplog):
     assert told == ["receiver_unavailable", "receiver_available"]
 
 
-def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage, make, caplog):
+def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage, caplog):
     one = stage(limit=100)
     one.receiver.down_until_s = 1000.0
     numbers = iter(range(10_000))
 
     def more():
         for _ in range(60):
-            one.store.record(make.image(next(numbers)))
+            one.store.record(image(next(numbers)))
         one.committed()
         return len(one.receiver.tries_s) > 8
 
@@ -164,16 +165,16 @@ def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage,
     assert told[1] == f"outbox_told receiver=mqtt given_way={given_way}"
 
 
-def test_who_asks_to_be_left_alone_is(stage, make):
+def test_who_asks_to_be_left_alone_is(stage):
     one = stage()
     one.receiver.down_until_s, one.receiver.asks_for_s = 1.0, 120.0
-    one.store.record(make.image(1))
+    one.store.record(image(1))
     one.committed()
     one.run(lambda: bool(one.receiver.heard))
     assert one.receiver.tries_s == pytest.approx([0.0, 120.0])
 
 
-def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(stage, make):
+def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(stage):
     one = stage()
 
     def drop():
@@ -183,14 +184,14 @@ def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(
 
     one.run(drop)
     assert one.pump.alarm == "gone"
-    one.store.record(make.image(1))
+    one.store.record(image(1))
     one.committed()
     one.run(lambda: one.receiver.seqs == [1])
     assert one.pump.alarm is None
 
 
 @pytest.mark.parametrize("error", [ConfigError("no password"), ZeroDivisionError("a mistake of ours")])
-def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, make, error, caplog):
+def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, error, caplog):
     one = stage()
     one.receiver.error = error
 
@@ -199,7 +200,7 @@ def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, make, error, 
             one.receiver.error = None
         return bool(one.receiver.heard)
 
-    one.store.record(make.image(1))
+    one.store.record(image(1))
     one.committed()
     one.run(heal)
     assert one.receiver.seqs == [1]
@@ -208,13 +209,13 @@ def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, make, error, 
     assert str(error) in told[0].getMessage()
 
 
-def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage, make):
+def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage):
     """A disk that hangs keeps messages in the outbox; it must not have them all told twice, nor without bound."""
     one = stage(per_s=100_000.0, limit=3000)
     kept = []
     settle, one.pump._settle = one.pump._settle, lambda ids, done: kept.append((ids, done))
     for number in range(1, 1501):
-        one.store.record(make.image(number))
+        one.store.record(image(number))
     one.committed()
     steps = iter(range(10_000))
     one.run(lambda: len(one.receiver.heard) >= 1000 and next(steps) > 500)

@@ -14,6 +14,8 @@ from agent.line_file.records import WebhookSection
 from agent.records.delivery import webhook
 from agent.records.delivery.webhook import WebhookReceiver
 from experts.errors import ConfigError, SecretMissing
+from tests.agent.records.delivery.conftest import board
+from tests.waiting import until
 
 
 def section(url, **settings):
@@ -29,13 +31,13 @@ def serials(server, count):
     return [server.posted.get(timeout=60).json["board_serial"] for _ in range(count)]
 
 
-def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, make, tmp_path):
+def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, tmp_path):
     (tmp_path / "token").write_text("t0ken\n")
     server = web_server()
     with line(section(server.url, token={"file": str(tmp_path / "token")})) as (store, deliveries):
-        store.record_board(make.board("B1"))
+        store.record_board(board("B1"))
         posted = server.posted.get(timeout=60)
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
     assert posted.path == "/mes?line=1"
     assert posted.headers["Content-Type"] == "application/json"
     assert posted.headers["Authorization"] == "Bearer t0ken"
@@ -45,38 +47,38 @@ def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, m
 
 
 @pytest.mark.parametrize("closing", [{"Connection": "close"}, {"X-Hang-Up": "1"}], ids=["told", "not told"])
-def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, make, caplog, closing):
+def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, caplog, closing):
     server = web_server((200, {}), (200, {}), (200, closing))
     with line(section(server.url)) as (store, deliveries):
         for number in range(6):
-            store.record_board(make.board(f"B{number}"))
+            store.record_board(board(f"B{number}"))
         assert serials(server, 6) == [f"B{number}" for number in range(6)]
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
     assert server.connections == 2
     assert caplog.records == []
 
 
 @pytest.mark.parametrize("status", [500, 503, 408, 425, 429])
-def test_not_now_is_tried_again_with_the_same_id_before_all_later_ones(web_server, line, make, status):
+def test_not_now_is_tried_again_with_the_same_id_before_all_later_ones(web_server, line, status):
     server = web_server((status, {}))
     with line(section(server.url)) as (store, deliveries):
-        store.record_board(make.board("B1"))
-        store.record_board(make.board("B2"))
+        store.record_board(board("B1"))
+        store.record_board(board("B2"))
         first, again, second = (server.posted.get(timeout=60) for _ in range(3))
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (2, 0)
     assert (first.id, first.body) == (again.id, again.body)
     assert second.json["board_serial"] == "B2"
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 422])
-def test_what_is_refused_for_good_is_told_dropped_and_blocks_nothing(web_server, line, make, caplog, status):
+def test_what_is_refused_for_good_is_told_dropped_and_blocks_nothing(web_server, line, caplog, status):
     server = web_server((status, {}))
     with line(section(server.url)) as (store, deliveries):
-        store.record_board(make.board("B1"))
-        store.record_board(make.board("B2"))
+        store.record_board(board("B1"))
+        store.record_board(board("B2"))
         assert serials(server, 2) == ["B1", "B2"]
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (1, 1)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "board=B1" in record.getMessage()
@@ -84,23 +86,23 @@ def test_what_is_refused_for_good_is_told_dropped_and_blocks_nothing(web_server,
 
 
 @pytest.mark.parametrize("status", [301, 401, 403, 404, 405])
-def test_a_wrong_address_or_token_loses_nothing(web_server, line, make, caplog, status):
+def test_a_wrong_address_or_token_loses_nothing(web_server, line, caplog, status):
     """Such an answer would be the same for every message: all would be dropped until somebody looks."""
     server = web_server((status, {"Location": "/elsewhere"}))
     with line(section(server.url)) as (store, deliveries):
-        store.record_board(make.board("B1"))
+        store.record_board(board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
         assert deliveries.statistics()[0].refused == 0
     assert "correct url or token of outbox.webhook" in caplog.text
 
 
-def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_server, line, make):
+def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_server, line):
     server = web_server(None)
     with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
-        store.record_board(make.board("B1"))
+        store.record_board(board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
-        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        until(lambda: deliveries.statistics()[0].waiting == 0)
 
 
 def server_tls(authority):
@@ -110,11 +112,11 @@ def server_tls(authority):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, make, authority, monkeypatch):
+def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, authority, monkeypatch):
     server = web_server(tls=server_tls(authority))
     with line(section(server.url)) as (store, deliveries):
-        store.record_board(make.board("B1"))
-        make.until(lambda: deliveries.statistics()[0].alarm is not None)
+        store.record_board(board("B1"))
+        until(lambda: deliveries.statistics()[0].alarm is not None)
         assert "certificate verify failed" in deliveries.statistics()[0].alarm
     assert server.posted.empty()
 
