@@ -13,7 +13,7 @@ from agent.config import line_of
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
 from agent.line_file.editing import edit_file, remove, set_key
-from agent.records.shadow_answers import read_comparison
+from agent.records.shadow_answers import answer_row, read_comparison
 from experts.document import parse_document, read_document, suggestion
 from experts.errors import ConfigError
 from experts.packed.sources import is_there, size_bytes_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.records.shadow_answers import Comparison
+    from agent.records.shadow_answers import Comparison, Side
     from experts.packed.manifests import Manifest
 
 
@@ -129,7 +129,7 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
             "expert": [asdict(each) for each in comparison.ran_on],
             "shadow": [asdict(each) for each in comparison.shadow_ran_on],
         },
-        "differing": [asdict(row) for row in comparison.differing],
+        "differing": [answer_row(row) for row in comparison.differing],
     }
 
 
@@ -147,8 +147,8 @@ def print_comparison(comparison: Comparison, images: Path) -> None:
         table.add_row(
             row.image,
             row.component or "",
-            _said(row.label, row.score, row.passes),
-            _said(row.shadow_label, row.shadow_score, row.shadow_passes),
+            _said(row.said),
+            _said(row.shadow_said),
             "" if row.kept_as is None else str(images / row.kept_as),
         )
     console.print(table)
@@ -227,6 +227,8 @@ def _processors(comparison: Comparison) -> list[str]:
     return [f"ran on          {', '.join(expert)}, shadow {', '.join(shadow)}: the times are not comparable"]
 
 
-def _said(label: str | None, score: float | None, passes: bool | None) -> str:
-    end = "" if passes is None else ", passes" if passes else ", NG"
-    return f"{label} {0.0 if score is None else score:.3f}{end}"
+def _said(side: Side | None) -> str:
+    if side is None:
+        return ""
+    end = "" if side.passes is None else ", passes" if side.passes else ", NG"
+    return f"{side.label} {side.score:.3f}{end}"

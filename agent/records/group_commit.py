@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.records.database import BUSY_TIMEOUT_S, begin_anew, damage_of, is_damage, open_for_writing
+from agent.records.results import StoreStatistics
 from agent.records.write_ahead_log import WriteAheadLog, fold_in
 from experts.backoff import Backoff
 
@@ -40,18 +41,6 @@ GROUP_WAIT_S = 0.01
 BACKOFF = Backoff(0.05, 5.0)
 IDLE_CHECKPOINT_S = 5.0
 GIVE_UP_S = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class CommitStatistics:
-    """Snapshot. ``alarm``: why commits fail at the moment. ``log_alarm``: why the write-ahead log keeps growing.
-    ``damage_alarm``: path of a damaged file that was put aside since the start. None: no alarm."""
-
-    pending: int
-    failed_commits: int
-    alarm: str | None
-    log_alarm: str | None
-    damage_alarm: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +91,11 @@ class GroupCommitter:
             self._pending += 1
             self._queue.put(_Job(write, on_committed, size_bytes, is_urgent))
 
-    def statistics(self) -> CommitStatistics:
+    def statistics(self) -> StoreStatistics:
+        """Without the counts of rows, which the store keeps."""
         with self._lock:
-            return CommitStatistics(
-                self._pending, self._failed_commits, self._alarm, self._log.alarm, self._damage_alarm
+            return StoreStatistics(
+                self._pending, 0, 0, self._failed_commits, self._alarm, self._log.alarm, self._damage_alarm
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
@@ -17,7 +17,7 @@ from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, utc_text
 from agent.records.group_commit import GroupCommitter
 from agent.records.result_reader import OF_RESULT, OF_SUBJECT, ResultReader
-from agent.records.results import BoardRow, Recorded, Result, ResultRow, StoreStatistics
+from agent.records.results import BoardRow, Recorded, Result, ResultRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from agent.records.boards import BoardVerdict
     from agent.records.journal import Acceptance
+    from agent.records.results import StoreStatistics
     from agent.subject import Subject
 
 COLUMNS = (*OF_SUBJECT, *OF_RESULT, "component", "verdict", "experts", "detail", "arrived_at", "finished_at")
@@ -156,7 +157,7 @@ class ResultStore(ResultReader):
     def statistics(self) -> StoreStatistics:
         commits = self._committer.statistics()
         with self._lock:
-            return StoreStatistics(committed=self._counts[True], duplicates=self._counts[False], **asdict(commits))
+            return replace(commits, committed=self._counts[True], duplicates=self._counts[False])
 
     def close(self, timeout_s: float = 10.0) -> bool:
         return self._committer.close(timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,13 @@ from agent.records.database import open_for_reading, utc_text
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import datetime
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
 KEPT_ROWS = 100_000  # of all pairs together: about 30 MB
+OF_IMAGE = ("key", "image", "component", "board", "ref", "kept_as", "reason")
 COLUMNS = (
     "key image component expert shadow expert_sha256 shadow_sha256 label score passes seconds"
     " shadow_label shadow_score shadow_passes shadow_seconds reason asked_at"
@@ -72,7 +73,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none."""
+    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none.
+
+    Known only once it is read back: the place of the image, and ``kept_as``, its file in the archive.
+    """
 
     key: str
     image: str
@@ -82,54 +86,33 @@ class SideBySide:
     shadow_said: Side | None
     asked_at: datetime
     reason: str | None = None
+    board: str | None = None
+    ref: str | None = None
+    kept_as: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.shadow_said is not None and self.shadow_said.label == self.said.label
+
+    @property
+    def flips_to_ng(self) -> bool:
+        return self.said.passes is True and self.shadow_said is not None and self.shadow_said.passes is False
+
+    @property
+    def flips_to_ok(self) -> bool:
+        return self.said.passes is False and self.shadow_said is not None and self.shadow_said.passes is True
 
 
 def write_answer(database: Database, row: SideBySide) -> None:
     """Call inside a transaction. Deletes the oldest rows beyond KEPT_ROWS."""
-    (seq,) = database.execute(INSERT, _values(row)).fetchall()[0]
+    values = answer_row(row) | asdict(row.pair) | {"asked_at": utc_text(row.asked_at)}
+    (seq,) = database.execute(INSERT, values).fetchall()[0]
     database.execute(DROP_OLD, (seq - KEPT_ROWS,))
 
 
 def count_dropped(database: Database, pair: Pair, count: int) -> None:
     """Add images that a shadow was never shown. Call inside a transaction."""
     database.execute(COUNT_DROPPED, (pair.expert, pair.shadow, pair.expert_sha256, pair.shadow_sha256, count))
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One image of a comparison. ``kept_as``: its file in the archive; None if it is not kept."""
-
-    key: str
-    image: str
-    component: str | None
-    board: str | None
-    ref: str | None
-    kept_as: str | None
-    label: str
-    score: float
-    passes: bool | None
-    seconds: float
-    shadow_label: str | None
-    shadow_score: float | None
-    shadow_passes: bool | None
-    shadow_seconds: float | None
-    reason: str | None
-    executor: int | None = None
-    processor: str | None = None
-    shadow_executor: int | None = None
-    shadow_processor: str | None = None
-
-    @property
-    def agrees(self) -> bool:
-        return self.shadow_label == self.label
-
-    @property
-    def flips_to_ng(self) -> bool:
-        return self.passes is True and self.shadow_passes is False
-
-    @property
-    def flips_to_ok(self) -> bool:
-        return self.passes is False and self.shadow_passes is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +152,7 @@ class Comparison:
     seconds: Sides | None
     ran_on: tuple[Ran, ...]
     shadow_ran_on: tuple[Ran, ...]
-    differing: tuple[Compared, ...]
+    differing: tuple[SideBySide, ...]
 
     @property
     def agreement(self) -> float | None:
@@ -177,9 +160,10 @@ class Comparison:
         return self.agreeing / self.images if self.images else None
 
 
-def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
-    both = [row for row in rows if row.shadow_label is not None]
-    failed = [row for row in rows if row.shadow_label is None]
+def compare(pair: Pair, rows: Sequence[SideBySide], dropped: int) -> Comparison:
+    both = [row for row in rows if row.shadow_said is not None]
+    failed = [row for row in rows if row.shadow_said is None]
+    said, shadow_said = [row.said for row in both], [row.shadow_said for row in both if row.shadow_said]
     return Comparison(
         pair=pair,
         images=len(both),
@@ -189,10 +173,10 @@ def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
         failed=len(failed),
         dropped=dropped,
         last_reason=failed[-1].reason if failed else None,
-        scores=_sides(fmean, both, "score"),
-        seconds=_sides(median, both, "seconds"),
-        ran_on=_ran((row.executor, row.processor) for row in both),
-        shadow_ran_on=_ran((row.shadow_executor, row.shadow_processor) for row in both),
+        scores=Sides(*(fmean(each.score for each in side) for side in (said, shadow_said))) if both else None,
+        seconds=Sides(*(median(each.seconds for each in side) for side in (said, shadow_said))) if both else None,
+        ran_on=_ran(said),
+        shadow_ran_on=_ran(shadow_said),
         differing=tuple(row for row in both if not row.agrees or row.flips_to_ng or row.flips_to_ok),
     )
 
@@ -205,39 +189,36 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
             return None
         pair = Pair(expert, shadow, latest["expert_sha256"], latest["shadow_sha256"])
         versions = (expert, shadow, pair.expert_sha256, pair.shadow_sha256)
-        rows = [_compared(row) for row in connection.execute(OF_VERSIONS, versions)]
+        rows = [_answer(pair, row) for row in connection.execute(OF_VERSIONS, versions)]
         dropped = connection.execute(DROPPED, versions).fetchone()
     return compare(pair, rows, dropped[0] if dropped else 0)
 
 
-def _compared(row: sqlite3.Row) -> Compared:
-    values = {name: row[name] for name in Compared.__dataclass_fields__}
-    for name in ("passes", "shadow_passes"):
-        values[name] = None if values[name] is None else bool(values[name])
-    return Compared(**values)
+def answer_row(row: SideBySide) -> dict[str, object]:
+    """Both answers as one flat row; those of the shadow have names with `shadow_`."""
+    shadow = dict.fromkeys(Side.__slots__) if row.shadow_said is None else asdict(row.shadow_said)
+    return (
+        {name: getattr(row, name) for name in OF_IMAGE}
+        | asdict(row.said)
+        | {f"shadow_{name}": value for name, value in shadow.items()}
+    )
 
 
-def _ran(executors: Iterable[tuple[int | None, str | None]]) -> tuple[Ran, ...]:
-    counts = Counter((number, processor) for number, processor in executors if number is not None and processor)
+def _answer(pair: Pair, row: sqlite3.Row) -> SideBySide:
+    return SideBySide(
+        **{name: row[name] for name in OF_IMAGE},
+        pair=pair,
+        said=_side(row, ""),
+        shadow_said=None if row["shadow_label"] is None else _side(row, "shadow_"),
+        asked_at=datetime.fromisoformat(row["asked_at"]),
+    )
+
+
+def _side(row: sqlite3.Row, prefix: str) -> Side:
+    values = {name: row[f"{prefix}{name}"] for name in Side.__slots__}
+    return Side(**values | {"passes": None if values["passes"] is None else bool(values["passes"])})
+
+
+def _ran(sides: Iterable[Side]) -> tuple[Ran, ...]:
+    counts = Counter((side.executor, side.processor) for side in sides if side.processor)
     return tuple(Ran(number, processor, images) for (number, processor), images in sorted(counts.items()))
-
-
-def _sides(figure: Callable[[list[float]], float], rows: Sequence[Compared], name: str) -> Sides | None:
-    """A figure of both sides' values of this name; None without rows."""
-    if not rows:
-        return None
-    return Sides(*(figure([getattr(row, side) for row in rows]) for side in (name, f"shadow_{name}")))
-
-
-def _values(row: SideBySide) -> dict[str, object]:
-    said, other = row.said, row.shadow_said
-    return {
-        "key": row.key,
-        "image": row.image,
-        "component": row.component,
-        **asdict(row.pair),
-        **asdict(said),
-        **{f"shadow_{name}": None if other is None else getattr(other, name) for name in Side.__dataclass_fields__},
-        "reason": row.reason,
-        "asked_at": utc_text(row.asked_at),
-    }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
-    from agent.api.calls.desk import CallerTicket, Desk, ImageOrder, VerdictView
+    from agent.api.calls.desk import Desk, ImageOrder, VerdictView
     from experts.errors import GenerationInvalid
 
 NAME_CHARACTERS = 512  # at most: of a serial, a reference, a key
@@ -71,19 +71,19 @@ class _Placed:
         self._end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
         self._tell_accepted = tell_accepted
         self._is_kept_anyway = False  # its caller was told that it is accepted
-        self._ticket = orders.submit(_ordered, orders.desk, order, self)
+        self._ticket = orders.submit(taken, orders.desk.order, order, self)
 
     async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[VerdictView]:
         """Verdicts. Raises OrderRefused; cancelling withdraws the order."""
         self._orders.under_way += 1
         try:
-            taken = await asyncio.wrap_future(self._ticket)
-            if isinstance(taken, OrderRefused):
-                raise _anew(taken)
+            ticket = await asyncio.wrap_future(self._ticket)
+            if isinstance(ticket, OrderRefused):
+                raise anew(ticket)
             tell_taken()
             end = await self._end
             if isinstance(end, OrderRefused):
-                raise _anew(end)
+                raise anew(end)
             return end
         finally:
             self._orders.under_way -= 1
@@ -116,16 +116,16 @@ class _Placed:
         del self._ticket  # it may hold its listener, which holds it: let the image go now
 
 
-def _anew(refused: OrderRefused) -> OrderRefused:
+def anew(refused: OrderRefused) -> OrderRefused:
     """A copy: the original, once raised, would hold the frames that hold it."""
-    return OrderRefused(refused.reason, str(refused), refused.retry_s)
+    return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
 
 
-def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> CallerTicket | OrderRefused:
+def taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
     """Return the refusal: as a future's exception its traceback would hold the image, in a cycle with the future,
     which only the garbage collector frees, long after memory has run out."""
     try:
-        return desk.order(order, listener)
+        return call(*given, **named)
     except OrderRefused as refused:
         return refused.with_traceback(None)
 
@@ -134,9 +134,9 @@ def withdraw(ticket: Future[Any]) -> None:
     """Cancel an order, or a text, that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
-    taken = ticket.result()
-    if not isinstance(taken, OrderRefused):
-        taken.cancel()
+    given = ticket.result()
+    if not isinstance(given, OrderRefused):
+        given.cancel()
 
 
 def check_names(**names: str | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from agent.api.calls.desk import TextEnd
-from agent.api.calls.orders import withdraw
+from agent.api.calls.orders import anew, taken, withdraw
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused
 from experts.llm.serving.generation import Ending
@@ -21,7 +21,7 @@ from experts.llm.serving.generation import Ending
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-    from agent.api.calls.desk import Desk, TextListener, TextModelView, TextOrder, TextPiece, TextTicket
+    from agent.api.calls.desk import Desk, TextModelView, TextOrder, TextPiece
 
 LATE_S = 1.0  # for the writer to report the end
 
@@ -51,13 +51,13 @@ class TextCalls:
         Raises OrderRefused, at once, or inside for a text that fails.
         """
         listener = _Listener()
-        ticket = self._ordering.submit(_ordered, self._desk, order, listener)
+        ticket = self._ordering.submit(taken, self._desk.generate, order, listener)
         self.under_way += 1
         try:
-            taken = await asyncio.wrap_future(ticket)
-            if isinstance(taken, OrderRefused):
-                raise OrderRefused(taken.reason, str(taken), taken.retry_s, field=taken.field)
-            yield listener.told(taken.due_s)
+            text = await asyncio.wrap_future(ticket)
+            if isinstance(text, OrderRefused):
+                raise anew(text)
+            yield listener.told(text.due_s)
         finally:
             self.under_way -= 1
             if not listener.has_ended:
@@ -112,11 +112,3 @@ class _Listener:
     def _hear(self, told: Told) -> None:
         self._waiting.append(told)
         self._news.set()
-
-
-def _ordered(desk: Desk, order: TextOrder, listener: TextListener) -> TextTicket | OrderRefused:
-    """Return the refusal: as a future's exception its traceback would hold the request."""
-    try:
-        return desk.generate(order, listener)
-    except OrderRefused as refused:
-        return refused.with_traceback(None)

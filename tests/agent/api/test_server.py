@@ -202,6 +202,7 @@ def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, serve
 
 
 WATCHING = """
+import sys
 import grpc
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc

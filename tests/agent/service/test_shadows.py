@@ -42,14 +42,14 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(line):
     assert (comparison.agreeing, comparison.flips_to_ng, comparison.flips_to_ok) == (0, 5, 0)
     assert (comparison.failed, comparison.dropped) == (0, 0)
     assert comparison.pair.expert_sha256 != comparison.pair.shadow_sha256
-    assert {(row.label, row.passes, row.shadow_label, row.shadow_passes) for row in comparison.differing} == {
-        ("ok", True, "bad", False)
-    }
+    assert {
+        (row.said.label, row.said.passes, row.shadow_said.label, row.shadow_said.passes) for row in comparison.differing
+    } == {("ok", True, "bad", False)}
     assert len({row.key for row in comparison.differing}) == 5
     assert {row.verdict for row in line.rows} == {OK}
     assert statistics.arrived == 6
     assert (status.ran, status.failed, status.dropped) == (5, 0, 0)
-    assert {(row.processor, row.shadow_processor) for row in comparison.differing} == {("cpu", "cpu")}
+    assert {(row.said.processor, row.shadow_said.processor) for row in comparison.differing} == {("cpu", "cpu")}
     assert sum(each.images for each in comparison.shadow_ran_on) == 5
 
 
