@@ -151,13 +151,17 @@ def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_on
     assert line_of(tmp_path, text).intake.folders[0].shows_boards
 
 
+def test_folders_do_not_overlap(tmp_path: Path) -> None:
+    inner = f"    - {{path: inbox/inner, pattern: '{PATTERN}'}}\n"
+    assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
+
+
 LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
 
 
 @pytest.mark.parametrize(
     ("folder", "expected"),
     [
-        ("pattern: '(?P<board>.+)', board_type: main, path: inbox/inner", "lies in, or around, another watched folder"),
         ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
         ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
         ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
