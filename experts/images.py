@@ -14,7 +14,7 @@ import io
 import struct
 import zlib
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from stat import S_ISREG
 from typing import TYPE_CHECKING, BinaryIO
@@ -24,7 +24,6 @@ from PIL import Image, UnidentifiedImageError
 
 from experts.errors import ImageTooLarge, ImageUnreadable
 from experts.expert import Orientation
-from experts.orientation import LAST, TAG, UPRIGHT, upright
 from experts.tiff import TIFF_STARTS, tiff_pixels
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from experts.expert import AnomalyMap
 
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 DEFAULT_MAX_PIXELS = 64_000_000
@@ -48,6 +49,9 @@ JPEG_END = b"\xff\xd9"
 BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
 BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
 BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
+TAG = 0x0112  # of EXIF orientation, also in TIFF; from SWAPPED on rows and columns are swapped, then some are mirrored
+UPRIGHT, SWAPPED, LAST = 1, 5, 8
+COLUMNS_MIRRORED, ROWS_MIRRORED = frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
 BROKEN = (  # what Pillow raises on hostile bytes; Warning where warnings are errors
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError,
     MemoryError, NotImplementedError, struct.error, zlib.error, Warning,
@@ -171,6 +175,34 @@ def decode_image(
         raise
     except BROKEN as error:
         raise ImageUnreadable(name, f"cannot be decoded ({error or type(error).__name__})") from error
+
+
+def upright(stored: np.ndarray, orientation: int) -> np.ndarray:
+    """An image (height, width, ...) turned as its orientation says; itself where there is nothing to turn."""
+    if orientation == UPRIGHT:
+        return stored
+    turned = stored.swapaxes(0, 1) if orientation >= SWAPPED else stored
+    rows, columns = (slice(None, None, -1 if orientation in each else 1) for each in (ROWS_MIRRORED, COLUMNS_MIRRORED))
+    return np.ascontiguousarray(turned[rows, columns])
+
+
+def upright_corners(
+    corners: tuple[float, float, float, float], height: int, width: int, orientation: int
+) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of a stored image of this size, as they lie in the upright one."""
+    left, top, right, bottom = corners
+    if orientation >= SWAPPED:
+        left, top, right, bottom, height, width = top, left, bottom, right, width, height
+    if orientation in COLUMNS_MIRRORED:
+        left, right = width - right, width - left
+    if orientation in ROWS_MIRRORED:
+        top, bottom = height - bottom, height - top
+    return left, top, right, bottom
+
+
+def upright_map(stored: AnomalyMap, orientation: int) -> AnomalyMap:
+    values = upright(np.frombuffer(stored.values, np.uint8).reshape(stored.height, stored.width), orientation)
+    return replace(stored, height=values.shape[0], width=values.shape[1], values=values.tobytes())
 
 
 def largest_file_bytes(max_pixels: int) -> int:

@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
-        "experts.orientation", "experts.llm",
+        "experts.images", "experts.llm",
     ),
     "experts.checkpoints": (
         "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",

@@ -12,7 +12,7 @@ from torchvision.ops import batched_nms
 
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
-from experts.orientation import upright_corners
+from experts.images import upright_corners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from experts.expert import AnomalyMap, Orientation
-from experts.images import decode_image
-from experts.orientation import TAG, upright, upright_corners, upright_map
+from experts.images import TAG, decode_image, upright, upright_corners, upright_map
 
 STORED = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 

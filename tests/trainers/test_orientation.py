@@ -18,8 +18,7 @@ from ultralytics.data.loaders import LoadImagesAndVideos
 
 from agent.runtime.images.preparation import prepare
 from experts.expert import Orientation
-from experts.images import decode_image
-from experts.orientation import TAG
+from experts.images import TAG, decode_image
 from tests.trainers.conftest import TRAINERS
 from tests.trainers.test_ultralytics import require_same
 from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, train

@@ -30,7 +30,7 @@ from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.errors import ImageError
 from experts.expert import Orientation
-from experts.orientation import SWAPPED, UPRIGHT
+from experts.images import SWAPPED, UPRIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.ort.session import REFUSALS, session_once
 from experts.errors import OutputInvalid
 from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
-from experts.orientation import upright_map
+from experts.images import upright_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -27,8 +27,7 @@ from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
-from experts.images import decode_image
-from experts.orientation import TAG
+from experts.images import TAG, decode_image
 from tests.agent.runtime.native_threads import scheduling_class
 
 PATIENCE_S = 30.0
