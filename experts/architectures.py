@@ -1,4 +1,4 @@
-"""The architectures that an expert may name, known without importing the runtimes that build them."""
+"""Names of architectures, known without importing the runtimes that build them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n")
 
 
 def known_architecture(text: str) -> str:
-    """``text`` itself. Raises ValueError, with the nearest name, for what no backend of this version can build."""
+    """Return ``text``. Raises ValueError, with the nearest name, for an unknown architecture."""
     if text in {"onnx", "llm", "fake"} or text in CLASSIFIERS or DETECTORS.fullmatch(text):
         return text
     if "llm" in text.lower() or text.lower().startswith(LANGUAGE_MODELS):

@@ -1,8 +1,8 @@
-"""Calibrations: the ranges of an expert's values on images of the line, and by how much rounding moves its answers.
+"""Calibrations: ranges of an expert's values on images of the line, and the shift of its outputs by rounding.
 
-An expert's eight-bit form is made by them. One JSON file per expert, beside the packed weights. Guarantees: a power cut
-leaves the old file or the new; a file of another format, or one that cannot be understood, counts as absent.
-``experts.packed.calibrated`` tells whether a calibration is of the expert's present weights.
+An eight-bit form needs them. Each expert has one JSON file beside the packed weights. Guarantees: a power cut leaves
+the old file or the new one. A file of another format, or an invalid one, counts as absent.
+``experts.packed.calibrated`` checks whether a calibration belongs to the expert's current weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from experts.expert import Expert
 
-FORMAT = 3  # of what a file holds and how it was found; one of another is not understood
+FORMAT = 3  # version of content and method; files of another version count as absent
 HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The least and the greatest of some values. Raises ValueError for NaN and infinity."""
+    """Least and greatest value. Raises ValueError for NaN and infinity."""
 
     low: float
     high: float
@@ -48,9 +48,9 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class CallRanges:
-    """Inputs and outputs of a layer. ``summand`` None: nothing is added in it.
+    """Ranges of a layer's inputs and outputs. ``summand`` None: the layer adds nothing.
 
-    ``shifts``: by how much rounding moves the mean of each output channel, before the activation; empty: not measured.
+    ``shifts``: shift of each output channel's mean by rounding, before the activation; empty: not measured.
     Raises ValueError for NaN and infinity.
     """
 
@@ -66,10 +66,10 @@ class CallRanges:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Observed ranges. ``ranges``: by form, then by layer or value; ``labels``: shown by the images.
+    """Observed ranges. ``ranges``: by form, then by layer or value. ``labels``: those of the sample images.
 
-    ``weights_sha256``, ``stamp``: the weights' file, and how it lay on its drive (experts.packed.sources).
-    ``input``: what the sample images were made into (``InputSpec.text``).
+    ``weights_sha256``, ``stamp``: hash and file stamp of the weights (experts.packed.sources). ``input``: preprocessing
+    of the sample images (``InputSpec.text``).
     """
 
     weights_sha256: str
@@ -85,7 +85,7 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 
 def path_of(directory: Path, expert: str, suffix: str) -> Path:
-    """An expert's own file in a folder. Raises ValueError for what is no expert's id."""
+    """File of an expert in a folder. Raises ValueError for an invalid id."""
     *above, name = expert.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in (*above, name)):
         raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
@@ -106,7 +106,7 @@ class CalibrationFolder:
         return path_of(self.directory, expert, ".json")
 
     def write(self, expert: str, calibration: Calibration) -> None:
-        """Raises OSError for what the disk refuses."""
+        """Raises OSError."""
         path = self.path(expert)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, has_rivals=True) as file:
@@ -121,7 +121,7 @@ class CalibrationFolder:
 
 
 def read_calibration(path: Path) -> Calibration | None:
-    """None where the file is absent or cannot be understood."""
+    """Calibration of a file; None if absent or invalid."""
     try:
         content = path.read_bytes()
         return _CALIBRATION.validate_json(content) if json.loads(content)["format"] == FORMAT else None
@@ -130,7 +130,7 @@ def read_calibration(path: Path) -> Calibration | None:
 
 
 def required_ranges(expert: Expert, form: str, calls: Set[str]) -> Mapping[str, CallRanges]:
-    """A form's ranges. Raises WeightsMismatch where none was observed, or those of some ``calls`` are absent."""
+    """Ranges of a form. Raises WeightsMismatch without a calibration, or if some of ``calls`` lack ranges."""
     found = None if expert.calibration is None else read_calibration(expert.calibration)
     if found is None or form not in found.ranges:
         raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")

@@ -1,7 +1,7 @@
 """The catalog: a line's experts and routes as read from YAML, validated and hashed.
 
-The line file is checked here to the end, the disk is not: missing or broken weights quarantine their expert at run time
-and leave the others serving. An ONNX file is opened once: how it wants its images is kept beside packed weights.
+The line file is checked completely, the disk is not: missing or broken weights quarantine their expert at run time and
+leave the others serving. An ONNX file is opened once: its preprocessing facts are cached beside packed weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OF_IMAGES = ("confidence", "input", "iou", "otherwise", "stem", "task", "thresho
 LARGEST_SIDE_PX = 8192
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
-COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry
+COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; valid in file names, metrics and addresses
 
 
 def _expert_id(text: str) -> str:
@@ -158,7 +158,7 @@ def _side_or_sides(value: object) -> object:
 
 
 class FitSection(Section):
-    """An image is scaled, and its middle is what the expert sees."""
+    """Scaling of an image, and the cut from its middle."""
 
     resize: Annotated[int | tuple[int, int], BeforeValidator(_side_or_sides)] = Field(
         description="length of the shorter side before the cut, or [height, width]; not less than the size"
@@ -236,7 +236,7 @@ def _for_images(value: object, info: ValidationInfo) -> object:
 
 
 def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
-    """Labels; anomaly experts have some by default."""
+    """Labels, with the default of anomaly experts."""
     if labels is None and info.data.get("task") == Task.ANOMALY:
         return list(ANOMALY_LABELS)
     return _for_images(labels, info)
@@ -437,9 +437,9 @@ class Catalog:
 def build_catalog(
     sections: CatalogSections, document: Document, texts: Mapping[str, TextRoute] = NO_TEXTS, packed: Path | None = None
 ) -> Catalog:
-    """The catalog of sections in which ``catalog_problems`` finds nothing.
+    """Catalog of sections without ``catalog_problems``.
 
-    ``texts``: routes of texts, by name. ``packed``: folder of packed weights, where facts of ONNX files are kept.
+    ``texts``: routes of texts, by name. ``packed``: folder of packed weights, with cached facts of ONNX files.
     """
     facts = KeptImageFacts(packed)
     experts = {name: _expert(name, section, facts) for name, section in sections.experts.items()}
@@ -456,7 +456,7 @@ def build_catalog(
 def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
     """Problems between keys: routes of images against experts, shadows, and dependencies in a circle.
 
-    A router of texts is always asked first, so its routes depend in no circle.
+    A router of texts always comes first, so routes of texts form no circle.
     """
     if not sections.routes and any(not is_llm(section) for section in sections.experts.values()):
         meaning = CatalogSections.model_fields["routes"].description
@@ -489,7 +489,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
 
 
 def _fitted(expert: Expert, section: ExpertSection, facts: KeptImageFacts) -> Expert:
-    """An ONNX detector gets images as its exporter makes them; packing and ``config check`` tell what is wrong."""
+    """Apply the exporter's preprocessing; packing and ``config check`` report a broken file."""
     try:
         pixels = facts.of(expert).applied(expert.pixels)
     except ExpertError:
@@ -503,7 +503,7 @@ def _fitted(expert: Expert, section: ExpertSection, facts: KeptImageFacts) -> Ex
 
 
 def _input(section: InputSection, architecture: str) -> InputSpec:
-    """Detectors are ultralytics', whose loader turns images."""
+    """Input of an expert; ultralytics' loader applies EXIF orientation to a detector's images."""
     is_detector = family(architecture) == "detector"
     normalize, orientation = ("unit", Orientation.EXIF) if is_detector else ("imagenet", Orientation.STORED)
     spec = InputSpec(*section.size, section.named or normalize, orientation=section.orientation or orientation)
@@ -555,7 +555,7 @@ def _shadow_problems(sections: CatalogSections, document: Document) -> Iterator[
 def _wrong_with_shadow(
     name: str, section: ExpertSection, other: str, experts: Mapping[str, ExpertSection]
 ) -> str | None:
-    """Why two experts cannot be compared on the same images."""
+    """Reason why two experts cannot be compared on the same images."""
     shadow = experts.get(other)
     if shadow is None:
         return f"no expert {other!r} - {suggestion(other, experts, 'add it under `experts`')}"

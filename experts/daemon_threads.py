@@ -1,7 +1,7 @@
-"""Thread pool of daemon threads: calls in order, and no process kept from ending.
+"""Thread pool of daemon threads: calls run in order, and a hanging call does not keep its process alive.
 
-A ThreadPoolExecutor's threads are joined when the interpreter ends: one that hangs in a driver, or on a share that does
-not answer, keeps its process alive for good, invisible to a watchdog.
+The interpreter joins a ThreadPoolExecutor's threads when it ends. A thread that hangs in a driver or on a network share
+would keep its process alive for good, invisible to a watchdog.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-_Task: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"  # a call, and where its result goes
+_Task: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"  # call, future of its result
 
 
 class DaemonThreads:
-    """At most ``count`` of them, started as they are needed; each calls ``begin`` first."""
+    """Pool of at most ``count`` threads, started on demand; each thread calls ``begin`` first."""
 
     def __init__(self, count: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._count = count
@@ -35,7 +35,7 @@ class DaemonThreads:
         self._lock = Lock()
 
     def submit(self, work: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
-        """Have it called behind everything submitted before. Raises RuntimeError once stopped."""
+        """Queue a call behind those submitted before. Raises RuntimeError once stopped."""
         future: Future[Result] = Future()
         with self._lock:
             if self._is_stopped:
@@ -49,7 +49,7 @@ class DaemonThreads:
         return future
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads after what was submitted; False if that took longer, and the rest ends with the process."""
+        """End the threads after the submitted calls; False on a timeout: remaining threads end with the process."""
         with self._lock:
             if not self._is_stopped:
                 for _ in self._threads:
@@ -65,7 +65,7 @@ def _run(begin: Callable[[], None], tasks: SimpleQueue[_Task | None]) -> None:
     begin()
     while (task := tasks.get()) is not None:
         _carry_out(*task)
-        del task  # what it holds is not kept until the next one comes
+        del task  # frees the call's objects before the next call arrives
 
 
 def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
@@ -73,7 +73,7 @@ def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         result = call()
-    except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the future carries any error
         future.set_exception(error)
     else:
         future.set_result(result)

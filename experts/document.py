@@ -67,7 +67,7 @@ class Document:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The document as plain mappings, lists and scalars, with the overrides applied."""
+        """Document as plain mappings, lists and scalars, with overrides applied."""
         values: Any = self.root.value
         for path, value in self.override_values.items():
             values = _with_value(values, path, value)
@@ -104,7 +104,7 @@ class Document:
         return ConfigError(message, self.place(*path))
 
     def _variable_of(self, path: KeyPath) -> str | None:
-        """The variable that set the value at ``path``, or that alone made it be there."""
+        """Variable that set the value at ``path``, or a value below it that the file lacks."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 return self.overrides[path[:length]]
@@ -194,7 +194,7 @@ def suggestion(word: str, known: Collection[str], otherwise: str = "") -> str:
 
 
 class _YamlRefused(Exception):
-    """YAML that parses but that no configuration may hold."""
+    """YAML that parses but is not allowed in a configuration."""
 
     def __init__(self, message: str, node: yaml.Node, path: KeyPath) -> None:
         super().__init__(message)
@@ -224,7 +224,7 @@ def _yaml_reason(error: Exception) -> str:
 def _build(
     node: yaml.Node | None, built: dict[int, DocumentEntry], path: KeyPath, open_nodes: tuple[int, ...] = ()
 ) -> DocumentEntry:
-    """The entry of one node. ``built`` shares aliased nodes; ``open_nodes`` are those around this one."""
+    """Entry of one node. ``built`` shares aliased nodes; ``open_nodes``: ancestors of this node."""
     if node is None:
         return DocumentEntry(None, 1, 1)
     if id(node) in built:
@@ -297,7 +297,7 @@ def _with_value(values: Any, path: KeyPath, value: Any) -> Any:  # noqa: ANN401 
 
 
 def _annotation_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInfo | None]:
-    """The type that the model gives the value at ``path``, and its field; (None, None) for what it does not know."""
+    """Type and field of the value at ``path`` in the model; (None, None) for an unknown path."""
     annotation: Any = model
     found: FieldInfo | None = None
     for part in path:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
-ANOMALY_LABELS = ("ok", "anomalous")  # of `task: anomaly`, where the line names no others: what passes comes first
-NOTHING_FOUND = "nothing-found"  # of a detector that saw no object, or where no label holds; never in a route's `pass`
-ONE_LABEL = (  # the refusal of a softmax over it
+ANOMALY_LABELS = ("ok", "anomalous")  # default of `task: anomaly`; the passing label comes first
+NOTHING_FOUND = "nothing-found"  # no object was detected, or no label holds; never in a route's `pass`
+ONE_LABEL = (  # refusal of a softmax over one label
     "one label leaves a softmax nothing to choose from: every image would be it - write `task: multilabel` for a model "
     "of one output, and `otherwise:` what an image is that is not its label; or name all of its labels"
 )
 OTHER_THRESHOLD = "its threshold was learned with other weights, or another input, than it has now"
-HOLDS_FROM = 0.5  # the probability from which a label of `task: multilabel` holds, unless the line says another
-CONFIDENCE_MINIMUM = 0.25  # of a detector's boxes, unless the line says another
-OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one label beyond it, the better one stays
+HOLDS_FROM = 0.5  # default probability from which a label of `task: multilabel` holds
+CONFIDENCE_MINIMUM = 0.25  # default for a detector's boxes
+OVERLAP_MAXIMUM = 0.45  # default intersection over union beyond which the worse of two boxes of a label is dropped
 
 
 class Verdict(StrEnum):
@@ -45,14 +45,14 @@ class Precision(StrEnum):
 
 
 class Task(StrEnum):
-    """Task of an expert of images whose architecture does not tell it."""
+    """Task of an image expert, where the architecture does not imply it."""
 
     ANOMALY = "anomaly"
     MULTILABEL = "multilabel"  # its labels do not exclude one another: a sigmoid and a threshold for each
 
 
 class Fit(StrEnum):
-    """Fit of an image of another size to an expert's input; an ONNX detector's file tells it.
+    """Fit of an image to an expert's input size; an ONNX detector's file states it.
 
     ``STRETCHED``: smoothed, proportions not kept. ``LETTERBOXED``: proportions kept, grey beside them (ultralytics).
     ``FILLED``: not kept (ultralytics' RT-DETR). ``CROPPED``: scaled, then cut from the middle (torchvision, timm).
@@ -97,10 +97,10 @@ def named_normalization(normalization: Normalization) -> str | Normalization:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """Pixels that an expert takes, and how they are normalised.
+    """Input of an expert: size and preprocessing of pixels.
 
-    ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or numbers of its own. ``fit``: not
-    of ultralytics' detectors, whose backend knows. ``resize``, of CROPPED: shorter side before the cut, or both sides.
+    ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or explicit numbers. ``fit``: unused
+    for ultralytics' detectors, whose backend defines it. ``resize``, of CROPPED: shorter side, or both, before the cut.
     """
 
     height: int
@@ -125,13 +125,12 @@ class InputSpec:
 class Expert:
     """Expert of a line. ``weights``: the owner's file, not the packed one.
 
-    For images ``weights`` is a file. For texts it is a Hugging Face directory, ``input`` is None, and ``labels`` are
-    there only to choose one of. ``calibration``: ranges of the eight-bit form (experts.calibrations), named by the
-    packer.
-    Task anomaly: two labels, good and not; an image whose score reaches the ``threshold`` is not. Without a threshold
-    nothing is judged.
-    Task multilabel: one output per label, which holds from its entry in ``thresholds`` on, else from HOLDS_FROM;
-    ``otherwise`` names an image of which no label holds.
+    Image experts: ``weights`` is a file. Text experts: a Hugging Face directory; ``input`` is None, and ``labels`` are
+    choices of a router. ``calibration``: ranges of the eight-bit form (experts.calibrations), set by the packer.
+    Task anomaly: two labels, good first; an image whose score reaches ``threshold`` is anomalous. Without a threshold
+    every image is UNKNOWN.
+    Task multilabel: a label holds from its entry in ``thresholds``, default HOLDS_FROM; ``otherwise`` is the label of
+    an image where none holds.
     """
 
     id: str
@@ -141,17 +140,17 @@ class Expert:
     input: InputSpec | None
     pin: bool = False
     stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
-    precision: Precision | None = None  # language models: in the place of the line's
-    moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
+    precision: Precision | None = None  # language models: overrides the line's
+    moe_cache_bytes: int | None = None  # language models: bytes for moe_experts; None: all of them
     task: Task | None = None
-    threshold: float | None = None  # anomaly experts: on the scale of their own scores
-    threshold_of: str | None = None  # what it was learned with (experts.thresholds.binding); None: not known
+    threshold: float | None = None  # anomaly experts: on the scale of the model's scores
+    threshold_of: str | None = None  # digest of weights and input (experts.thresholds.binding); None: unknown
     thresholds: tuple[tuple[str, float], ...] = ()
     otherwise: str = NOTHING_FOUND
-    confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes of no higher score are none
+    confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes must score higher
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
     calibration: Path | None = None
-    is_automatic: bool = False  # language models: what the profile chose, whatever the line's precision is
+    is_automatic: bool = False  # language models: the profile chooses, whatever the line's precision
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -220,7 +219,7 @@ class AnomalyMap:
 class Anomaly:
     """Measurement of an anomaly expert: its model's score, and the threshold for it.
 
-    ``map``: None of images that are not anomalous, and where the model gives none.
+    ``map``: None for good images, and for models without a map.
     """
 
     score: float
@@ -228,7 +227,7 @@ class Anomaly:
     map: AnomalyMap | None = None
 
     def as_json(self) -> dict[str, float]:
-        """JSON for results; the map is kept apart."""
+        """JSON for results; the map is stored separately."""
         return {"score": self.score, "threshold": self.threshold}
 
 
@@ -236,9 +235,9 @@ class Anomaly:
 class Prediction:
     """Answer of an expert for one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 
-    ``anomaly``: of anomaly experts alone; their ``score`` is how sure the label is, 0.5 at the threshold.
-    ``outputs``: of multilabel experts alone, in the order of their labels. ``label`` is the likeliest that holds, or
-    ``otherwise``, with how sure it is that none does.
+    ``anomaly``: anomaly experts only; their ``score`` is the confidence in the label, 0.5 at the threshold.
+    ``outputs``: multilabel experts only, in the order of labels. ``label`` is the likeliest that holds, or
+    ``otherwise`` with the confidence that none holds.
     """
 
     label: str

@@ -1,8 +1,8 @@
-"""Filesystems: their kinds, folders without links, and files that appear whole.
+"""Filesystems: their kinds, folders without links, and atomic files.
 
-Local filesystems tell of changes and lock safely, shared ones do neither. ``whole_file`` is the project's one writer of
-files that others read. In a folder that others may write to, no link is followed (``below``): else another user could
-have any file written or moved.
+Local filesystems report changes and lock safely, shared ones do neither. ``whole_file`` is the project's only writer of
+files that other processes read. In a folder that other users may write to, no link is followed (``below``): a link
+would let another user have any file overwritten or moved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """The type of the filesystem that holds ``path``, which need not exist; None where it cannot be told."""
+    """Type of the filesystem that holds ``path``, which need not exist; None if unknown."""
     try:
         text = mounts.read_text()
     except OSError:
@@ -41,7 +41,7 @@ def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         point = ESCAPED.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4])
-        if point in above and (found is None or len(point) >= found[0]):  # a later mount hides an earlier one
+        if point in above and (found is None or len(point) >= found[0]):  # later mounts hide earlier ones
             found = (len(point), right.split(" ")[0])
     return found[1] if found else None
 
@@ -58,10 +58,10 @@ def tells_changes(filesystem: str | None) -> bool:
 
 @contextmanager
 def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = False) -> Iterator[BinaryIO]:
-    """A file that takes its name once it is complete and on the disk; an error leaves nothing of it.
+    """Atomic file: takes its name once complete and synced; an error leaves nothing.
 
     ``below``: a folder that others may write to; links between it and the file are refused as OSError. ``has_rivals``:
-    several processes may write the file at once. Else the next writer removes the draft of a killed one, by its name.
+    several processes may write the file at once. Else the next writer removes the draft of a killed one.
     """
     with open_folder(path.parent, below) as folder:
         draft = _draft_name(path.name, f".{os.getpid()}.tmp" if has_rivals else ".tmp", folder)
@@ -85,7 +85,7 @@ def file_sha256(file: Path) -> str:
 
 
 def take_name(draft: Path, path: Path) -> None:
-    """Give a finished file its name: a crash leaves the earlier file, or this one whole."""
+    """Rename a finished file: a crash leaves the earlier file, or this one whole."""
     with draft.open("rb") as file:
         os.fsync(file.fileno())
     draft.replace(path)
@@ -111,7 +111,7 @@ def _draft_name(name: str, ending: str, folder: int) -> str:
 
 @contextmanager
 def open_folder(folder: Path, below: Path | None = None, *, makes: bool = False) -> Iterator[int]:
-    """The descriptor of a folder. ``below``: no link is followed from there on; ``makes``: missing folders are made.
+    """Descriptor of a folder. ``below``: no link is followed from there on; ``makes``: missing folders are made.
 
     Raises OSError, NotADirectoryError for a link among them.
     """
@@ -139,10 +139,10 @@ def _open_inner(name: str, outer: int, folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and sync all those above it, which may not be on the disk yet either."""
+    """Make a folder, and sync it with all parents, which may be new, too."""
     folder.mkdir(parents=True, exist_ok=True)
     for above in folder.parents:
-        with suppress(OSError):  # one that we may not read: it was there before us
+        with suppress(OSError):  # no permission: the folder existed before
             sync_folder(above)
 
 

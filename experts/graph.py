@@ -2,9 +2,9 @@
 
 A route may branch in its last step: a router's label picks the expert that ends the route with any answer.
 
-Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
-before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1). Every text has a
-destination, and rules always give the same text the same one.
+Guarantees: the graph of dependencies has no cycle, and every step names an expert of the line (the catalog checks both
+first, the constructor checks cycles again). The graph is immutable, and queries take O(1). Every text has a
+destination; rules are deterministic.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RouteStep:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Consequence of a step's prediction: the next expert, or a verdict; exactly one of the two is set."""
+    """Consequence of a step's prediction: exactly one of the next expert and a verdict."""
 
     label: str
     score: float
@@ -55,9 +55,9 @@ class Judgement:
 class ExpertGraph:
     """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one.
 
-    ``shadows``: expert -> its shadow, which is shown the same images, decides nothing and is on no route.
-    Raises ValueError for a route without a step, a branch before the last step, experts in a circle, and a shadow that
-    is on a route, that another expert has, or that is none of the experts.
+    ``shadows``: expert -> its shadow, which gets the same images, decides nothing and is on no route. Raises ValueError
+    for a route without a step, a branch before the last step, experts in a circle, and a shadow that is on a route,
+    shared by two experts, or unknown.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ExpertGraph:
         return tuple(dict.fromkeys((*following, *branches)))
 
     def turns(self, component: str, expert: str) -> tuple[int, ...]:
-        """Numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
+        """Numbers of the steps at which a component's route may run an expert, as ``judge`` takes them."""
         steps = self.routes.get(component, ())
         found = tuple(number for number, step in enumerate(steps) if step.expert == expert)
         return (*found, len(steps)) if steps and expert in steps[-1].then.values() else found
@@ -172,7 +172,7 @@ class ExpertGraph:
 
 
 def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
-    """The label that decides, with its score: a box that does not pass outweighs any number of boxes that do."""
+    """Deciding label and its score: a box that does not pass outweighs any number of boxes that do."""
     if prediction.outputs:
         return _deciding_output(prediction, passing)
     failing = [box for box in prediction.boxes if box.label not in passing]
@@ -200,7 +200,7 @@ def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[s
 
 
 def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """The experts of one circle of dependencies, first named again at the end; empty if there is none."""
+    """Experts of one circle of dependencies, the first repeated at the end; empty without a circle."""
     try:
         TopologicalSorter(preliminaries).prepare()
     except CycleError as error:
@@ -208,12 +208,12 @@ def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
     return ()
 
 
-# routes of texts: to the expert that a rule names, else to the one that the router picks
+# routes of texts: a rule names the expert, else the router picks one
 
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
-    """Texts in which ``matches`` is found go to this expert."""
+    """Rule: texts that ``matches`` finds go to this expert."""
 
     matches: re.Pattern[str]
     expert: str
@@ -221,9 +221,9 @@ class TextRule:
 
 @dataclass(frozen=True, slots=True)
 class TextRoute:
-    """Route of texts. ``branches``: the expert that answers for each of the router's labels.
+    """Route of texts. ``branches``: router's label -> expert.
 
-    ``otherwise`` answers what no rule matches where there is no router; then it is not None.
+    ``otherwise``: expert for texts without a matching rule; never None without a router.
     """
 
     name: str
@@ -233,7 +233,7 @@ class TextRoute:
     otherwise: str | None
 
     def expert_for(self, text: str) -> str | None:
-        """The expert that a rule, the first that matches, or ``otherwise`` names; None: the router has to be asked."""
+        """Expert of the first matching rule, else ``otherwise``; None: the router decides."""
         for rule in self.rules:
             if rule.matches.search(text):
                 return rule.expert
@@ -241,7 +241,7 @@ class TextRoute:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Experts that may answer a text sent here, and the router; each once."""
+        """Experts that may answer a text of this route, and the router; each once."""
         named = [*(rule.expert for rule in self.rules), self.router, *self.branches.values(), self.otherwise]
         return tuple(dict.fromkeys(name for name in named if name is not None))
 

@@ -1,11 +1,11 @@
-"""Images: whole files only, and their pixels as an expert was trained to see them.
+"""Images: complete files only, decoded to the pixels that an expert was trained on.
 
-A file that decodes is not therefore complete: a baseline JPEG, BMP, TIFF or WebP whose writer preallocated it decodes
-with black where bytes are still missing. `completeness` looks at what each format says of its own end; `read_image`
-refuses what it finds cut, then decodes to the last byte.
+A file that decodes may still be incomplete: a preallocated baseline JPEG, BMP, TIFF or WebP decodes to black where
+bytes are missing. `completeness` checks the end that each format declares. `read_image` refuses a cut file, then
+decodes to the last byte.
 
-Pixels are taken as stored, beside their EXIF orientation: most trainers' loaders drop it, ultralytics' applies it, so
-each expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. 16-bit grey is scaled from its full range.
+Pixels are returned as stored, with their EXIF orientation: ultralytics' loader applies it, most others drop it, so each
+expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. 16-bit grey is scaled from its full range.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 DEFAULT_MAX_PIXELS = 64_000_000
 LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
-MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits: nothing that we read is larger
+MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits, the largest supported format
 DECODED_BYTES_PER_PIXEL = 12  # the decoder's at most four channels, a conversion of them, and RGB
 HEADER_ALLOWANCE_BYTES = 4 * 1024 * 1024  # metadata beside the pixels
-STRIP_BYTES = 64 * 1024  # in one hand-over from the decoder: measured; more costs up to four times as long
+STRIP_BYTES = 64 * 1024  # of one copy from the decoder; larger copies measured up to four times slower
 REDUCTIONS = (8, 4, 2, 1)  # of a JPEG's sides, in its decoder: one pixel, four or sixteen of each block of 64
-TAIL_BYTES = 4096  # zeros over so many last bytes are what preallocation looks like
+TAIL_BYTES = 4096  # so many zeros at the end look like preallocation
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 JPEG_END = b"\xff\xd9"
 BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
-BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
+BMP_INFO_HEADER_BYTES = 40  # shorter headers have another layout
 BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
 TAG = 0x0112  # of EXIF orientation, also in TIFF; from SWAPPED on rows and columns are swapped, then some are mirrored
 UPRIGHT, SWAPPED, LAST = 1, 5, 8
 COLUMNS_MIRRORED, ROWS_MIRRORED = frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
-BROKEN = (  # what Pillow raises on hostile bytes; Warning where warnings are errors
+BROKEN = (  # exceptions of Pillow on hostile bytes; Warning where warnings are errors
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError,
     MemoryError, NotImplementedError, struct.error, zlib.error, Warning,
 )  # fmt: skip
@@ -62,13 +62,13 @@ class Completeness(StrEnum):
     """Verdict of a file's bytes on its end."""
 
     WHOLE = "whole"
-    ZERO_TAILED = "zero-tailed"  # black pixels, or bytes still to come: only time can tell
+    ZERO_TAILED = "zero-tailed"  # black pixels, or bytes not yet written
     CUT = "cut"
-    UNKNOWN = "unknown"  # not a format that we know; decoding will say
+    UNKNOWN = "unknown"  # unknown format; decoding decides
 
 
 def completeness(file: BinaryIO) -> Completeness:
-    """What the bytes of an open, seekable file say about its end; nothing is decoded.
+    """Completeness of an open, seekable file by its bytes, without decoding.
 
     At most 33 MiB are read (a TIFF's tables), whatever the file claims. An empty file, or one of zeros, is CUT.
     Raises OSError when reading fails.
@@ -171,7 +171,7 @@ def decode_image(
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
     except UnidentifiedImageError as error:
         raise ImageUnreadable(name, f"not an image in any of {', '.join(FORMATS)}") from error
-    except MemoryError:  # the size was checked: it is the box that has none
+    except MemoryError:  # the size was checked: the box lacks memory
         raise
     except BROKEN as error:
         raise ImageUnreadable(name, f"cannot be decoded ({error or type(error).__name__})") from error
@@ -248,9 +248,9 @@ def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:
 
 
 def _pixels(image: Image.Image) -> NDArray[np.uint8]:
-    """Copied strip by strip: Pillow hands over whole images as bytes, in pages that the system clears first.
+    """Copy pixels strip by strip: Pillow exports a whole image as bytes in freshly cleared pages.
 
-    A photograph of 12 megapixels takes a quarter of the time.
+    Measured: a quarter of the time for a photograph of 12 megapixels.
     """
     width, height = image.size
     pixels = np.empty((height, width, 3), dtype=np.uint8)
@@ -262,7 +262,7 @@ def _pixels(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def _whole_if(is_whole: bool, tail: bytes = b"-") -> Completeness:
-    """``tail``: the last bytes, of formats where zeros may be black pixels."""
+    """``tail``: last bytes, for formats where zeros may be black pixels."""
     if not is_whole:
         return Completeness.CUT
     return Completeness.WHOLE if any(tail) else Completeness.ZERO_TAILED

@@ -1,7 +1,7 @@
-"""Where the pixels of a TIFF file end, by its first directory, at a cost that the file cannot choose.
+"""End of a TIFF's pixels, by its first directory, at a bounded cost.
 
-Not with Pillow, which reads all that each tag claims to hold: here no more is read than a directory of
-``LARGEST_DIRECTORY`` entries, and the tables of ``LARGEST_TABLE`` strips and as many tiles.
+Pillow reads as many bytes as each tag claims. This module reads at most a directory of ``LARGEST_DIRECTORY`` entries,
+and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
-LARGEST_DIRECTORY = 4096  # entries; arbitrary: images have some thirty
-LARGEST_TABLE = 1 << 20  # strips or tiles: more than any image has that Pillow opens
+LARGEST_DIRECTORY = 4096  # entries; images have about thirty
+LARGEST_TABLE = 1 << 20  # strips or tiles, more than Pillow opens
 TABLES = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
 COMPRESSION = 259
-LAST_STANDARD = 532  # tags beyond are additions and makers' own: these may be wrong in a file that decodes
+LAST_STANDARD = 532  # later tags are extensions: wrong ones do not keep a file from decoding
 ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets and counts
 
@@ -39,7 +39,7 @@ class TiffPixels:
 class _PixelLayout:
     """Format of a directory, in letters of ``struct``."""
 
-    first: str  # the file's start, with the offset of the directory
+    first: str  # start of the file, with the directory's offset
     length: str
     entry: str  # its last bytes are the value, or a pointer to it
     pointer: str
@@ -52,7 +52,7 @@ BIG = _PixelLayout("8xQ", "Q", "HHQ8x", "Q", 8)
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """A value of the directory: its type, how many there are, where they lie."""
+    """Tag of the directory: type, count and offset of its values."""
 
     type: int
     count: int
@@ -68,7 +68,7 @@ class _Tag:
 
 
 class _TiffFile:
-    """Reads within the file's size; anything beyond raises EOFError."""
+    """Reads within the file's size; reading beyond raises EOFError."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.size = size
@@ -87,7 +87,7 @@ class _TiffFile:
         return content
 
     def tags(self) -> dict[int, _Tag]:
-        """The first directory; of a tag that is there twice the last, as decoders do."""
+        """First directory; the last of duplicate tags wins, as in decoders."""
         offset = self._number(self._layout.first, 0)
         length = self._number(self._layout.length, offset)
         if length > LARGEST_DIRECTORY:  # garbage where a directory should be
@@ -114,16 +114,16 @@ class _TiffFile:
 
 
 def tiff_pixels(file: BinaryIO, size: int) -> TiffPixels | None:
-    """What the first directory says of the pixels; None where there are more strips or tiles than are looked at.
+    """Verdict of the first directory on the pixels; None with more strips or tiles than LARGEST_TABLE.
 
-    Raises EOFError where the directory, or what it points to, is not there, and OSError when reading fails.
+    Raises EOFError if the directory or its targets are missing, and OSError.
     """
     tiff = _TiffFile(file, size)
     tags = tiff.tags()
     if any(tag.end > size for name, tag in tags.items() if name <= LAST_STANDARD):
         raise EOFError
     if sum(tag.size_bytes for tag in tags.values() if tag.end <= size) > size:
-        raise EOFError  # they claim the same bytes again and again: a decoder would read them as often
+        raise EOFError  # tags claim the same bytes repeatedly, and a decoder would read them as often
     tables = [(tags[offsets], tags[counts]) for offsets, counts in TABLES if {offsets, counts} <= tags.keys()]
     tables = [table for table in tables if all(tag.type in UNSIGNED and tag.count for tag in table)]
     if not tables:

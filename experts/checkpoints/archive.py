@@ -1,8 +1,8 @@
-"""Opens a file of torch.save: the saved object, read as data, and the places of its storages' bytes.
+"""Opens a file of torch.save: reads the saved object as data, and locates the bytes of its storages.
 
-Two forms: the zip archive (since torch 1.6), and before it a row of pickles with the storages behind them. Guarantees:
-the archive's directory is checked against the file before use. Entries lie within the file and do not overlap, unpacked
-bytes are at most a few times the file's size, and each storage has the bytes that its tensors expect.
+Two formats: the zip archive (since torch 1.6), and the older sequence of pickles followed by the storages. Guarantees:
+the archive's directory is checked against the file before use. Entries lie within the file and do not overlap. Unpacked
+bytes are at most a few times the file's size. Each storage has the bytes that its tensors expect.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from experts.checkpoints.tensors import Storage
 
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-PICKLE_BYTES_MAXIMUM = 256_000_000  # of what describes the object; the weights lie beside it
-UNPACKED_MAXIMUM = 4  # times the file's size: torch itself does not compress, and weights hardly can be
+PICKLE_BYTES_MAXIMUM = 256_000_000  # of the pickle that describes the object; weights are stored in other entries
+UNPACKED_MAXIMUM = 4  # times the file's size: torch does not compress, and weights hardly compress
 UNPACKED_ALWAYS_BYTES = 16_000_000
 ENTRIES_MAXIMUM = 1_000_000
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, and the lengths of name and extra field
@@ -40,7 +40,7 @@ TAR_MAGIC = slice(257, 262)
 class ArchiveEntry:
     """Place of an entry's bytes in the file. ``size_bytes``: unpacked; ``packed_bytes``: None where stored as they are.
 
-    ``checksum``: CRC-32 of the bytes; 0 where there is none, as torch writes it when it is asked to count none.
+    ``checksum``: CRC-32 of the bytes; 0 where torch was configured to compute none.
     """
 
     offset: int
@@ -61,7 +61,7 @@ class TorchFile:
     _checked: set[str] = field(default_factory=set)  # storages whose checksum has been compared
 
     def numbers(self, storage: Storage) -> memoryview:
-        """A storage's bytes. Raises WeightsCorrupt if they are not there, or not what they were."""
+        """Bytes of a storage. Raises WeightsCorrupt if they are missing or their checksum differs."""
         extent = self._extents.get(storage.key)
         if extent is None:
             raise WeightsCorrupt(self.source, f"storage {storage.key} is not in it")
@@ -77,7 +77,7 @@ class TorchFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TorchFile]:
-    """Open a file of torch.save for as long as its numbers are read.
+    """Open a file of torch.save; the context keeps the file mapped.
 
     Raises WeightsCorrupt and WeightsRefused, and OSError for what the disk refuses.
     """
@@ -199,7 +199,7 @@ def _check(source: str, found: bytes | memoryview, extent: ArchiveEntry) -> None
         raise WeightsCorrupt(source, f"is damaged: the entry at byte {extent.offset} has another checksum than it says")
 
 
-# the form before it
+# the older format
 
 
 def _open_legacy(source: str, data: mmap.mmap) -> TorchFile:

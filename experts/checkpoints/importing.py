@@ -1,7 +1,7 @@
 """Brings a weights file into a format that is safe to read: `coserve experts import`.
 
-A .pt, .pth or .ckpt is a pickle, and Python's way of reading may run code of its author. So it is read as data, in a
-process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
+A .pt, .pth or .ckpt is a pickle, and unpickling can run its author's code. A separate, limited process reads the file
+as data (experts.checkpoints.reading), and writes the weights as .safetensors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from experts.filesystem import whole_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-PICKLES = (".pt", ".pth", ".ckpt", ".pth.tar")  # the last as timm's and torchvision's example scripts call it: no tar
+PICKLES = (".pt", ".pth", ".ckpt", ".pth.tar")  # timm's and torchvision's example scripts write the last; it is no tar
 FORMATS = frozenset({".safetensors", ".onnx"})
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedWeights:
-    """Weights that were written. ``said``: remarks for the user, a sentence each."""
+    """Weights that were written. ``said``: remarks for the user."""
 
     sha256: str
     said: tuple[str, ...]
@@ -38,8 +38,8 @@ def bring(source: Path, destination: Path) -> ImportedWeights:
     """Copy weights to ``destination``, as .safetensors or .onnx.
 
     ``source``: .safetensors and .onnx are copied and checked; of a .pt, .pth or .ckpt the weights are taken, wherever
-    its trainer put them. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what holds no weights
-    or means harm. Nothing is left at ``destination`` then that was not there before.
+    its trainer put them. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for a file without
+    weights or with harmful calls. An error leaves ``destination`` unchanged.
     """
     wanted = ".safetensors" if is_checkpoint(source) else source.suffix
     if wanted not in FORMATS:
@@ -56,7 +56,7 @@ def bring(source: Path, destination: Path) -> ImportedWeights:
             said = convert_checkpoint(source, candidate).said
         else:
             shutil.copyfile(source, candidate)
-        from experts.backends.weight_files import check_weights  # heavy runtimes: only for a file that holds weights
+        from experts.backends.weight_files import check_weights  # imports torch
 
         check_weights(str(source), candidate)
         said += _other_order(candidate, destination)

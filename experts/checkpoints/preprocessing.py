@@ -1,6 +1,6 @@
-"""Trainers' tables of how images come to a model, in the words of a line file: `normalize` and `fit`.
+"""Trainers' settings for preprocessing, as `normalize` and `fit` of a line file.
 
-Each value comes with the keys that it was read from. A value that a line file would refuse is not told.
+Each value comes with the keys that it was read from. A value that a line file would refuse is left out.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Table: TypeAlias = "Mapping[Any, Any]"
-Told: TypeAlias = tuple[Any, str]  # a value, None where it is not served; its keys
+Told: TypeAlias = tuple[Any, str]  # value (None: not served), keys
 
 PAIRS = (("mean", "std"), ("image_mean", "image_std"), ("pixel_mean", "pixel_std"), ("img_mean", "img_std"))
-INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by the numbers of Pillow's
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's numbers
 _STATED = ("image_mean", "image_std", "do_rescale", "rescale_factor")
 CONFIG_LENGTH, SIDE_MAXIMUM = 1_000_000, 8192
 
 
 def normalization_of(values: Table) -> Told | None:
-    """Numbers over 1, and OpenMMLab's data_preprocessor, are of pixels up to 255."""
+    """Find mean and std. Numbers over 1, and OpenMMLab's data_preprocessor, mean pixels up to 255."""
     is_openmmlab = values.get("to_rgb", values.get("bgr_to_rgb"))
     for keys in PAIRS:
         mean, std = (_channels(values.get(key)) for key in keys)
@@ -35,12 +35,12 @@ def normalization_of(values: Table) -> Told | None:
 
 
 def openmmlab_preprocessor(config: object) -> Table:
-    """``data_preprocessor`` of a configuration, kept as the text of a Python file. Nothing is run."""
+    """``data_preprocessor`` of a configuration that is the text of a Python file. The text is parsed, never run."""
     try:
         statements = ast.parse(config).body if isinstance(config, str) and len(config) < CONFIG_LENGTH else []
         for each in statements:
             if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "data_preprocessor":
-                if isinstance(each.value, ast.Call):  # dict(...); blue first, if nothing else is said
+                if isinstance(each.value, ast.Call):  # dict(...); BGR by default
                     return {"to_rgb": False} | {one.arg: ast.literal_eval(one.value) for one in each.value.keywords}
                 return {"to_rgb": False, **ast.literal_eval(each.value)}
     except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
@@ -49,7 +49,7 @@ def openmmlab_preprocessor(config: object) -> Table:
 
 
 def fit_of(values: Table, size: tuple[int, int] | None) -> Told | None:
-    """torchvision's references say both sizes; timm says which part of the image is seen."""
+    """Find the fit: torchvision's references give both sizes, timm the fraction of the image that is kept."""
     interpolation, mode = str(values.get("interpolation")), values.get("crop_mode") or "center"
     resize, crop, part = (values.get(key) for key in ("val_resize_size", "val_crop_size", "crop_pct"))
     is_known = interpolation in INTERPOLATIONS
@@ -67,10 +67,10 @@ def fit_of(values: Table, size: tuple[int, int] | None) -> Told | None:
 
 
 def of_image_processor(values: Table) -> dict[str, Told]:
-    """``size``, ``normalize`` and ``fit`` of a preprocessor_config.json of Hugging Face."""
+    """``size``, ``normalize`` and ``fit`` of Hugging Face's preprocessor_config.json."""
     told: dict[str, Told] = {}
     factor = values.get("rescale_factor", 1 / 255) if values.get("do_rescale", True) else 1
-    largest = 255 * factor if _is_number(factor) else 0  # of a pixel then
+    largest = 255 * factor if _is_number(factor) else 0  # value of a pixel
     mean, std = _channels(values.get("image_mean")), _channels(values.get("image_std"))
     is_served = largest > 0 and values.get("do_normalize", True) and not values.get("do_flip_channel_order")
     if is_served and mean and std:

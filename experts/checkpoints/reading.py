@@ -1,7 +1,7 @@
 """Reads trainers' files in a separate process with limits: for `coserve experts import` and `coserve experts add`.
 
-Guarantees: nothing of the file is run; a file that needs more memory or time than weights do ends as a refusal in one
-line; this process sees nothing of it but a .safetensors file and a few words about it.
+Guarantees: no code of the file runs. A file that exceeds the limits of memory or time is refused in one line. This
+process receives a .safetensors file and a short report, nothing else of the source.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SCRIPT = Path(__file__).with_name("reading_process.py")
-REFUSED, CORRUPT, FAILED = 3, 4, 5  # what the script exits with
+REFUSED, CORRUPT, FAILED = 3, 4, 5  # exit codes of the script
 LIMIT_S_PER_GB = 30
 
 
 def read_checkpoint(path: Path) -> CheckpointWeights:
-    """The weights of a file of torch.save, and what it tells of them. The tensors are read from disk as they are used.
+    """Weights of a file of torch.save, with its facts. Tensors are read from disk on first use.
 
     Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
     """
-    from safetensors.torch import load_file  # loads torch, which writing a file takes none of
+    from safetensors.torch import load_file  # imports torch, which convert_checkpoint does without
 
     with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
         weights = Path(folder) / "weights.safetensors"
@@ -39,7 +39,7 @@ def read_checkpoint(path: Path) -> CheckpointWeights:
 
 
 def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
-    """Write a checkpoint's weights as a .safetensors file, of which a part may be there where this raises.
+    """Write a checkpoint's weights as a .safetensors file; an error may leave a part of the file.
 
     Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
     """
@@ -52,7 +52,7 @@ def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
 
 
 def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
-    """Write what each of a training's files kept to ``folder``, see ``training_states``; ``source``: what they are of.
+    """Write the training state of each file to ``folder`` (see ``training_states``). ``source``: named in errors.
 
     Raises WeightsCorrupt, WeightsRefused, LoadError, with the name of the file.
     """

@@ -3,11 +3,11 @@
     weights SECONDS SOURCE.pt DESTINATION.safetensors
     states SECONDS FOLDER SOURCE.pt ...
 
-``weights`` writes the weights to DESTINATION, and the facts that the file tells, as JSON, to stdout. ``states`` writes
-each training state (see training_states) to FOLDER/<name>.safetensors, with its arguments in the metadata.
+``weights`` writes the weights to DESTINATION, and the file's facts as JSON to stdout. ``states`` writes each training
+state (see training_states) to FOLDER/<name>.safetensors, with its arguments in the metadata.
 
-Exit code 0: done; 3: refused; 4: it cannot be read; 5: the disk refuses. The last line of stderr says
-why. Its memory and its time are bounded before a file is looked at.
+Exit codes: 0 done, 3 refused, 4 unreadable, 5 refused by the disk. The last line of stderr gives the reason. Memory and
+time are limited before the process opens a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run isolated: nothing else is added
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python -I adds no path
 
 from experts.checkpoints.archive import opened
 from experts.checkpoints.selection import select
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DONE, REFUSED, CORRUPT, FAILED = 0, 3, 4, 5
-MEMORY_BYTES = 2_000_000_000  # over the file's size, which it is mapped with
+MEMORY_BYTES = 2_000_000_000  # beyond the size of the mapped file
 
 
 def main(kind: str, limit_s: int, paths: Sequence[Path]) -> int:
-    gc.disable()  # what is read stays until the end, and looking through it again and again takes as long as reading
+    gc.disable()  # objects live until the process ends; collecting takes as long as reading
     if kind == "weights":
         source, destination = paths
         return _read([source], limit_s, lambda _: sys.stdout.buffer.write(_text(convert(source, destination))))
@@ -46,7 +46,7 @@ def main(kind: str, limit_s: int, paths: Sequence[Path]) -> int:
 
 
 def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], object], *, is_named: bool = False) -> int:
-    """Read files one after another, up to the first error. ``is_named``: the error names its file."""
+    """Read files in order until the first error. ``is_named``: the error names its file."""
     about = ""
     try:
         _bound(max(source.stat().st_size for source in sources), limit_s)
@@ -69,12 +69,12 @@ def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], object],
 
 
 def _text(value: object) -> bytes:
-    """JSON in UTF-8. Raises UnicodeEncodeError for half a surrogate pair, which a pickle may hold."""
+    """JSON in UTF-8. Raises UnicodeEncodeError for a lone surrogate, which a pickle may contain."""
     return json.dumps(value, ensure_ascii=False).encode()
 
 
 def convert(source: Path, destination: Path) -> dict[str, object]:
-    """Write the weights, and return what is told of them. Raises WeightsRefused, WeightsCorrupt, OSError."""
+    """Write the weights, and return their facts. Raises WeightsRefused, WeightsCorrupt, OSError."""
     with opened(source) as checkpoint:
         selection = select(checkpoint.source, checkpoint.document)
         facts = tell(checkpoint.document, selection)
@@ -85,7 +85,7 @@ def convert(source: Path, destination: Path) -> dict[str, object]:
 
 
 def convert_state(source: Path, folder: Path) -> None:
-    """Write what a file of a training kept. Raises WeightsRefused, WeightsCorrupt, OSError."""
+    """Write one file's training state. Raises WeightsRefused, WeightsCorrupt, OSError."""
     with opened(source) as checkpoint:
         state = training_state(checkpoint.source, checkpoint.document)
         with (folder / f"{source.name}.safetensors").open("wb") as file:
@@ -95,7 +95,7 @@ def convert_state(source: Path, folder: Path) -> None:
 def _bound(file_bytes: int, limit_s: int) -> None:
     """Limit memory, time and output of this process: the last line of defence behind the checks."""
     pages = Path("/proc/self/statm")
-    if pages.is_file():  # elsewhere there is no such limit, or it is not kept
+    if pages.is_file():  # other systems lack the limit or ignore it
         taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
         limit_bytes = taken_bytes + file_bytes + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))

@@ -1,7 +1,7 @@
 """Recognises an architecture by the names and shapes of its weights: torchvision's classifiers, and YOLO.
 
-Guarantees: what is recognised has every weight that the architecture has and no other, each of its shape, so that it
-can be packed; what is laid out as another library lays it out is named as that, with what can be done instead.
+Guarantees: recognised weights are exactly those of the architecture, each of its shape, so they can be packed. Weights
+in another library's layout are named as such, with the conversion to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Shapes = dict[str, tuple[int, ...]]
 
-AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, for training alone
+AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, used in training only
 USUAL_SIZE = 224  # where the weights do not show one
 EXPORT_ADVICE = "export it to ONNX, and add that"
 SERVED_AS_GRAPHS = f"such models are served as graphs: {EXPORT_ADVICE}"
@@ -38,9 +38,9 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Recognised architecture. ``labels``: count of outputs. ``size``: (height, width) where the weights depend on it.
+    """Architecture of weights. ``labels``: count of outputs. ``size``: (height, width) where the weights depend on it.
 
-    ``unserved``: why such weights are not served, and what can be; None where they are.
+    ``unserved``: reason and alternative where the weights are not served; None for served weights.
     """
 
     architecture: str
@@ -78,7 +78,7 @@ FAMILIES = (
     _ClassifierFamily(("vit",), "encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "heads.head.weight"),
     _ClassifierFamily(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
 )
-OTHERS = (  # a weight's name, in words what has it, and why it is not served as it is
+OTHERS = (  # a weight's name, the models that have it, and why they are not served directly
     (r"roi_heads\.|rpn\.head\.|head\.classification_head\.", "detector of torchvision", SERVED_AS_GRAPHS),
     (r"conv1\.0\.weight", "ResNet of timm with a deep stem", ""),
     (r"s1\.b1\.conv1\.conv\.weight", "RegNet of timm", ""),
@@ -92,9 +92,9 @@ OTHERS = (  # a weight's name, in words what has it, and why it is not served as
 
 
 def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recognised | None:
-    """The architecture of weights; None where it is none that is known.
+    """Architecture of these weights; None for an unknown one.
 
-    ``hint``: an architecture that the file tells: it is tried before the others, and believed only if it fits.
+    ``hint``: architecture named by the file; tried first, and accepted only if every tensor fits.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
     return _yolo(shapes, hint) or _classifier(shapes, hint) or _other(shapes)
@@ -103,8 +103,8 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
 def may_be_twin(architecture: str, name: str) -> bool:
     """True for the name of another classifier of the architecture's family: its weights may fit both.
 
-    timm's tags (``resnet50.a1_in1k``), marks of who trained it, signs between words, and names that are less precise
-    (``resnet``) make no other one.
+    timm's tags (``resnet50.a1_in1k``), prefixes of trainers, separators and less precise names (``resnet``) do not
+    count as another classifier.
     """
     last = SAME_AS.sub("", name.lower().rpartition("/")[2].partition(".")[0])
     plain, known = (re.sub(r"[^a-z0-9]", "", each) for each in (last, architecture))
@@ -135,7 +135,7 @@ def _member(family: _ClassifierFamily, shapes: Shapes, hint: str | None) -> Reco
         fitting_stem = stem if family.prefixes[0] == "resnet" else None
         try:
             expected = weight_shapes(architecture, labels, fitting_stem, size or USUAL_SIZE)
-        except ValueError:  # not of this size, or not with so few labels
+        except ValueError:  # built for other sizes or label counts only
             continue
         if _fits(expected, shapes):
             shown = (size, size) if size else None
@@ -144,7 +144,7 @@ def _member(family: _ClassifierFamily, shapes: Shapes, hint: str | None) -> Reco
 
 
 def _position_size(shapes: Shapes) -> int | None:
-    """The side of a ViT's images: it has a position for each patch of one, and one more."""
+    """Image side of a ViT, from its positions: one for each patch, and one for the class token."""
     positions, patches = shapes.get("encoder.pos_embedding", ()), shapes.get("conv_proj.weight", ())
     if len(positions) != 3 or len(patches) != 4:
         return None
@@ -160,7 +160,7 @@ def _yolo(shapes: Shapes, hint: str | None) -> Recognised | None:
     if not numbers or len(numbers) != len(named):
         return None
     last = max(numbers)
-    firsts = {"model.0.conv.weight", "model.1.conv.weight", f"model.{last}.{QUERIES}"}  # RT-DETR begins in another way
+    firsts = {"model.0.conv.weight", "model.1.conv.weight", f"model.{last}.{QUERIES}"}  # RT-DETR has other first layers
     if not firsts & named.keys():
         return None
     if unserved := _other_head(named, last):
@@ -180,7 +180,7 @@ def _detector(shapes: Shapes, hint: str | None, labels: int, layers: int, first_
         try:
             if outline(architecture) != wanted or not _fits(weight_shapes(architecture, labels), shapes):
                 continue
-        except ValueError:  # not in this version of ultralytics, or no plain detector
+        except ValueError:  # unknown to this version of ultralytics, or another task
             continue
         return Recognised(architecture, labels, None, None, _evidence(shapes, architecture, labels))
     return None
@@ -203,7 +203,7 @@ def _detectors() -> Iterator[str]:
 
 
 def _other_head(shapes: Shapes, last: int) -> Recognised | None:
-    """A model of YOLO's that is no plain detector, told by its last layer."""
+    """YOLO model of another task, recognised by its last layer."""
     head = {name.removeprefix(f"model.{last}.") for name in shapes if name.startswith(f"model.{last}.")}
     kinds = (
         ("m.0.weight", "yolov5 with anchors", "models of YOLOv5's own repository are served as graphs"),
@@ -219,7 +219,7 @@ def _other_head(shapes: Shapes, last: int) -> Recognised | None:
     return None
 
 
-# what both do
+# shared
 
 
 def _rows(shape: tuple[int, ...] | None) -> int:

@@ -1,7 +1,7 @@
-"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, in any wrapper.
+"""Finds the weights in a saved object: a state dict, one under a key, or a whole module, in any wrapper.
 
-Guarantees: one set is taken, and named where there are several; an average of weights goes first, as trainers that keep
-one evaluate it. A set is taken whole or refused, with the name of what is no tensor.
+Guarantees: one set is taken, and named where the file has several. Averaged weights take precedence, as trainers
+evaluate them. A set is taken whole or refused; the refusal names the entry that is not a tensor.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MODELS = (
 PARALLEL, COMPILED = "module.", "_orig_mod."
 WRAPPERS = (PARALLEL, COMPILED, "model.", "net.")  # the last two are attributes of trainers' classes
 LIGHTNING_VERSION = "pytorch-lightning_version"
-EXTRA_STATE = "_extra_state"  # what a module keeps beside its tensors
+EXTRA_STATE = "_extra_state"  # state of a module beside its tensors
 DEPTH_MAXIMUM = 4  # of keys; ema.module.state_dict is the deepest known
 MODULES_DEEP_MAXIMUM = 100
-TENSORS_MAXIMUM = 200_000  # of one set: a module that holds another one twice, and so on, has any number of names
+TENSORS_MAXIMUM = 200_000  # of one set: nested references to the same module multiply the names
 KEYS_NAMED, NAME_SHOWN = 8, 80
-KEYS_MAXIMUM = 1000  # that are looked into, where none has a usual name
+KEYS_MAXIMUM = 1000  # searched where no key has a usual name
 TRAINING = ("optimizer", "optimizer_states", "optimizer_state_dict", "optim", "scaler", "scheduler", "lr_schedulers")
 POSITIVE_WEIGHT = "pos_weight"  # a buffer of torch's BCEWithLogitsLoss
-AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel, beside the model that it averages
+AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Selected set of weights. ``owner``: the object that holds it, a module's record or a dictionary.
 
-    ``of_loss``: names of what a loss keeps, which is no weight.
+    ``of_loss``: names of buffers of the loss, which are left out.
     """
 
     weights: Mapping[str, CheckpointTensor]
@@ -49,7 +49,7 @@ class Selection:
 
 
 def select(source: str, document: object) -> Selection:
-    """The weights of what was saved. Raises WeightsRefused, which names what is there instead."""
+    """Weights of a saved object. Raises WeightsRefused, which names the content found instead."""
     search = _WeightsSearch(source)
     candidates = list(search.candidates(document, (), 0))
     if not candidates:
@@ -73,7 +73,7 @@ def select(source: str, document: object) -> Selection:
 
 
 class _WeightsSearch:
-    """Sets of weights in a value, the best first. ``refused``: why the first of those that are none was not taken."""
+    """Search for sets of weights, best first. ``refused``: the first error of a rejected set."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -97,7 +97,7 @@ class _WeightsSearch:
         yield from found
 
     def _under_another_key(self, value: dict[object, object]) -> list[Selection]:
-        """Weights under a key of the author's own, if no other key has some."""
+        """Weights under an unusual key, if exactly one key has weights."""
         keys = [key for key in value if isinstance(key, str) and key not in (*AVERAGES, *MODELS, *TRAINING)]
         found = [one for key in keys[:KEYS_MAXIMUM] for one in self.candidates(value[key], (key,), DEPTH_MAXIMUM - 1)]
         if len(found) > 1:
@@ -110,9 +110,9 @@ class _WeightsSearch:
         if isinstance(record.attribute("_modules"), dict) or isinstance(record.attribute("_parameters"), dict):
             if weights := self._attempted(lambda: _walk(self._source, record, "", {}, 0)):
                 yield Selection(weights, ".".join(path), record, ())
-        elif record.entries:  # a class of dictionary
+        elif record.entries:  # a subclass of dict
             yield from self.candidates(record.entries, path, depth + 1)
-        elif isinstance(record.state, dict):  # an object that holds its model, as one that averages does
+        elif isinstance(record.state, dict):  # an object around a model, such as AveragedModel
             yield from self.candidates(record.state, path, depth + 1)
 
     def _attempted(self, find: Callable[[], dict[str, CheckpointTensor]]) -> dict[str, CheckpointTensor]:
@@ -124,7 +124,7 @@ class _WeightsSearch:
 
 
 def _is_tensor(value: object) -> bool:
-    """Tensors that are not read, such as sparse ones, count too."""
+    """Unsupported tensors, such as sparse ones, count as tensors."""
     rebuilt = isinstance(value, PickledObject) and value.kind.module == "torch._utils"
     return rebuilt or isinstance(value, CheckpointTensor)
 
@@ -144,7 +144,7 @@ def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) 
 def _walk(
     source: str, module: PickledObject, prefix: str, weights: dict[str, CheckpointTensor], depth: int
 ) -> dict[str, CheckpointTensor]:
-    """A module's parameters and kept buffers, and those of the modules in it, under the names of a state dict."""
+    """Parameters and persistent buffers of a module and its submodules, by their names in a state dict."""
     if depth > MODULES_DEEP_MAXIMUM:
         raise WeightsRefused(source, f"has modules in one another over {MODULES_DEEP_MAXIMUM} deep: {SAVE_ADVICE}")
     passing = module.attribute("_non_persistent_buffers_set")
@@ -176,9 +176,9 @@ def _bounded(source: str, weights: dict[str, CheckpointTensor]) -> dict[str, Che
 
 
 def _unwrapped(weights: Mapping[str, CheckpointTensor], *, anyone: bool) -> tuple[dict[str, CheckpointTensor], str]:
-    """The weights by their own names, and what was before all of them.
+    """Weights without the prefix common to all names, and that prefix.
 
-    ``anyone``: any attribute may hold the model, as in a LightningModule, and not only those of the usual names.
+    ``anyone``: any attribute name may be a prefix, as in a LightningModule; else only the usual ones.
     """
     removed = ""
     weights = {name: tensor for name, tensor in weights.items() if name != AVERAGED_COUNT}
@@ -196,7 +196,7 @@ def _common(names: list[str], *, anyone: bool) -> str:
     if not rest or not known or not all(name.startswith(prefix) for name in names):
         return ""
     by_number = all(name.removeprefix(prefix).partition(".")[0].isdigit() for name in names)
-    if by_number and prefix not in {PARALLEL, COMPILED}:  # layers by number: it is the model's own name for them
+    if by_number and prefix not in {PARALLEL, COMPILED}:  # numbered layers: the prefix belongs to the model
         return ""
     return prefix
 

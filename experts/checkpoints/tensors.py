@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint, described: each says where its numbers lie, and is checked to lie within its storage.
+"""Descriptions of a checkpoint's tensors: place in the file, type and shape, checked to lie within their storage.
 
-Nothing here is of torch. Both classes have a ``__setstate__`` of their own, and no slots: to frozen classes with slots
-dataclasses give one that would let a pickle overwrite their fields unchecked, in Python 3.11.2 even over a class's own.
+This module does not import torch. Both classes define ``__setstate__`` and have no slots: for frozen classes with slots
+dataclasses generate one that lets a pickle overwrite fields unchecked; Python 3.11.2 even replaces a defined one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 DIMENSIONS_MAXIMUM = 64  # torch's own limit
-BYTES_MAXIMUM = 1 << 62  # beyond it sizes no longer fit the 64 bits that torch counts in
+BYTES_MAXIMUM = 1 << 62  # torch counts sizes in 64 bits
 
 ITEM_BYTES = {  # by the names that safetensors gives to types of elements
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -30,7 +30,7 @@ STORAGE_TYPES = {
 
 @dataclass(frozen=True)
 class Storage:
-    """A run of numbers that lies elsewhere in the file. ``dtype``: a name of ITEM_BYTES."""
+    """Contiguous numbers in the file. ``dtype``: a name of ITEM_BYTES."""
 
     key: str
     dtype: str
@@ -46,7 +46,7 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointTensor:
-    """A tensor over a storage; offset and strides count elements of its own ``dtype``."""
+    """Tensor over a storage; offset and strides count elements of ``dtype``."""
 
     storage: Storage
     dtype: str
@@ -55,7 +55,7 @@ class CheckpointTensor:
     strides: tuple[int, ...]
 
     def __setstate__(self, state: object) -> None:
-        """A tensor's attributes are no numbers: they are left out."""
+        """Ignore attributes: they are not part of the weights."""
 
     @property
     def elements(self) -> int:

@@ -1,6 +1,6 @@
-"""Facts that a checkpoint tells beside its weights: labels, task, architecture, preprocessing of images.
+"""Facts that a checkpoint states beside its weights: labels, task, architecture, preprocessing of images.
 
-Each fact is taken as the file says it, with its place in the file. Nothing is guessed from the weights here.
+Each fact is taken literally, with its place in the file. This module infers nothing from the weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from experts.checkpoints.selection import Selection
 
-OPENMMLAB = "data_preprocessor"  # whose models are handed blue first, if nothing else is said
-PREPROCESSING = ("pretrained_cfg", "default_cfg", "data_config", OPENMMLAB)  # tables in those of arguments
+OPENMMLAB = "data_preprocessor"  # whose models take BGR by default
+PREPROCESSING = ("pretrained_cfg", "default_cfg", "data_config", OPENMMLAB)  # tables nested in tables of arguments
 ARGUMENTS = (
     "hyper_parameters", "datamodule_hyper_parameters", "hparams", "args", "config", "cfg", "opt", "train_args",
     "model_config", "metadata",
@@ -46,11 +46,11 @@ TASKS = {
 }  # fmt: skip
 SIZE_MAXIMUM, LABELS_MAXIMUM, TEXT_MAXIMUM = 65_536, 10_000, 200
 NAME = re.compile(r"[A-Za-z][\w.\-]*")
-SCALED = re.compile(r"(yolov?\d+)(.*)")  # a YAML of ultralytics: the letter of the scale stands behind the number
+SCALED = re.compile(r"(yolov?\d+)(.*)")  # YAML name of ultralytics: a number, then the letter of the scale
 
 
 class FactCollector:
-    """Facts in the order of their places: the first place that tells a fact counts."""
+    """Facts in order of their places: the first place that states a fact wins."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -62,14 +62,14 @@ class FactCollector:
             self.evidence[fact] = where
 
     def tell_found(self, fact: str, found: tuple[Any, str] | None, where: str) -> None:
-        """A value, None where it is not served, with its keys in the table ``where``."""
+        """Record a value (None: not served) with its keys in the table ``where``."""
         if found is not None and fact not in self.evidence:
             value, keys = found
             self.evidence[fact] = f"{where}{keys}"
             self.values |= {} if value is None else {fact: value}
 
     def lacks(self, fact: str) -> bool:
-        """True for a fact that the file tells in a form that is not served."""
+        """True for a fact that the file states in an unserved form."""
         return fact in self.evidence and fact not in self.values
 
 
@@ -105,7 +105,7 @@ def _tell_framework(telling: FactCollector, document: object, selection: Selecti
 
 
 def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> None:
-    """A model of ultralytics carries its names, its task and its YAML; one of timm how it was configured."""
+    """ultralytics' models carry names, task and YAML; timm's their configuration."""
     for key in LABEL_KEYS:
         telling.tell("labels", labels_of(model.attribute(key)), f"{where}.{key}")
     configured = {key: model.attribute(key) for key in PREPROCESSING}
@@ -124,7 +124,7 @@ def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> 
 
 
 def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
-    """Tables that may hold a trainer's arguments: those in the file, and the file's own top level."""
+    """Tables that may contain a trainer's arguments, the file's top level included."""
     if not isinstance(document, dict):
         return
     for key in ARGUMENTS:
@@ -146,7 +146,7 @@ def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[s
 
 
 def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
-    """Collect the facts of one table, whose keys stand under ``where``."""
+    """Collect the facts of one table; ``where``: path of the table in the file."""
     for key in LABEL_KEYS:
         telling.tell("labels", labels_of(values.get(key)), f"{where}{key}")
     for key in SIZE_KEYS:
@@ -158,7 +158,7 @@ def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], w
 
 
 def tell_of_pixels(telling: FactCollector, values: Mapping[Any, object], where: str) -> None:
-    """``normalize`` and ``fit``, once the size is told."""
+    """Collect ``normalize`` and ``fit``, once the size is known."""
     telling.tell_found("normalize", normalization_of(values), where)
     telling.tell_found("fit", fit_of(values, telling.values.get("size")), where)
 
@@ -177,7 +177,7 @@ def _tell_of_problem(telling: FactCollector, values: Mapping[object, object], wh
 
 
 def _problem_of_loss(loss: object) -> str | None:
-    """Read it from a name or a class's name; None where neither tells, as for a focal loss."""
+    """Problem by the loss's name or class; None for an ambiguous loss such as a focal one."""
     plain = re.sub(
         r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, PickledObject) else loss).rpartition(".")[2]
     )
@@ -226,7 +226,7 @@ def _word(value: object) -> str | None:
 
 
 def _architecture(value: object) -> str | None:
-    """A name; that of a weights file says nothing about its architecture."""
+    """Architecture by name; the name of a weights file does not count."""
     word = _word(value)
     if word is None or word.endswith((".pt", ".pth", ".ckpt", ".safetensors", ".onnx")):
         return None
@@ -234,7 +234,7 @@ def _architecture(value: object) -> str | None:
 
 
 def _yaml_name(file: object, scale: object) -> str | None:
-    """yolo11n for a YAML yolo11.yaml with scale n, and for yolo11n.yaml, which has been read as that."""
+    """yolo11n, for yolo11.yaml with scale n and for yolo11n.yaml."""
     if not isinstance(file, str):
         return None
     stem = _architecture(file.replace("\\", "/").rpartition("/")[2])

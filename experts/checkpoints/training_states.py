@@ -1,7 +1,7 @@
 """Training state of one rank, as DeepSpeed writes it: tensors in dictionaries below `module`, and arguments.
 
-Guarantees: each tensor is named by its keys, joined with dots, and no two are named alike; of everything else plain
-values alone are told, as many and as large as arguments are. Optimizers and what trainers keep of their own are left.
+Guarantees: each tensor is named by its keys, joined with dots, and names are unique. Of other entries only plain values
+are kept, within limits of count and size. Optimizers and other objects of the trainer are ignored.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from experts.errors import WeightsRefused
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-TOLD = ("checkpoint_version", "num_experts")  # beside the arguments
+TOLD = ("checkpoint_version", "num_experts")  # ignored, beside the arguments
 DEPTH_MAXIMUM = 16  # of dictionaries; Megatron's have four
-ENTRIES_MAXIMUM = 200_000  # looked at in one file
+ENTRIES_MAXIMUM = 200_000  # of one file
 VALUES_MAXIMUM, TEXT_MAXIMUM = 10_000, 10_000  # in a list, and characters of a text
 LARGEST_NUMBER = 1 << 63
 
-_Found: TypeAlias = "tuple[tuple[str, ...], object]"  # a path of keys, and what lies there
+_Found: TypeAlias = "tuple[tuple[str, ...], object]"  # path of keys, value
 Plain: TypeAlias = "str | int | float | bool | list[Plain]"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """``told``: the arguments of the training that are plain values, by their names."""
+    """Tensors of a state. ``told``: arguments of the training that are plain values, by name."""
 
     weights: Mapping[str, CheckpointTensor]
     told: Mapping[str, Plain]
@@ -49,7 +49,7 @@ def training_state(source: str, document: object) -> TrainingState:
 
 
 def _tensors(source: str, module: object) -> Iterator[tuple[str, CheckpointTensor]]:
-    """In the order of the dictionaries, which may lie in one another at no great depth, and may not be many."""
+    """Tensors in the order of the dictionaries, within limits of depth and count."""
     waiting: list[_Found] = [((), module)]
     looked_at = 0
     while waiting:
@@ -83,7 +83,7 @@ def _told(document: Mapping[object, object]) -> dict[str, Plain]:
 
 
 def _plain(value: object, depth: int = 0) -> Plain | None:
-    """The value, where JSON can have it, and it is of a size that arguments have; else None."""
+    """The value if JSON can represent it and it is small enough for an argument; else None."""
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < LARGEST_NUMBER):
         return value
     if isinstance(value, float):

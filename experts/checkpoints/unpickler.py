@@ -1,4 +1,4 @@
-"""Reads a pickle as data: nothing that the file names is imported, and nothing of it runs.
+"""Reads a pickle as data: it imports nothing that the file names, and runs none of it.
 
 ``find_class`` returns an inert class of this module for every name. So the unpickler can only call inert classes and
 inert objects:
@@ -7,12 +7,12 @@ inert objects:
   process registers no code, and the file cannot call copyreg.
 - REDUCE, NEWOBJ, NEWOBJ_EX, OBJ, INST: call ``PickledObject.__new__``, or ``__call__`` of an object. Both keep the
   arguments, or make of them what ``REBUILT`` says: a container, bytes, or the description of a tensor.
-- BUILD: calls ``__setstate__``; without one it would set attributes. Every class here has its own: an object keeps the
-  state, a tensor and a dictionary ignore it, a class and a storage refuse it. Plain values have no attributes to set.
+- BUILD: calls ``__setstate__``; without one BUILD would set attributes. Every class here defines it: an object keeps
+  the state, a tensor and a dictionary ignore it, a class and a storage refuse it. Plain values have no attributes.
 - APPEND, APPENDS, ADDITEMS, SETITEM, SETITEMS: change a plain container, or an object that keeps what it is given.
 - PERSID and BINPERSID: ``persistent_load`` describes a storage.
 
-Memory and time are bounded by the limits of the process that reads, see ``reading_process``. A pickle can announce huge
+The reading process limits memory and time, see ``reading_process``. A pickle can announce huge
 texts, fill the memo, or nest keys until their hash overflows the stack: that process ends, and the file is refused.
 """
 
@@ -40,7 +40,7 @@ HARMFUL_BUILTINS = {"eval", "exec", "execfile", "compile", "open", "file", "inpu
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads the pickle that begins at the file's position; afterwards the file stands behind it."""
+    """Unpickler of the pickle at the file's position; reading leaves the file at the pickle's end."""
 
     def __init__(self, source: str, file: BytesIO | mmap) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
@@ -50,7 +50,7 @@ class Unpickler(pickle.Unpickler):
         self._names: dict[tuple[str, str], PickledName] = {}
 
     def load(self) -> object:
-        """The value. Raises WeightsCorrupt for what is no pickle, WeightsRefused for what is harmful; MemoryError."""
+        """Value of the pickle. Raises WeightsCorrupt, WeightsRefused for a harmful call, and MemoryError."""
         try:
             return super().load()
         except MemoryError:
@@ -71,7 +71,7 @@ class Unpickler(pickle.Unpickler):
         return self._names[key]
 
     def persistent_load(self, reference: object) -> object:
-        """A storage; in old files also a class, which lies there with its source."""
+        """Storage for a persistent id; in old files also a class with its source."""
         match reference:
             case ("storage", PickledName() as kind, str() | int() as key, _, int() as elements, *_):
                 if kind.name not in STORAGE_TYPES:
@@ -88,11 +88,11 @@ class Unpickler(pickle.Unpickler):
 
 
 class _HarmfulCall(Exception):
-    """A pickle calls what no saved weights need. Nothing runs in any case: only the message depends on it."""
+    """Call that saved weights never need. Nothing runs in either case; only the message differs."""
 
 
 class PickledName(type):
-    """Inert class in the place of a class or a function that a pickle names."""
+    """Inert stand-in for a class or function that a pickle names."""
 
     module: str = ""
     name: str = ""
@@ -112,9 +112,9 @@ class PickledName(type):
 
 
 class PickledObject(metaclass=PickledName):
-    """Inert object: its class's name, and all that the pickle would have given it.
+    """Inert object: its class's name, and the arguments, state and items of the pickle.
 
-    ``items`` and ``entries``: what was appended to it, or set in it, where it is a kind of list or of dictionary.
+    ``items`` and ``entries``: appended or set values, for subclasses of list and of dict.
     """
 
     __slots__ = ("arguments", "entries", "items", "state")
@@ -158,13 +158,13 @@ class PickledObject(metaclass=PickledName):
         return type(self)
 
     def attribute(self, name: str) -> object:
-        """Entry of its state; None where the state is not the usual one, or has no such name."""
-        states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
+        """Entry of the object's state; None for a state of another shape or without that name."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)  # classes with __slots__ have two
         return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 
 
 class PickledDict(dict[object, object]):
-    """An OrderedDict, without the attributes that a state dict has beside its entries."""
+    """OrderedDict without the attributes of a state dict."""
 
     __slots__ = ()
 
@@ -179,7 +179,7 @@ def named(module: str, name: str) -> PickledName:
 
 
 def _tensor(arguments: tuple[object, ...], dtype: str | None = None) -> CheckpointTensor:
-    """``dtype``: a name of ITEM_BYTES; default its storage's."""
+    """Tensor over a storage. ``dtype``: a name of ITEM_BYTES; default: the storage's."""
     match arguments:
         case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_):
             sizes = tuple(extent for extent in shape if isinstance(extent, int))

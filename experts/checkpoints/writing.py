@@ -1,4 +1,4 @@
-"""Writes a checkpoint's tensors as a .safetensors file, one at a time: two are never in memory together."""
+"""Writes a checkpoint's tensors as a .safetensors file, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from experts.checkpoints.archive import TorchFile
     from experts.checkpoints.tensors import CheckpointTensor
 
-WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share storages, but not any number of them
+WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share a storage, within limits
 WRITTEN_ALWAYS_BYTES = 64_000_000
-HEADER_BYTES_MAXIMUM = 100_000_000  # what safetensors reads
+HEADER_BYTES_MAXIMUM = 100_000_000  # limit of safetensors' reader
 
 
 def write_weights(
     file: BinaryIO, weights: Mapping[str, CheckpointTensor], checkpoint: TorchFile, metadata: Mapping[str, str]
 ) -> None:
-    """Write all of them, each as one of its own. Raises WeightsRefused for what is larger than what it was made of."""
+    """Write each tensor separately. Raises WeightsRefused for a total far beyond the size of the storages."""
     written_bytes = sum(tensor.size_bytes for tensor in weights.values())
     if written_bytes > WRITTEN_MAXIMUM * checkpoint.size_bytes + WRITTEN_ALWAYS_BYTES:
         told = f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has"
         raise WeightsRefused(checkpoint.source, told)
-    ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # so each is aligned
+    ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # aligns each tensor
     file.write(_header(checkpoint.source, {name: weights[name] for name in ordered}, metadata))
     for name in ordered:
         _write(file, weights[name], checkpoint)
@@ -56,7 +56,7 @@ def _write(file: BinaryIO, tensor: CheckpointTensor, checkpoint: TorchFile) -> N
         if tensor.is_contiguous:
             file.write(numbers[start : start + tensor.size_bytes])
             return
-        import numpy as np  # takes longer than the rest of a small file, and few need it
+        import numpy as np  # import takes longer than a small file, and few files need it
 
         strides = [stride * item_bytes for stride in tensor.strides]
         view = np.ndarray(tensor.shape, f"V{item_bytes}", numbers, start, strides)

@@ -1,1 +1,1 @@
-"""Description of a model's file: architecture, labels and input as far as the file tells, each with its evidence."""
+"""Description of a model's file: its architecture, labels and input, each with its evidence."""

@@ -1,4 +1,4 @@
-"""Formats of model files: dispatch by format, and writing of weights as they are served."""
+"""Formats of model files: dispatch by format, and writing of weights in the served format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def describe_file(file: Path, architecture: str | None = None, kind: Kind | None
         return with_sidecars(describe_graph(file, kind))
     if file.suffix == ".safetensors":
         described = describe_state_dict(file, read_tensors(str(file), file), architecture)
-        return with_sidecars(replace(described, tensors=None))  # it is served as it is
+        return with_sidecars(replace(described, tensors=None))  # served directly
     if is_checkpoint(file):
         found = read_checkpoint(file)
         return with_sidecars(describe_state_dict(file, found.weights, architecture, found.facts, found.said))
@@ -45,7 +45,7 @@ def describe_file(file: Path, architecture: str | None = None, kind: Kind | None
 
 
 def write_weights(described: ModelDescription, destination: Path) -> None:
-    """Write the weights as they are served. Raises OSError for what the disk refuses."""
+    """Write the weights in the served format. Raises OSError."""
     if described.is_served_as_it_is:
         shutil.copyfile(described.file, destination)
         return

@@ -1,8 +1,7 @@
-"""ONNX graphs: what their metadata, inputs and outputs tell. Nothing is run.
+"""ONNX graphs: facts from metadata, inputs and outputs. The graph is not run.
 
-Guarantees: what the exporter wrote comes first (ultralytics: task, names, imgsz), then shapes and names; a model for
-another task than those that are served is refused with its name. How to read a detector's boxes or an anomaly map is
-not decided here but when the expert is packed; here it is told which of the kinds it is.
+Guarantees: the exporter's metadata take precedence (ultralytics: task, names, imgsz) over shapes and names. A model for
+an unserved task is refused by name. This module finds the kind of model; packing decides how to read boxes and maps.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Kind] = {"detect": "detector", "segment": "detector", "classify": "classifier"}
 ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_mask"})
-NAMES_LENGTH = 1_000_000  # of what a file says its labels are, in characters
+NAMES_LENGTH = 1_000_000  # characters of the metadata entry of labels
 FLOAT, INT64 = 1, 7  # of onnx.TensorProto
 BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, in order, of torchvision's detectors
 
@@ -132,7 +131,7 @@ class _Graph:
         return None, count
 
     def _task(self, count: int | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
-        """Read the last operator, all that a graph tells of its training."""
+        """Task by the last operator, the only trace of the training in a graph."""
         if self.last in INDEPENDENT or self.last in EXCLUSIVE:
             sure["task"] = f"it ends in {self.last}"
             return "multilabel" if self.last in INDEPENDENT else "multiclass"
@@ -155,7 +154,7 @@ class _Graph:
         return None
 
     def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> FactCollector:
-        """Facts on preprocessing: ``normalize`` and ``fit``, with their evidence."""
+        """Find ``normalize`` and ``fit``, with their evidence."""
         facts = FactCollector()
         facts.tell("size", size, "")
         if kind == "detector":

@@ -1,7 +1,7 @@
-"""Files of Hugging Face's libraries that lie beside a model's file and tell how images come to it.
+"""Hugging Face's files beside a model's file, which state the preprocessing of images.
 
-preprocessor_config.json is of transformers and of Optimum's exports, config.json with ``pretrained_cfg`` of timm. They
-count only in a folder of one model, and after the model's own file.
+preprocessor_config.json comes from transformers and Optimum, config.json with ``pretrained_cfg`` from timm. Both count
+only in a folder with one model; facts of the model's file take precedence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH_MAXIMUM = 1_000_000
 
 
 def with_sidecars(described: ModelDescription) -> ModelDescription:
-    """Adds ``size``, ``normalize`` and ``fit`` as told beside the file, where it does not tell."""
+    """Add ``size``, ``normalize`` and ``fit`` from files beside the model, where its own file lacks them."""
     folder = described.file.absolute().parent
     models = {each.stem for each in folder.iterdir() if each.suffix in {".onnx", ".safetensors"} or is_checkpoint(each)}
     if described.kind == "detector" or len(models) > 1:

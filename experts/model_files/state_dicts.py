@@ -1,7 +1,7 @@
 """Weights by name, as trainers save them: .safetensors, and checkpoints of torch.
 
-Guarantees: an architecture is named only where every tensor fits it. What weights cannot tell is not guessed: the
-names of labels, the size that images were scaled to, how their pixels were.
+Guarantees: an architecture is named only if every tensor fits it. Facts that weights lack are never guessed: names of
+labels, input size, preprocessing of pixels.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def describe_state_dict(
     facts: Facts | None = None,
     said: tuple[str, ...] = (),
 ) -> ModelDescription:
-    """Describe weights by name. ``architecture``: given by the user. ``facts``: told by the file beside the weights.
+    """Describe weights by name. ``architecture``: given by the user. ``facts``: stated in the file beside the weights.
 
-    Raises WeightsRefused where the tensors are of nothing that is served.
+    Raises WeightsRefused for tensors of an unserved model.
     """
     found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
@@ -67,10 +67,10 @@ def describe_state_dict(
 
 
 def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> None:
-    """Raises WeightsRefused where the file names another member of the family than its weights fit.
+    """Raise WeightsRefused if the file names another member of the family than its weights fit.
 
-    Some have the same weights and compute otherwise: timm's resnetaa50 and resnetblur50 differ from resnet50 in layers
-    that have none.
+    Some models have equal weights and other computations: timm's resnetaa50 and resnetblur50 differ from resnet50 in
+    layers without weights.
     """
     if may_be_twin(found.architecture, name):
         raise WeightsRefused(
@@ -81,7 +81,7 @@ def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> No
 
 
 def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
-    """Values with their evidence, by key: from the weights, which cannot err, then from what the file says of them."""
+    """Values with their evidence, by key: from the weights first, then from the file's statements."""
     told: dict[str, tuple[Any, str]] = {"architecture": (found.architecture, found.evidence)}
     if found.stem is not None:
         told["stem"] = (found.stem, "the shape of conv1.weight")

@@ -1,1 +1,1 @@
-"""The thresholds of anomaly experts: what one measures of images, and from which score on an image is anomalous."""
+"""Thresholds of anomaly experts: scores of images, and the score from which an image is anomalous."""

@@ -1,4 +1,4 @@
-"""Threshold bound to the weights and the input that it was learned with; with others it does not count."""
+"""Binds a threshold to the weights and the input that it was learned with; with others the threshold is void."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from experts.expert import Expert
 
-DIGITS = 16  # of the digest: two of a line's experts differ by more than chance can make equal
+DIGITS = 16  # hex digits of the digest: enough to tell a line's experts apart
 
 
 def threshold_of(expert: Expert, weights_sha256: str) -> str:
-    """The evidence that a threshold is of these weights and this input."""
+    """Digest of weights and input, stored beside a threshold."""
     return hashlib.sha256(f"{weights_sha256} {expert.pixels.text}".encode()).hexdigest()[:DIGITS]
 
 

@@ -6,9 +6,9 @@ statistics; the bound of conformal prediction: Vovk, Gammerman and Shafer, Algor
 section 2.2). A threshold above it therefore keeps false alarms to that rate, and as many of the samples as that allows
 may be alarms themselves: k.
 
-Guarantees: no more than k good samples reach the threshold, where k is as above, or 0 where the samples are too few for
-the rate asked for, which ``Learned.expected`` then shows; no other such threshold catches more bad samples; among
-those that catch as many it lies amid the gap in front of the lowest score that it has to catch.
+Guarantees: at most k good samples reach the threshold, where k is as above, or 0 where the samples are too few for the
+rate asked for (``Learned.expected`` shows the rate reached). No other such threshold catches more bad samples. Among
+equals, the threshold lies in the middle of the gap below the lowest score to catch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MARGIN = 0.1  # of the distance from the middle good score to the highest, where nothing is known above that
-LONGEST_DIGITS = 17  # that tell any two numbers of this format apart
+MARGIN = 0.1  # of the distance from the median good score to the highest, without samples above that
+LONGEST_DIGITS = 17  # significant digits that tell any two floats apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A threshold. ``expected``: what rate of false alarms the samples vouch for; above what was asked, they are few.
+    """Learned threshold. ``expected``: rate of false alarms that the samples warrant; few samples raise it.
 
-    ``separation``: how likely a bad sample has a higher score than a good one (the area under the ROC curve); None
+    ``separation``: probability that a bad sample scores higher than a good one (area under the ROC curve); None
     without a bad sample.
     """
 
@@ -84,8 +84,8 @@ def _allowed(count: int, false_alarms: float) -> int:
 
 
 def _gap(falling: Sequence[float], bad: Sequence[float], allowed: int) -> tuple[float, float]:
-    """Between which scores the threshold lies: above the first, and not above the second."""
-    highest_good = falling[allowed]  # that has to be let pass, and with it all that are as high
+    """Scores around the threshold: above the first, at most the second."""
+    highest_good = falling[allowed]  # score that must pass, with all equal ones
     catchable = [score for score in bad if score > highest_good]
     if catchable:
         lowest = min(catchable)
@@ -99,7 +99,7 @@ def _gap(falling: Sequence[float], bad: Sequence[float], allowed: int) -> tuple[
 
 
 def _amid(low: float, high: float) -> float:
-    """The number with the fewest digits in the middle half of what is above ``low`` and not above ``high``."""
+    """Number with the fewest digits in the middle half of (low, high]."""
     quarter = (high - low) / 4
     middle = low + 2 * quarter
     for digits in range(1, LONGEST_DIGITS + 1):

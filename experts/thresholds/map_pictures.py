@@ -1,7 +1,7 @@
-"""Anomaly maps as pictures: small ones of grey that are kept, and drawn over the image that they are of.
+"""Anomaly maps as pictures: stored as small grey PNGs, and drawn over the image.
 
-A kept picture is a PNG of the map's own size. Black is its lowest value and white its highest, which its texts
-``lowest`` and ``highest`` say on the model's scale.
+A stored picture is a PNG of the map's size. Black is the lowest value and white the highest; the PNG's texts ``lowest``
+and ``highest`` give both on the model's scale.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from experts.expert import AnomalyMap
 if TYPE_CHECKING:
     from experts.expert import Anomaly
 
-STRONGEST = 0.65  # how much of the image its strangest place covers
+STRONGEST = 0.65  # opacity at the highest score
 WEAK, STRONG = np.array((255, 225, 60), np.float32), np.array((225, 0, 40), np.float32)  # yellow to red
 OUTLINE = (255, 255, 255)
-OUTLINE_PX = 3  # odd: what a filter takes
+OUTLINE_PX = 3  # odd, as Pillow's filter requires
 
 
 def map_png(shown: AnomalyMap) -> bytes:
-    """A map as it is kept."""
+    """Stored form of a map."""
     texts = PngInfo()
     texts.add_text("lowest", repr(shown.lowest))
     texts.add_text("highest", repr(shown.highest))
@@ -36,7 +36,7 @@ def map_png(shown: AnomalyMap) -> bytes:
 
 
 def map_of(png: bytes) -> AnomalyMap:
-    """A kept map, as it was. Raises ValueError for what is none."""
+    """Map of a stored picture. Raises ValueError for other files."""
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as picture:
             lowest, highest = float(picture.info["lowest"]), float(picture.info["highest"])
@@ -48,10 +48,10 @@ def map_of(png: bytes) -> AnomalyMap:
 
 
 def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:
-    """The image, yellow to red where it is strange, the stranger the stronger.
+    """Image with its anomaly map over it, yellow to red, more opaque with a higher score.
 
-    What reaches the threshold is outlined, where the score is the map's own highest value: only then are both on one
-    scale. Without a map the image stays as it is.
+    Areas that reach the threshold are outlined if the score is the map's highest value: only then do both share a
+    scale. Without a map the image is returned unchanged.
     """
     if anomaly.map is None:
         return image
@@ -73,7 +73,7 @@ def _grey(shown: AnomalyMap) -> Image.Image:
 
 
 def _level(anomaly: Anomaly, shown: AnomalyMap) -> int | None:
-    """The grey value from which on a map reaches the threshold; None where that is not known."""
+    """Grey value from which a map reaches the threshold; None if unknown."""
     extent = shown.highest - shown.lowest
     if not extent or not math.isclose(anomaly.score, shown.highest, rel_tol=1e-5):
         return None

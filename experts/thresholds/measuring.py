@@ -1,6 +1,6 @@
-"""Scores of an anomaly expert: on the CPU, in fp32, by the very backend that serves it.
+"""Scores of an anomaly expert, by the serving backend on the CPU in fp32.
 
-Guarantees: an image is scored as the agent scores it, with any threshold or none.
+Guarantees: scores equal the agent's, with any threshold or none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Meter:
         packable = self._backend.pack(expert, Precision.FP32)
         self._skeleton = self._backend.skeleton(expert, Precision.FP32, packable.program, "cpu")
         self._skeleton.bind(packable.tensors)
-        self._expert = replace(expert, threshold=0.0)  # any: scores do not depend on it
+        self._expert = replace(expert, threshold=0.0)  # arbitrary: scores do not depend on it
 
     def score(self, image: np.ndarray) -> float:
         """Score of an image, uint8 RGB (height, width, 3). Raises OutputInvalid for NaN or infinity."""
