@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from agent.api.calls.desk import ResultsCursor
-from agent.api.calls.messages import board_of, part_of, reload_of, status_of
+from agent.api.calls.messages import board_of, part_of, reload_of, status_of, text_event_of, text_request
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
-from agent.api.calls.text_messages import text_request, told_of
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.line_file.api import UNIX
@@ -28,8 +27,7 @@ from experts.errors import AgentUnreachable, OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from agent.api.calls.desk import BoardView, Event, ReloadView, StatusView, TextOrder, VerdictView
-    from agent.api.calls.texts import Told
+    from agent.api.calls.desk import BoardView, Event, ReloadView, StatusView, TextEvent, TextOrder, VerdictView
 
 MESSAGE_BYTES = 64 * 2**20
 AT_ONCE = 16  # images that are sent before the first one is answered
@@ -126,14 +124,14 @@ class AgentClient:
         finally:
             events.cancel()
 
-    def generate(self, order: TextOrder) -> Iterator[Told]:
+    def generate(self, order: TextOrder) -> Iterator[TextEvent]:
         """Pieces of a text as they are written, then its end. Raises OrderRefused; closing the iterator cancels."""
         replies = self._texts.Generate(text_request(order), metadata=self._metadata)
         try:
             with self._explained():
                 for reply in replies:
                     if reply.WhichOneof("told") is not None:  # a call that is refused at the door has an empty one
-                        yield told_of(reply)
+                        yield text_event_of(reply)
         finally:
             replies.cancel()
 

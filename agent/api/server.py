@@ -22,7 +22,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from agent.api.calls.door import Door, received_at_most_bytes
 from agent.api.calls.orders import Orders
-from agent.api.calls.texts import TextCalls
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.api.services import health, inference, inspection, texts
@@ -61,7 +60,7 @@ class ApiServer:
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
-        self._texts = TextCalls(desk)
+        self._texts = Orders(desk)
         self._door = Door(config.limits)
         self._health = health.Health(SERVICES)
         self._certificates = None if config.tls is None else Certificates(config.tls)

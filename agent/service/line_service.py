@@ -209,12 +209,12 @@ class LineService:
 
     def _web(self, metrics: LineMetrics) -> HttpServer:
         """Imported only for a line with an address: saves time and memory. So is gRPC."""
-        from agent.api.calls.texts import TextCalls
+        from agent.api.calls.orders import Orders
         from agent.api.openai.endpoint import OpenAiEndpoint
         from agent.http.server import HttpServer
         from agent.web.pages import CONNECTION_S, Pages
 
-        self._openai = OpenAiEndpoint(self._config.api, TextCalls(self.desk))
+        self._openai = OpenAiEndpoint(self._config.api, Orders(self.desk))
         self._applications += [self._openai, Pages(metrics)]
         return HttpServer(self._config.api.http, self._applications, CONNECTION_S)
 

@@ -173,6 +173,9 @@ class TextEnd:
     failure: OrderRefused | None = None
 
 
+TextEvent: TypeAlias = "TextPiece | TextEnd"
+
+
 class TextListener(Protocol):
     """Caller of a text."""
 

@@ -1,15 +1,19 @@
 """The desk's nouns as messages of coserve.v1, and back.
 
-Guarantees: a noun comes out of its message as it went in. Text that is not Unicode, such as a file's name in another
-encoding, is sent with these bytes escaped.
+Guarantees: a noun comes out of its message as it went in; a field has one name in both. Text that is not Unicode, such
+as a file's name in another encoding, is sent with these bytes escaped. A value that no order may have is refused with
+its field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from agent.api.calls.desk import (
     AnomalyView,
@@ -20,34 +24,36 @@ from agent.api.calls.desk import (
     ReloadView,
     ShadowsView,
     StatusView,
+    TextEnd,
+    TextOrder,
+    TextPiece,
     TextsView,
+    TokenView,
     VerdictView,
 )  # fmt: skip
+from agent.api.calls.orders import invalid
 from agent.api.proto import inspection_pb2 as pb
 from agent.subject import CALLER_PREFIX, CALLERS, SourceStatus, Subject
-from experts.errors import OrderRefused, Refusing
+from experts.errors import GenerationInvalid, OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict
+from experts.llm.serving.generation import Ending, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection
 
-    from google.protobuf.timestamp_pb2 import Timestamp
+    from google.protobuf.descriptor import Descriptor
     from numpy.typing import NDArray
 
-VERDICTS = {
-    Verdict.UNKNOWN: pb.VERDICT_UNKNOWN,
-    Verdict.OK: pb.VERDICT_OK,
-    Verdict.NG: pb.VERDICT_NG,
-}
-# fields that a view and its message have in common
-OF_SOURCE = ("name", "kind", "state", "received", "waiting", "dropped", "alarm")
-OF_PART = ("seconds", "queue_s", "compute_s", "is_repeat")
-OF_STATUS = (
-    "line", "version", "uptime_s", "is_draining", "requests_in_flight", "boards_open", "switches", "loads", "evictions",
-    "bytes_read",
-)  # fmt: skip
-OF_RELOAD = ("problems", "added", "replaced", "removed", "needs_restart")
-VERDICT_OF = {number: verdict for verdict, number in VERDICTS.items()}
+    from agent.api.calls.desk import TextEvent
+
+VERDICTS = {Verdict.UNKNOWN: pb.VERDICT_UNKNOWN, Verdict.OK: pb.VERDICT_OK, Verdict.NG: pb.VERDICT_NG}
+VERDICT_OF: Mapping[Any, Verdict] = {number: verdict for verdict, number in VERDICTS.items()}
+ENDINGS = {Ending.STOP: pb.ENDING_STOP, Ending.LENGTH: pb.ENDING_LENGTH, Ending.DEADLINE: pb.ENDING_DEADLINE}
+ENDING_OF = {number: ending for ending, number in ENDINGS.items()}
+OF_SUBJECT = ("key", "expert", "board", "board_type", "ref", "arrived_at")
+PROMPTS = ("prompt", "prompt_tokens", "messages")
+
+Kind = TypeVar("Kind", bound=Message)
 
 
 def text(words: str) -> str:
@@ -58,22 +64,9 @@ def order_of(request: pb.InspectRequest) -> ImageOrder:
     """Order of a request. Raises OrderRefused for a contradiction."""
     if request.component and request.expert:
         raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
-    return ImageOrder(
-        subject=Subject(
-            request.key,
-            CALLERS,
-            request.key,
-            datetime.now(UTC).astimezone(),
-            component=request.component or None,
-            expert=request.expert or None,
-            board=request.board or None,
-            board_type=request.board_type or None,
-            ref=request.ref or None,
-        ),
-        image=_image_of(request),
-        is_kept=not request.is_question,
-        wants_maps=request.wants_maps,
-    )
+    about = {name: getattr(request, name) or None for name in ("component", "expert", "board", "board_type", "ref")}
+    subject = Subject(request.key, CALLERS, request.key, datetime.now(UTC).astimezone(), **about)
+    return ImageOrder(subject, _image_of(request), is_kept=not request.is_question, wants_maps=request.wants_maps)
 
 
 def _image_of(request: pb.InspectRequest) -> bytes | NDArray[np.uint8]:
@@ -86,7 +79,7 @@ def _image_of(request: pb.InspectRequest) -> bytes | NDArray[np.uint8]:
 
 
 def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
-    """An image by its bytes. Raises OrderRefused where their number is another one."""
+    """Image of its bytes. Raises OrderRefused for another number of bytes."""
     if height < 1 or width < 1 or height * width * 3 != len(rgb):
         raise OrderRefused(
             Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
@@ -95,166 +88,178 @@ def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
 
 
 def part_message(part: VerdictView) -> pb.Part:
-    subject = part.subject
-    message = pb.Part(
-        key=text(subject.key.removeprefix(CALLER_PREFIX)),
-        component=text(subject.component or ""),
-        verdict=VERDICTS[part.verdict],
-        seq=part.seq,
-        score=part.score,
-        experts=[text(each) for each in part.experts],
-        boxes=[_box_message(box) for box in part.boxes],
-        anomalies=[_anomaly_message(each) for each in part.anomalies],
-        outputs=[pb.LabelScore(label=text(o.label), score=o.score, threshold=o.threshold) for o in part.outputs],
-        **{name: getattr(part, name) for name in OF_PART},
-    )
-    for name in ("expert", "board", "board_type", "ref"):
-        if (words := getattr(subject, name)) is not None:
-            setattr(message, name, text(words))
-    for name in ("label", "reason"):
-        if (words := getattr(part, name)) is not None:
-            setattr(message, name, text(words))
-    _set_time(message.arrived_at, subject.arrived_at)
-    _set_time(message.finished_at, part.finished_at)
-    return message
+    anomalies = [_message(pb.Anomaly, each, map=each.map_png) for each in part.anomalies]
+    key = text(part.subject.key.removeprefix(CALLER_PREFIX))
+    return _message(pb.Part, part, part.subject, key=key, verdict=VERDICTS[part.verdict], anomalies=anomalies)
 
 
 def part_of(message: pb.Part) -> VerdictView:
-    return VerdictView(
-        subject=Subject(
-            message.key,
-            "",
-            message.key,
-            _time(message.arrived_at),
-            component=message.component or None,
-            **given(message, "expert", "board", "board_type", "ref"),
-        ),
-        verdict=VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
-        **given(message, "seq", "label", "score", "reason"),
-        experts=tuple(message.experts),
-        boxes=tuple(_box_of(box) for box in message.boxes),
-        finished_at=_time(message.finished_at) if message.HasField("finished_at") else None,
-        anomalies=tuple(_anomaly_of(each) for each in message.anomalies),
-        **{name: getattr(message, name) for name in OF_PART},
-        outputs=tuple(LabelScore(each.label, each.score, each.threshold) for each in message.outputs),
-    )
-
-
-def _anomaly_message(anomaly: AnomalyView) -> pb.Anomaly:
-    return pb.Anomaly(
-        expert=text(anomaly.expert), score=anomaly.score, threshold=anomaly.threshold, map=anomaly.map_png
-    )
-
-
-def _anomaly_of(message: pb.Anomaly) -> AnomalyView:
-    return AnomalyView(message.expert, message.score, message.threshold, given(message, "map")["map"])
-
-
-def _box_message(box: BoundingBox) -> pb.BoundingBox:
-    return pb.BoundingBox(
-        label=text(box.label), score=box.score, left=box.left, top=box.top, right=box.right, bottom=box.bottom
-    )
-
-
-def _box_of(message: pb.BoundingBox) -> BoundingBox:
-    return BoundingBox(message.label, message.score, message.left, message.top, message.right, message.bottom)
+    return _part(**_values(message))
 
 
 def board_message(board: BoardView) -> pb.Board:
-    message = pb.Board(
-        serial=text(board.serial),
-        board_type=text(board.board_type),
-        is_open=board.verdict is None,
-        verdict=VERDICTS[board.verdict or Verdict.UNKNOWN],
-        missing={text(component): images for component, images in board.missing.items()},
-        ok=board.counts.get(Verdict.OK, 0),
-        ng=board.counts.get(Verdict.NG, 0),
-        unknown=board.counts.get(Verdict.UNKNOWN, 0),
-        parts=[part_message(part) for part in board.parts],
-        is_revision=board.is_revision,
-    )
-    _set_time(message.opened_at, board.opened_at)
-    _set_time(message.closed_at, board.closed_at)
-    return message
+    is_open, verdict = board.verdict is None, VERDICTS[board.verdict or Verdict.UNKNOWN]
+    parts = [part_message(part) for part in board.parts]
+    return _message(pb.Board, board, is_open=is_open, verdict=verdict, parts=parts, **_counts(board.counts))
 
 
 def board_of(message: pb.Board) -> BoardView:
-    return BoardView(
-        serial=message.serial,
-        board_type=message.board_type,
-        verdict=None if message.is_open else VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
-        opened_at=_time(message.opened_at),
-        closed_at=_time(message.closed_at) if message.HasField("closed_at") else None,
-        missing=dict(message.missing),
-        counts={Verdict.OK: message.ok, Verdict.NG: message.ng, Verdict.UNKNOWN: message.unknown},
-        parts=tuple(part_of(part) for part in message.parts),
-        is_revision=message.is_revision,
-    )
+    values = _values(message)
+    counts, verdict = _pop_counts(values), VERDICT_OF.get(values.pop("verdict"), Verdict.UNKNOWN)
+    return BoardView(verdict=None if values.pop("is_open") else verdict, counts=counts, **values)
 
 
 def status_message(status: StatusView) -> pb.StatusReply:
-    return pb.StatusReply(
-        ok=status.verdicts.get(Verdict.OK, 0),
-        ng=status.verdicts.get(Verdict.NG, 0),
-        unknown=status.verdicts.get(Verdict.UNKNOWN, 0),
-        **{name: getattr(status, name) for name in OF_STATUS},
-        queues=[pb.Queue(**_fields(queue)) for queue in status.queues],
-        pools=[pb.Pool(**_fields(pool)) for pool in status.pools],
-        sources=[pb.Source(**_fields(source, OF_SOURCE)) for source in status.sources],
-        standing={text(expert): text(why) for expert, why in status.standing.items()},
-        alarms=[text(alarm) for alarm in status.alarms],
-        texts=pb.TextCounts(**{name: getattr(status.texts, name) for name in TextsView.__slots__}),
-        shadows=pb.ShadowCounts(**{name: getattr(status.shadows, name) for name in ShadowsView.__slots__}),
-    )
+    return _message(pb.StatusReply, status, **_counts(status.verdicts))
 
 
 def status_of(message: pb.StatusReply) -> StatusView:
-    return StatusView(
-        **{name: getattr(message, name) for name in OF_STATUS},
-        verdicts={Verdict.OK: message.ok, Verdict.NG: message.ng, Verdict.UNKNOWN: message.unknown},
-        queues=tuple(QueueView(**_values(queue, "running")) for queue in message.queues),
-        pools=tuple(PoolView(**_values(pool) | {"experts": tuple(pool.experts)}) for pool in message.pools),
-        sources=tuple(SourceStatus(**_values(source, "alarm")) for source in message.sources),
-        standing=dict(message.standing),
-        alarms=tuple(message.alarms),
-        texts=TextsView(**{name: getattr(message.texts, name) for name in TextsView.__slots__}),
-        shadows=ShadowsView(**{name: getattr(message.shadows, name) for name in ShadowsView.__slots__}),
-    )
-
-
-def _fields(view: QueueView | PoolView | SourceStatus, names: Sequence[str] | None = None) -> dict[str, Any]:
-    values = {name: getattr(view, name) for name in names or view.__slots__}
-    return {name: _plain(value) for name, value in values.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401  # a field of any of them
-    if isinstance(value, tuple):
-        return [text(str(each)) for each in value]
-    return text(value) if isinstance(value, str) else value
-
-
-def _values(message: Any, *optional: str) -> dict[str, Any]:  # noqa: ANN401  # protobuf's messages have no common type
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields} | given(message, *optional)
-
-
-def given(message: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401  # protobuf's messages have no common type
-    """Values of optional fields; None where a field is not set."""
-    return {name: getattr(message, name) if message.HasField(name) else None for name in names}
+    values = _values(message)
+    counts = _pop_counts(values)
+    return StatusView(verdicts=counts, **values)
 
 
 def reload_message(reload: ReloadView) -> pb.ReloadReply:
-    lists = {name: [text(each) for each in getattr(reload, name)] for name in OF_RELOAD}
-    return pb.ReloadReply(is_applied=reload.is_applied, **lists)
+    return _message(pb.ReloadReply, reload)
 
 
 def reload_of(message: pb.ReloadReply) -> ReloadView:
-    return ReloadView(message.is_applied, **{name: tuple(getattr(message, name)) for name in OF_RELOAD})
+    return ReloadView(**_values(message))
 
 
-def _set_time(field: Timestamp, time: datetime | None) -> None:
-    if time is not None:
-        field.FromDatetime(time)
+def text_order_of(request: pb.GenerateRequest) -> TextOrder:
+    """Order of a request. Raises OrderRefused."""
+    asked = [field.name for field, _ in request.ListFields() if field.name in PROMPTS]
+    if len(asked) > 1:
+        raise invalid(asked[1], f"{' and '.join(asked)} are given - say once what is to be continued")
+    values = _values(request)
+    tokens = values["prompt_tokens"]
+    return TextOrder(
+        model=request.model,
+        prompt=None if "messages" in asked else values["prompt"] if tokens is None else tokens,
+        messages=values["messages"],
+        most_tokens=values["max_tokens"],
+        sampling=values["sampling"] or Sampling(),
+        stop=values["stop"],
+        deadline_s=values["deadline_s"],
+        given=frozenset(field.name for field, _ in request.sampling.ListFields()),
+    )
 
 
-def _time(message: Timestamp) -> datetime:
-    return message.ToDatetime(tzinfo=UTC)
+def text_request(order: TextOrder) -> pb.GenerateRequest:
+    usual, chosen = Sampling(), {name: getattr(order.sampling, name) for name in Sampling.__slots__}
+    sampling = {name: value for name, value in chosen.items() if value != getattr(usual, name) or name in order.given}
+    prompt: dict[str, Any] = {"prompt": order.prompt}
+    if isinstance(order.prompt, tuple):
+        prompt = {"prompt_tokens": {"ids": order.prompt}}
+    return pb.GenerateRequest(
+        model=order.model,
+        messages=[pb.ChatMessage(**message) for message in order.messages],
+        max_tokens=order.most_tokens,
+        sampling=pb.SamplingSettings(**sampling),
+        stop=order.stop,
+        deadline_s=order.deadline_s,
+        **prompt,
+    )
+
+
+def text_reply(event: TextEvent) -> pb.GenerateReply:
+    """Message of a piece, or of the end."""
+    if isinstance(event, TextPiece):
+        return pb.GenerateReply(piece=_message(pb.TextPiece, event))
+    ending = pb.ENDING_UNKNOWN if event.ending is None else ENDINGS[event.ending]
+    return pb.GenerateReply(end=_message(pb.TextEnd, event, ending=ending))
+
+
+def text_event_of(reply: pb.GenerateReply) -> TextEvent:
+    if reply.HasField("piece"):
+        return TextPiece(**_values(reply.piece))
+    return TextEnd(**_values(reply.end) | {"ending": ENDING_OF.get(reply.end.ending)})
+
+
+def _message(kind: type[Kind], *views: object, **ours: object) -> Kind:
+    """Message of the fields that views have under the same names; ``ours`` are set as they are."""
+    values: dict[str, Any] = {}
+    for view in views:
+        values |= _fields(view, kind.DESCRIPTOR, ours.keys())  # type: ignore[arg-type]  # upb's has a type of its own
+    return kind(**values, **ours)
+
+
+def _fields(view: object, kind: Descriptor, but: Collection[str] = ()) -> dict[str, Any]:
+    return {
+        field.name: _field(getattr(view, field.name), field.message_type)
+        for field in kind.fields
+        if field.name not in but and hasattr(view, field.name)
+    }
+
+
+def _field(value: object, kind: Descriptor | None) -> object:
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, Mapping):
+        return {text(key): _field(each, None) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_field(each, kind) for each in value]
+    return value if kind is None or value is None or isinstance(value, datetime) else _fields(value, kind)
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """Fields by name; None for an optional one that is not set."""
+    return {
+        field.name: _noun(getattr(message, field.name))
+        if not field.has_presence or message.HasField(field.name)
+        else None
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _noun(value: Any) -> Any:  # noqa: ANN401  # a field of any message
+    if isinstance(value, Timestamp):
+        return value.ToDatetime(tzinfo=UTC)
+    if isinstance(value, Message):
+        return NOUNS[value.DESCRIPTOR.name](**_values(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | bytes | int | float) else tuple(_noun(each) for each in value)
+
+
+def _part(*, verdict: int, component: str, **values: Any) -> VerdictView:  # noqa: ANN401  # a message's fields
+    about = {name: values.pop(name) for name in OF_SUBJECT}
+    subject = Subject(source="", image=about["key"], component=component or None, **about)
+    return VerdictView(subject, VERDICT_OF.get(verdict, Verdict.UNKNOWN), **values)
+
+
+def _sampling(**settings: Any) -> Sampling:  # noqa: ANN401  # a message's fields
+    try:
+        return Sampling(**{name: value for name, value in settings.items() if value is not None})
+    except GenerationInvalid as error:
+        raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
+
+
+def _chat_message(role: str, content: str, name: str) -> dict[str, str]:
+    return {"role": role, "content": content} | ({"name": name} if name else {})
+
+
+def _counts(counts: Mapping[Verdict, int]) -> dict[str, int]:
+    return {verdict.lower(): counts.get(verdict, 0) for verdict in Verdict}
+
+
+def _pop_counts(values: dict[str, Any]) -> dict[Verdict, int]:
+    return {verdict: values.pop(verdict.lower()) for verdict in Verdict}
+
+
+NOUNS: dict[str, Callable[..., object]] = {
+    "Part": _part,
+    "Anomaly": lambda map, **values: AnomalyView(map_png=map, **values),
+    "BoundingBox": BoundingBox,
+    "LabelScore": LabelScore,
+    "Queue": QueueView,
+    "Pool": PoolView,
+    "Source": SourceStatus,
+    "TextCounts": TextsView,
+    "ShadowCounts": ShadowsView,
+    "Token": TokenView,
+    "Tokens": lambda ids: ids,
+    "ChatMessage": _chat_message,
+    "SamplingSettings": _sampling,
+}

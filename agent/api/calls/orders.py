@@ -1,32 +1,37 @@
-"""Orders between the API's event loop and the desk, whose threads tell the verdicts.
+"""Orders of images and texts between an event loop and the desk, whose threads report verdicts and pieces.
 
-Guarantees: a caller that stops waiting withdraws its order; the desk never blocks the loop.
+Guarantees: a caller that stops waiting withdraws its order. A text past its deadline ends, even if it never began. The
+desk never blocks the loop, and a caller that reads slowly delays itself alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import time
+from collections import deque
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from agent.api.calls.desk import TextEnd
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
+from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
-    from agent.api.calls.desk import Desk, ImageOrder, VerdictView
-    from experts.errors import GenerationInvalid
+    from agent.api.calls.desk import Desk, ImageOrder, TextEvent, TextOrder, TextPiece, VerdictView
 
 NAME_CHARACTERS = 512  # at most: of a serial, a reference, a key
+LATE_S = 1.0  # for the writer to report the end
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 class Orders:
-    """The desk, called from the API's event loop."""
+    """The desk, called from an event loop. Texts have ``Orders`` apart from images: placing one takes tokenising."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -51,69 +56,125 @@ class Orders:
         """
         names = ("component", "expert", "board", "board_type", "ref", "key")
         check_names(**{name: getattr(order.subject, name) for name in names})
-        return await _Placed(self, order, tell_accepted).awaited(tell_taken)
+        listener = _ImageListener(tell_accepted)
+        async with self._placed(listener, self.desk.order, order):
+            tell_taken()
+            end = await listener.end
+            if isinstance(end, OrderRefused):
+                raise anew(end)
+            return end
 
-    def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
-        """Call the desk on one of two threads, first come, first served."""
-        return self._ordering.submit(call, *given, **named)
+    @asynccontextmanager
+    async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[TextEvent, None]]:
+        """Pieces of a text, then its end. Leaving the context before the end cancels the text.
+
+        Raises OrderRefused, at once, or inside for a text that fails.
+        """
+        listener = _TextListener()
+        async with self._placed(listener, self.desk.generate, order) as ticket:
+            yield listener.events(ticket.due_s)
 
     def stop(self) -> None:
         self._ordering.stop(timeout_s=1.0)
         self._asking.stop(timeout_s=1.0)
 
-
-class _Placed:
-    """An order on its way to the desk, or under way there; the desk's listener."""
-
-    def __init__(self, orders: Orders, order: ImageOrder, tell_accepted: Callable[[], None] | None) -> None:
-        self._orders = orders
-        self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
-        self._tell_accepted = tell_accepted
-        self._is_kept_anyway = False  # its caller was told that it is accepted
-        self._ticket = orders.submit(taken, orders.desk.order, order, self)
-
-    async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[VerdictView]:
-        """Verdicts. Raises OrderRefused; cancelling withdraws the order."""
-        self._orders.under_way += 1
+    @asynccontextmanager
+    async def _placed(
+        self, listener: _Listener, place: Callable[[Any, Any], Result], order: object
+    ) -> AsyncIterator[Result]:
+        """Place an order, first come, first served. Leaving withdraws it unless its listener is settled."""
+        ticket = self._ordering.submit(_taken, place, order, listener)
+        self.under_way += 1
         try:
-            ticket = await asyncio.wrap_future(self._ticket)
-            if isinstance(ticket, OrderRefused):
-                raise anew(ticket)
-            tell_taken()
-            end = await self._end
-            if isinstance(end, OrderRefused):
-                raise anew(end)
-            return end
+            given = await asyncio.wrap_future(ticket)
+            if isinstance(given, OrderRefused):
+                raise anew(given)
+            yield given
         finally:
-            self._orders.under_way -= 1
-            self._leave()
+            self.under_way -= 1
+            if not listener.is_settled:
+                ticket.add_done_callback(_withdraw)
+
+
+class _Listener:
+    """Passes calls of the desk's threads on to the loop. ``is_settled``: a caller that leaves withdraws nothing."""
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self._loop = asyncio.get_running_loop()
+
+    def _soon(self, call: Callable[..., None], *given: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
+            self._loop.call_soon_threadsafe(call, *given)
+
+
+class _ImageListener(_Listener):
+    """Implements ``agent.api.calls.desk.Listener``."""
+
+    def __init__(self, tell_accepted: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
+        self._tell_accepted = tell_accepted
 
     def accepted(self) -> None:
         if self._tell_accepted is not None:
-            self._call(self._accept)
+            self._soon(self._accept, self._tell_accepted)
 
     def judged(self, parts: Sequence[VerdictView]) -> None:
-        self._call(lambda: None if self._end.done() else self._end.set_result(parts))
+        self._soon(self._settle, parts)
 
     def refused(self, refusal: OrderRefused) -> None:
-        self._call(lambda: None if self._end.done() else self._end.set_result(refusal))
+        self._soon(self._settle, refusal)
 
-    def _accept(self) -> None:
-        if self._tell_accepted is not None and not self._end.done():
-            self._is_kept_anyway = True
-            self._tell_accepted()
+    def _accept(self, tell: Callable[[], None]) -> None:
+        if not self.end.done():
+            self.is_settled = True
+            tell()
 
-    def _call(self, tell: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: no caller waits
-            self._loop.call_soon_threadsafe(tell)
+    def _settle(self, end: Sequence[VerdictView] | OrderRefused) -> None:
+        if not self.end.done():
+            self.is_settled = True
+            self.end.set_result(end)
 
-    def _leave(self) -> None:
-        if not self._end.done() or self._end.cancelled():
-            self._end.cancel()
-            if not self._is_kept_anyway:
-                self._ticket.add_done_callback(withdraw)
-        del self._ticket  # it may hold its listener, which holds it: let the image go now
+
+class _TextListener(_Listener):
+    """Implements ``agent.api.calls.desk.TextListener``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[TextEvent] = deque()
+        self._news = asyncio.Event()
+
+    def wrote(self, piece: TextPiece) -> None:
+        self._soon(self._hear, piece)
+
+    def ended(self, end: TextEnd) -> None:
+        self._soon(self._hear, end)
+
+    async def events(self, due_s: float | None) -> AsyncGenerator[TextEvent, None]:
+        """Pieces until the end, or until the deadline. Raises OrderRefused for a text that fails."""
+        while not self.is_settled:
+            if not self._waiting and not await self._wait(due_s):
+                yield TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
+                return
+            event = self._waiting.popleft()
+            if isinstance(event, TextEnd):
+                self.is_settled = True
+                if event.failure is not None:
+                    raise event.failure
+            yield event
+
+    async def _wait(self, due_s: float | None) -> bool:
+        """True once something was written."""
+        self._news.clear()
+        rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), rest_s)
+        return bool(self._waiting)
+
+    def _hear(self, event: TextEvent) -> None:
+        self._waiting.append(event)
+        self._news.set()
 
 
 def anew(refused: OrderRefused) -> OrderRefused:
@@ -121,7 +182,7 @@ def anew(refused: OrderRefused) -> OrderRefused:
     return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
 
 
-def taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
+def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
     """Return the refusal: as a future's exception its traceback would hold the image, in a cycle with the future,
     which only the garbage collector frees, long after memory has run out."""
     try:
@@ -130,8 +191,8 @@ def taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwar
         return refused.with_traceback(None)
 
 
-def withdraw(ticket: Future[Any]) -> None:
-    """Cancel an order, or a text, that was taken, now or once it is."""
+def _withdraw(ticket: Future[Any]) -> None:
+    """Cancel an order that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
     given = ticket.result()
@@ -148,10 +209,6 @@ def check_names(**names: str | None) -> None:
 
 def invalid(field: str, message: str) -> OrderRefused:
     return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
-
-
-def refusal_of(error: GenerationInvalid) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, str(error), field=error.field)
 
 
 async def first_of(*awaited: Awaitable[object]) -> None:

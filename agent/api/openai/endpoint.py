@@ -32,7 +32,7 @@ from agent.http.exchange import Terms
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from agent.api.calls.texts import TextCalls
+    from agent.api.calls.orders import Orders
     from agent.api.openai.requests import TextAsked
     from agent.http.exchange import HttpAnswer, HttpRequest, Stream
     from agent.line_file.api import ApiSection
@@ -53,7 +53,7 @@ TERMS = Terms(
 class OpenAiEndpoint:
     """Implements ``agent.http.exchange.Application``."""
 
-    def __init__(self, config: ApiSection, texts: TextCalls, terms: Terms = TERMS) -> None:
+    def __init__(self, config: ApiSection, texts: Orders, terms: Terms = TERMS) -> None:
         """Raises SecretMissing."""
         self.terms = terms
         self._texts = texts
@@ -102,7 +102,7 @@ class OpenAiEndpoint:
     async def _models(self, request: HttpRequest) -> HttpAnswer:
         if wrong := _wrong_form(request, "GET"):
             return wrong
-        models = await self._texts.models()
+        models = await self._texts.ask(self._texts.desk.text_models)
         if request.path == MODELS:
             return models_answer(models, self._created)
         name = unquote(request.path.removeprefix(f"{MODELS}/"))

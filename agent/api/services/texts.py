@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from agent.api.calls.messages import text_order_of, text_reply
 from agent.api.calls.orders import check_names
-from agent.api.calls.text_messages import text_order_of, told_message
 from agent.api.proto import inspection_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from agent.api.calls.door import Room
-    from agent.api.calls.texts import TextCalls
+    from agent.api.calls.orders import Orders
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Texts"].full_name
 
@@ -21,7 +21,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Texts"].full_name
 class TextService:
     """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
 
-    def __init__(self, texts: TextCalls) -> None:
+    def __init__(self, texts: Orders) -> None:
         self._texts = texts
 
     async def Generate(self, request: pb.GenerateRequest, room: Room) -> AsyncIterator[pb.GenerateReply]:
@@ -29,4 +29,4 @@ class TextService:
         check_names(model=request.model)
         async with self._texts.written(text_order_of(request)) as told, aclosing(told) as pieces:
             async for one in pieces:
-                yield told_message(one)
+                yield text_reply(one)

@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from agent.api.calls.texts import TextCalls
+from agent.api.calls.orders import Orders
 from agent.api.openai.endpoint import TERMS, OpenAiEndpoint
 from agent.http.server import HttpServer
 from tests.agent.api.conftest import DEADLINE_S, section
@@ -21,7 +21,7 @@ def serve_texts(tmp_path, desk):
     with ExitStack() as running:
 
         def start(*, terms=TERMS, **keys):
-            endpoint = OpenAiEndpoint(section(tmp_path, **keys), TextCalls(desk), terms)
+            endpoint = OpenAiEndpoint(section(tmp_path, **keys), Orders(desk), terms)
             server = HttpServer(["127.0.0.1:0", f"unix:{tmp_path}/h.sock"], [endpoint], 10.0)
             server.start()
             running.callback(endpoint.stop)
