@@ -24,7 +24,7 @@ from agent.api.calls.door import Door, received_at_most_bytes
 from agent.api.calls.orders import Orders
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
-from agent.api.services import health, inference, inspection, texts
+from agent.api.services import health, inference, inspection
 from agent.line_file.api import UNIX, is_loopback
 from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 from experts.errors import AddressUnusable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICES = (inspection.SERVICE, texts.SERVICE, inference.SERVICE)
+SERVICES = (*inspection.SERVICES, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
 KEEPALIVE_MS = 10_000  # until a silent caller is asked whether it is still there: its calls take others' places
 KEEPALIVE_ANSWER_MS = 20_000
@@ -115,7 +115,7 @@ class ApiServer:
     async def _start(self) -> tuple[str, ...]:
         services = (
             inspection.InspectionService(self._orders, self._door),
-            texts.TextService(self._texts),
+            inspection.TextService(self._texts),
             inference.InferenceService(self._orders, self._door, self._config.limits),
         )
         for address in self._config.grpc:

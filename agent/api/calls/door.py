@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -105,29 +105,27 @@ class Room:
 
     def keep(self, size_bytes: int) -> None:
         """Give back all but the bytes of the message that came."""
-        self._give_back(self._held_bytes - size_bytes)
+        self._budget.give_back(self._held_bytes - size_bytes)
+        self._held_bytes = size_bytes
 
     def leave(self) -> None:
         """Idempotent."""
-        self._give_back(self._held_bytes)
-
-    def _give_back(self, size_bytes: int) -> None:
-        self._held_bytes -= size_bytes
-        self._budget.give_back(size_bytes)
+        self.keep(0)
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
     """Shared by all addresses; for the loop's thread alone."""
 
-    def __init__(self, limits: ApiLimitsSection, stall_s: float = STALL_S) -> None:
-        self.stall_s = stall_s
+    def __init__(self, limits: ApiLimitsSection) -> None:
         self.calls = 0  # that must end before the server may; health and reflection not counted
         self.stopping = asyncio.Event()
-        self._limits = limits
+        self._most_bytes = limits.message
         self._message_bytes = received_at_most_bytes(limits.message)
         messages = max(limits.memory // self._message_bytes, RECEIVED_AT_LEAST)
         self._budget = _Budget(messages * self._message_bytes)
         self._at_most = {
+            _Kind.IMAGE: limits.requests,
+            _Kind.TEXT: limits.requests,
             _Kind.STREAM: min(messages - 2, STREAMS),  # leaves room for a call's message, and for one without an image
             _Kind.WATCHER: WATCHERS,
             _Kind.QUESTION: QUESTIONS,
@@ -143,34 +141,42 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         if handler is None:
             return None
         guarded = _Guarded(self, handler, details.method)
-        make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else _unary_answer
-        call = guarded.stream if handler.response_streaming else guarded.unary
-        return make(call, request_deserializer=None, response_serializer=handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(guarded.stream, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(guarded.unary, None, handler.response_serializer)
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until no call is under way; False after ``timeout_s``."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     @asynccontextmanager
-    async def entered(self, method: str, is_stream: bool) -> AsyncIterator[None]:
-        """Count a call while it is under way. Raises OrderRefused beyond the limit."""
-        kind = _kind_of(method, is_stream)
+    async def entered(self, kind: _Kind) -> AsyncIterator[Room]:
+        """Count a call while it is under way. Raises OrderRefused beyond the limit.
+
+        ``Room``: for its messages. Calls without an image have bytes that no image takes.
+        """
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
-        most = self._at_most.get(kind, self._limits.requests)
+        most = self._at_most[kind]
         if self._open[kind] >= most:
             advice = FEWER_BYTES if kind is _Kind.STREAM else "ask again in a while"
             raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - {advice}", FULL_RETRY_S)
+        has_image = kind in (_Kind.IMAGE, _Kind.STREAM)
+        room = Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
         self._count(kind, 1)
         try:
-            yield
+            yield room
         finally:
+            room.leave()
             self._count(kind, -1)
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises OrderRefused for a message above the limit."""
+        if size_bytes > self._most_bytes:
+            raise _too_large(size_bytes, f"{self._most_bytes} are the most (limits.message)")
 
     def _count(self, kind: _Kind, calls: int) -> None:
         self._open[kind] += calls
@@ -180,62 +186,6 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         else:
             self._idle.set()
 
-    def room(self, method: str, is_stream: bool) -> Room:
-        """Room for a call's messages. Calls without an image have bytes that no image takes."""
-        has_image = _kind_of(method, is_stream) in (_Kind.IMAGE, _Kind.STREAM)
-        return Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
-
-    async def received(self, context: Call, parse: Callable[[bytes], Any], room: Room, *, has_image: bool) -> Any:  # noqa: ANN401
-        """The one message of a unary call. Raises OrderRefused."""
-        await room.enter()
-        raw = await read_within(RECEIVE_S if has_image else QUESTION_RECEIVE_S, context)
-        if raw is grpc.aio.EOF:
-            raise OrderRefused(Refusing.INVALID, "the call ended without a message")
-        room.keep(len(raw))
-        if has_image:
-            self.check_size(len(raw))
-        elif len(raw) > QUESTION_BYTES:
-            raise _too_large(len(raw), f"{QUESTION_BYTES} are the most of a call without an image")
-        return parsed(raw, parse)
-
-    def check_size(self, size_bytes: int) -> None:
-        """Raises OrderRefused for a message above the limit."""
-        if size_bytes > self._limits.message:
-            raise _too_large(size_bytes, f"{self._limits.message} are the most (limits.message)")
-
-
-async def read_within(patience_s: float, context: Call) -> Any:  # noqa: ANN401  # gRPC has no types
-    """The next message's bytes, or EOF. Raises OrderRefused where it does not come."""
-    try:
-        async with asyncio.timeout(patience_s):
-            return await context.read()
-    except TimeoutError:
-        raise OrderRefused(Refusing.INVALID, f"the message has not come within {patience_s:g} s") from None
-
-
-def _too_large(size_bytes: int, most: str) -> OrderRefused:
-    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
-
-
-def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
-    """Parse a message. Raises OrderRefused for bytes of another type, and for more fields than any caller needs."""
-    if has_more_fields(raw, FIELDS):
-        raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
-    try:
-        return parse(raw)
-    except DecodeError:
-        raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
-
-
-def _kind_of(method: str, is_stream: bool) -> _Kind:
-    if method.startswith(ALWAYS_OPEN):
-        return _Kind.CHECK
-    if method.startswith(TEXTS):
-        return _Kind.TEXT
-    if method.endswith(WATCHING):
-        return _Kind.WATCHER
-    return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
-
 
 class _Guarded:
     """One call's method behind the door."""
@@ -243,61 +193,53 @@ class _Guarded:
     def __init__(self, door: Door, handler: Call, method: str) -> None:
         self._door = door
         self._method = method
+        self._kind = _kind_of(method, handler.request_streaming or handler.response_streaming)
         self._parse = handler.request_deserializer
-        self._is_stream = handler.request_streaming or handler.response_streaming
         self._takes_stream = handler.request_streaming
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """The answer; None for a refused call."""
         answer = None
-        async with _told(context, self._method), self._entered() as room:
+        async with _told(context, self._method), self._door.entered(self._kind) as room:
             answer = await self._call(await self._given(context, room), room)
         return answer  # noqa: RET504  # where it is refused there is none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         async with (
             _told(context, self._method),
-            self._entered() as room,
+            self._door.entered(self._kind) as room,
             aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
             async for answer in answers:
-                await self._written(answer, context)
-
-    async def _written(self, answer: Call, context: Call) -> None:
-        """Wait until the caller's side has the message. Raises OrderRefused where it does not take it."""
-        stall_s = self._door.stall_s
-        try:
-            async with asyncio.timeout(stall_s):
-                await context.write(answer)
-        except TimeoutError:
-            raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {stall_s:g} s: ask again") from None
-
-    @asynccontextmanager
-    async def _entered(self) -> AsyncIterator[Room]:
-        """With the room that the call's message takes. Raises OrderRefused."""
-        async with self._door.entered(self._method, self._is_stream):
-            room = self._door.room(self._method, self._is_stream)
-            try:
-                yield room
-            finally:
-                room.leave()
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        await context.write(answer)
+                except TimeoutError:
+                    raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: ask again") from None
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
-        """Argument of a method: its message, or messages. No other reference is kept.
+        """Argument of a method: its message, or messages. No other reference is kept. Raises OrderRefused.
 
         A method that gives images to the desk leaves the room as soon as they are counted there.
         """
+        is_check, has_image = self._kind is _Kind.CHECK, self._kind is _Kind.IMAGE
+        if not (self._takes_stream and is_check):
+            await room.enter()
         if self._takes_stream:
-            is_check = self._method.startswith(ALWAYS_OPEN)
-            if not is_check:
-                await room.enter()
             return _Messages(context, self._parse, room if is_check else None)
-        has_image = self._method.endswith(WITH_IMAGES)
-        given = await self._door.received(context, self._parse, room, has_image=has_image)
+        raw = await _read_within(RECEIVE_S if has_image else QUESTION_RECEIVE_S, context)
+        if raw is grpc.aio.EOF:
+            raise OrderRefused(Refusing.INVALID, "the call ended without a message")
+        room.keep(len(raw))
+        if has_image:
+            self._door.check_size(len(raw))
+        elif len(raw) > QUESTION_BYTES:
+            raise _too_large(len(raw), f"{QUESTION_BYTES} are the most of a call without an image")
+        message = _parsed(raw, self._parse)
         if not has_image:
             room.leave()
-        return given
+        return message
 
 
 class _Messages:
@@ -320,19 +262,52 @@ class _Messages:
             raw = await self._context.read()
         else:
             await self._room.enter()
-            raw = await read_within(QUESTION_RECEIVE_S, self._context)
+            raw = await _read_within(QUESTION_RECEIVE_S, self._context)
             self._room.leave()
         if raw is grpc.aio.EOF:
             raise StopAsyncIteration
-        return parsed(raw, self._parse)
+        return _parsed(raw, self._parse)
+
+
+def _kind_of(method: str, is_stream: bool) -> _Kind:
+    if method.startswith(ALWAYS_OPEN):
+        return _Kind.CHECK
+    if method.startswith(TEXTS):
+        return _Kind.TEXT
+    if method.endswith(WATCHING):
+        return _Kind.WATCHER
+    return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
+
+
+async def _read_within(timeout_s: float, context: Call) -> Any:  # noqa: ANN401  # gRPC has no types
+    """The next message's bytes, or EOF. Raises OrderRefused after the timeout."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await context.read()
+    except TimeoutError:
+        raise OrderRefused(Refusing.INVALID, f"the message has not come within {timeout_s:g} s") from None
+
+
+def _parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
+    """Parse a message. Raises OrderRefused for bytes of another type, and for more fields than any caller needs."""
+    if has_more_fields(raw, FIELDS):
+        raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
+    try:
+        return parse(raw)
+    except DecodeError:
+        raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
+
+
+def _too_large(size_bytes: int, most: str) -> OrderRefused:
+    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
 
 
 @asynccontextmanager
 async def _told(context: Call, method: str) -> AsyncIterator[None]:
-    """Any error inside ends the call with our own message.
+    """End the call with our own message after any error.
 
-    Not by ``context.abort``: its exception, which gRPC keeps with the call, holds the frames of the call and their
-    images, and these the call; that circle is found by the garbage collector alone, long after memory has run out.
+    Not by ``context.abort``: gRPC keeps its exception with the call. The exception holds the call's frames and images,
+    in a cycle that only the garbage collector frees, long after memory has run out.
     """
     try:
         yield
@@ -343,7 +318,3 @@ async def _told(context: Call, method: str) -> AsyncIterator[None]:
         context.set_trailing_metadata(((REASON, INTERNAL),))
         context.set_code(grpc.StatusCode.INTERNAL)
         context.set_details(MISTAKE)
-
-
-def _unary_answer(call: Call, **serializers: Call) -> Call:
-    return grpc.stream_unary_rpc_method_handler(call, **serializers)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import ImageOrder
 from agent.api.calls.messages import text
-from agent.api.calls.orders import NAME_CHARACTERS
+from agent.api.calls.orders import NAME_CHARACTERS, anew
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
-from agent.api.services.statistics import ModelCounts
 from agent.subject import CALLERS, Subject
 from experts.errors import OrderRefused, Refusing
 
@@ -52,7 +51,7 @@ class InferenceService:
         self._desk = orders.desk
         self._door = door
         self._limits = limits
-        self._counts: dict[str, ModelCounts] = {}
+        self._statistics: dict[str, pb.ModelStatistics] = {}
 
     async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -95,8 +94,8 @@ class InferenceService:
             names = [(await self._model(request.name, request.version)).name]
         else:
             names = [model.name for model in await self._models()]
-        counts = [(name, self._counts.get(name, ModelCounts())) for name in names]
-        return pb.ModelStatisticsResponse(model_stats=[each.message(text(name), VERSION) for name, each in counts])
+        found = [self._statistics.get(name) or _no_calls(name) for name in names]
+        return pb.ModelStatisticsResponse(model_stats=found)
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, room: Room) -> pb.RepositoryIndexResponse:
         """List all models, or those that are ready."""
@@ -153,16 +152,17 @@ class InferenceService:
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[list[VerdictView]]:
-        """Count a call by how it ends."""
-        began_s = time.perf_counter()
+        """Count a call by its end."""
+        counted, began_s = self._statistics, time.perf_counter()
         parts: list[VerdictView] = []
         try:
             yield parts
         except (OrderRefused, asyncio.CancelledError):
-            if model in self._counts or (len(self._counts) < MODELS_COUNTED and len(model) <= NAME_CHARACTERS):
-                self._counts.setdefault(model, ModelCounts()).fail.add(time.perf_counter() - began_s)
+            if model in counted or (len(counted) < MODELS_COUNTED and len(model) <= NAME_CHARACTERS):
+                statistics = counted.setdefault(model, _no_calls(model))
+                _add(statistics.inference_stats.fail, time.perf_counter() - began_s)
             raise
-        self._counts.setdefault(model, ModelCounts()).judged(parts, time.perf_counter() - began_s)
+        _add_judged(counted.setdefault(model, _no_calls(model)), parts, time.perf_counter() - began_s)
 
     async def _models(self) -> Sequence[ModelView]:
         return await self._orders.ask(self._desk.models)
@@ -199,8 +199,6 @@ async def _all(
 ) -> Sequence[Sequence[VerdictView]]:
     """Verdicts of each order; if one is refused, the others are withdrawn."""
     *first, last = several
-    if not first:
-        return [await orders.judged(last, tell_taken=tell_taken)]
     tasks = [asyncio.create_task(orders.judged(order)) for order in first]
     tasks.append(asyncio.create_task(orders.judged(last, tell_taken=tell_taken)))
     try:
@@ -212,7 +210,7 @@ async def _all(
     for task in ended:
         error = task.exception()
         if isinstance(error, OrderRefused):
-            raise OrderRefused(error.reason, str(error), error.retry_s)  # not itself: it would hold the images
+            raise anew(error)
         if error is not None:
             raise error
     return [task.result() for task in tasks]
@@ -240,3 +238,27 @@ def _facts(model: ModelView) -> dict[str, str]:
     if model.input_px is not None:
         facts["input_px"] = "{} x {}".format(*model.input_px)
     return facts
+
+
+def _no_calls(model: str) -> pb.ModelStatistics:
+    nothing = pb.InferStatistics(**{field.name: {} for field in pb.InferStatistics.DESCRIPTOR.fields})
+    return pb.ModelStatistics(name=text(model), version=VERSION, inference_stats=nothing)
+
+
+def _add_judged(statistics: pb.ModelStatistics, parts: Sequence[VerdictView], seconds: float) -> None:
+    """Count an answered call, whose ``parts`` count one by one but for ``success``."""
+    times = statistics.inference_stats
+    _add(times.success, seconds)
+    statistics.last_inference = round(time.time() * 1000)
+    statistics.inference_count += len(parts)
+    statistics.execution_count += len(parts)
+    for part in parts:
+        _add(times.queue, part.queue_s)
+        _add(times.compute_input, 0.0)
+        _add(times.compute_infer, part.compute_s)
+        _add(times.compute_output, 0.0)
+
+
+def _add(duration: pb.StatisticDuration, seconds: float) -> None:
+    duration.count += 1
+    duration.ns += round(seconds * 1e9)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.api.calls import door
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
@@ -273,9 +274,9 @@ def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk,
     end.set()
 
 
-def test_who_reads_nothing_of_a_stream_loses_its_place(channel, agent, desk, server, monkeypatch):
+def test_who_reads_nothing_of_a_stream_loses_its_place(agent, desk, server, monkeypatch):
     """A watcher that hangs holds its place, and what waits for it, for so long and no longer."""
-    monkeypatch.setattr(server._door, "stall_s", 0.2)
+    monkeypatch.setattr(door, "STALL_S", 0.2)
     many = desk._part(order_of(b"x", component="resistor"), "resistor")
     many = replace(many, reason="x" * 100_000)
     for _ in range(200):
