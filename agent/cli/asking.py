@@ -33,7 +33,7 @@ def results(
         raise typer.BadParameter("boards have no maps, their images have - leave --boards or --maps")
     from agent.commands.results import board_rows, result_rows, with_maps, write_file
     from agent.config import read_line
-    from agent.records.rows import write_rows
+    from agent.records.export import write_rows
 
     with explained():
         config = read_line(line)

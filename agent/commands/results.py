@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from agent.records.export import plain_board, plain_result, write_rows
 from agent.records.result_reader import ResultReader
-from agent.records.rows import RowWriter, plain_board, plain_result
 from experts.errors import ConfigError
 from experts.filesystem import whole_file, whole_text_file
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.records.export import Format
     from agent.records.results import KeptMap
-    from agent.records.rows import Format
     from experts.expert import Verdict
 
 
@@ -56,16 +56,11 @@ def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
 
 def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path) -> int:
     """Write rows to a file that appears whole or not at all; how many. Raises ConfigError for what the disk refuses."""
-    count = 0
     try:
         with whole_text_file(path) as stream:
-            writer = RowWriter(stream, output)
-            for row in rows:
-                writer.write(row)
-                count += 1
+            return write_rows(rows, output, stream)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error} - name a file that can be written") from error
-    return count
 
 
 def _reader(config: LineConfig) -> ResultReader:

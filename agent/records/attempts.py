@@ -1,8 +1,8 @@
-"""How often the agent ended while it judged an image: a durable count, so that no image ends the agent for ever.
+"""Durable count of process ends while an image was judged, so that no image ends the agent for ever.
 
-Guarantees: a key that was begun and not ended when the process went away counts one more at the next opening, until it
-is settled. Lines survive the process however it ends; they are not synced, so a power cut may lose them, and then
-counts nothing. A cut line is skipped. A disk that refuses or hangs ends the counting of this run, which is logged.
+Guarantees: a key that was begun and not ended when the process ended counts one more at the next opening, until it is
+settled. Lines survive any end of the process; they are not synced, so a power cut may lose them and their counts. A cut
+line is skipped. A disk that refuses or hangs ends the counting of this run, which is logged.
 
 One JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run began,
 {"counts": {key: attempts}}. The file is compacted at each opening, and beyond COMPACT_BYTES.
@@ -13,28 +13,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from experts.daemon_threads import DaemonThreads
 from experts.filesystem import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 4 * 1024 * 1024
 WAIT_S = 1.0  # for a line to be written, which takes microseconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    entry: Mapping[str, object]
-    is_written: threading.Event = field(default_factory=threading.Event)
 
 
 class _Tally:
@@ -64,20 +59,19 @@ class AttemptLog:
     A thread of its own writes. ``begun`` waits for its line, WAIT_S at most: a disk that hangs must not stop the agent.
     """
 
-    def __init__(self, path: Path, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._begun: Counter[str] = Counter()  # batches under way, of this run
         self._written = _Tally(_counts_in(path))  # the writer's
         self._counts = dict(self._written.counts)
-        self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
+        self._writer = DaemonThreads(1, "attempts")
+        self._is_closed = False
         self._given_up = threading.Event()
-        self._descriptor: int | None = None
+        self._descriptor = -1
+        self._opened = ExitStack()
         self._size_bytes = 0
         self._rewrite()
-        self._thread = threading.Thread(target=self._run, name="attempts", daemon=True)
-        self._thread.start()
 
     def attempts(self, key: str) -> int:
         """How many runs ended while this key was being judged."""
@@ -88,8 +82,11 @@ class AttemptLog:
         with self._lock:
             self._begun.update(keys)
             line = self._write({"begun": list(keys)})
-        if line is not None and not line.is_written.wait(self._wait_s):
-            self._give_up("the disk does not answer")
+        if line is not None:
+            try:
+                line.result(WAIT_S)
+            except TimeoutError:
+                self._give_up("the disk does not answer")
 
     def ended(self, keys: Sequence[str]) -> None:
         """The process survived these keys' batches; the keys are not settled yet."""
@@ -111,28 +108,24 @@ class AttemptLog:
 
     def close(self) -> None:
         """Write no more. Keys that are begun now count at the next opening."""
-        self._lines.put(None)
-        self._thread.join(self._wait_s)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._writer.submit(self._opened.close)
+        self._writer.stop(WAIT_S)
 
-    def _write(self, entry: Mapping[str, object]) -> _Line | None:
-        """Queue a line; None after giving up."""
-        if self._given_up.is_set():
+    def _write(self, entry: Mapping[str, object]) -> Future[None] | None:
+        """Queue a line; None after giving up, or after the close."""
+        if self._given_up.is_set() or self._is_closed:
             return None
-        line = _Line(entry)
-        self._lines.put(line)
-        return line
-
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if not self._given_up.is_set():
-                self._append(line.entry)
-            line.is_written.set()
-        self._close()
+        return self._writer.submit(self._append, entry)
 
     def _append(self, entry: Mapping[str, object]) -> None:
+        if self._given_up.is_set():
+            return
         content = (json.dumps(entry) + "\n").encode()
         try:
-            if self._descriptor is None or os.write(self._descriptor, content) != len(content):
+            if os.write(self._descriptor, content) != len(content):
                 raise OSError("the disk took a part of a line only")
         except OSError as error:
             self._give_up(error.strerror or str(error))
@@ -144,21 +137,17 @@ class AttemptLog:
 
     def _rewrite(self) -> None:
         """Replace the file by the sum of its lines; whole or not at all."""
-        self._close()
+        self._opened.close()
         content = "".join(json.dumps(entry) + "\n" for entry in self._written.entries()).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(self.path) as file:
                 file.write(content)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._opened.callback(os.close, self._descriptor)
         except OSError as error:
             self._give_up(error.strerror or str(error))
         self._size_bytes = len(content)
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
     def _give_up(self, reason: str) -> None:
         """Write no more in this run: half a line may stand at the end, and the next would be read with it."""

@@ -1,8 +1,9 @@
-"""Files of results for other programs: `results-FILE-FIRST-LAST.csv`, or `.jsonl`, each with one range of numbers.
+"""Results and boards as plain rows for other programs, and files of them: `results-FILE-FIRST-LAST.csv`, or `.jsonl`.
 
-Guarantees: a file appears under its name whole, or not at all. The ranges follow one another, so each result is in
-exactly one file, whatever the clock showed. FILE is the identity of the results file: results that a restore brought
-back overwrite nothing. A process that ends while a file appears writes the same range again at its next start.
+Guarantees: times are ISO 8601 with their offset; nested values stay JSON, also inside a field of CSV. A file appears
+under its name whole, or not at all. The ranges follow one another, so each result is in exactly one file, whatever the
+clock showed. FILE is the identity of the results file: results that a restore brought back overwrite nothing. A process
+that ends while a file appears writes the same range again at its next start.
 
 The first line has the number of the schema: while that stays, columns may be added at the end, and none changes.
     CSV:   `# coserve results: schema 1, line LINE, file FILE, seq FIRST to LAST`, then a header, then rows
@@ -11,33 +12,40 @@ The first line has the number of the schema: while that stays, columns may be ad
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from threading import Event
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
-from agent.records.rows import RESULT_COLUMNS, RowWriter, plain_result
+from agent.records.rounds import Rounds
 from experts.filesystem import make_folder, whole_text_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
     from agent.line_file.records import ExportSection
     from agent.records.result_writer import ResultStore
-    from agent.records.results import ResultRow
+    from agent.records.results import BoardRow, ResultRow
 
 log = logging.getLogger(__name__)
 
+Format: TypeAlias = Literal["csv", "jsonl"]
+
+OF_SUBJECT = frozenset({"key", "component", "image", "arrived_at", "board", "board_type", "ref"})
+RESULT_COLUMNS = (
+    "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
+    "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
+)  # fmt: skip
 SCHEMA = 1
 FIRST_S = 60.0  # from the start of the agent to its first file
 EVERY_S = 3600.0  # from one file to the next
@@ -64,11 +72,8 @@ class ExportedRange:
         return until_s if until_s <= now_s else -math.inf
 
 
-class ResultExport:
-    """Writes a file when one is due, STEP_ROWS with each ``step``, and counts ``files`` and ``rows`` since the start.
-
-    For one thread at a time. ``clock``: monotonic seconds.
-    """
+class ResultExport(Rounds):
+    """Writes a file when one is due, STEP_ROWS with each ``step``. ``wall``: time with time zone."""
 
     def __init__(
         self,
@@ -78,59 +83,16 @@ class ResultExport:
         wall: Callable[[], datetime],
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        super().__init__(store, clock, clock() + FIRST_S)
         self._section = section
         self._line = line
-        self._store = store
         self._wall = wall
-        self._clock = clock
-        self._due_s = clock() + FIRST_S
-        self._work: Iterator[None] | None = None
-        self.files = 0
-        self.rows = 0
 
-    def step(self) -> None:
-        """Write a part of a file, if one is due. Raises OSError: the next step begins it anew."""
-        if self._work is None:
-            if self._clock() < self._due_s:
-                return
-            self._work = self._write()
-        try:
-            next(self._work)
-        except StopIteration:
-            self._work = None
-            self._due_s = self._clock() + EVERY_S
-        except BaseException:
-            self._work = None
-            raise
-
-    def stop(self) -> None:
-        if self._work is not None:
-            self._work.close()  # type: ignore[attr-defined]  # it is a generator
-            self._work = None
-
-    def _write(self) -> Iterator[None]:
+    def _steps(self) -> Generator[None, None, None]:
         part = yield from self._next_range()
-        if part is None:
-            return
-        file = read_rows(self._store.path, "SELECT id FROM identity")[0][0]
-        numbers = f"{part.first_seq:0{NUMBER_DIGITS}}-{part.last_seq:0{NUMBER_DIGITS}}"
-        path = self._section.folder / f"results-{file}-{numbers}.{self._section.format}"
-        reader, at, rows = ResultReader(self._store.path), part.first_seq - 1, 0
-        make_folder(self._section.folder)
-        with whole_text_file(path) as stream:
-            stream.write(self._first_line(file, part))
-            writer = RowWriter(stream, self._section.format, RESULT_COLUMNS)
-            while found := reader.select(
-                "SELECT * FROM results WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?", (at, part.last_seq, STEP_ROWS)
-            ):
-                for row in found:
-                    writer.write(plain_result(_local(row)))
-                at, rows = found[-1].seq, rows + len(found)
-                yield
-        self._store.write(partial(_mark_written, part))
-        self.files += 1
-        self.rows += rows
-        log.info("results_exported file=%s rows=%d", path, rows)
+        if part is not None:
+            yield from self._write_file(part)
+        self._due_s = self._clock() + EVERY_S
 
     def _next_range(self) -> Generator[None, None, ExportedRange | None]:
         """The range to write, on the disk before its file: also after a kill its name and content are the same."""
@@ -142,16 +104,30 @@ class ResultExport:
         if last_seq <= exported:
             return None
         part = ExportedRange(exported + 1, last_seq, now)
-        is_stored = Event()
-        self._store.write(partial(_begin, part), lambda _: is_stored.set())
-        while not is_stored.is_set():
-            yield
+        yield from self._write(partial(_begin, part))
         return part
+
+    def _write_file(self, part: ExportedRange) -> Iterator[None]:
+        file = read_rows(self._store.path, "SELECT id FROM identity")[0][0]
+        numbers = f"{part.first_seq:0{NUMBER_DIGITS}}-{part.last_seq:0{NUMBER_DIGITS}}"
+        path = self._section.folder / f"results-{file}-{numbers}.{self._section.format}"
+        reader, at, rows = ResultReader(self._store.path), part.first_seq - 1, 0
+        make_folder(self._section.folder)
+        with whole_text_file(path) as stream:
+            stream.write(self._first_line(file, part))
+            while found := reader.select(
+                "SELECT * FROM results WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?", (at, part.last_seq, STEP_ROWS)
+            ):
+                write_rows(map(_local_row, found), self._section.format, stream, RESULT_COLUMNS)
+                at, rows = found[-1].seq, rows + len(found)
+                yield
+        self._store.write(partial(_mark_written, part))
+        log.info("results_exported file=%s rows=%d", path, rows)
 
     def _first_line(self, file: str, part: ExportedRange) -> str:
         if self._section.format == "csv":
             whose = f"line {self._line}, file {file}, seq {part.first_seq} to {part.last_seq}"
-            return f"# coserve results: schema {SCHEMA}, {whose}\n"
+            return f"# coserve results: schema {SCHEMA}, {whose}\n{','.join(RESULT_COLUMNS)}\r\n"
         head = {"schema": SCHEMA, "kind": "results", "line": self._line, "file": file}
         head |= {"first_seq": part.first_seq, "last_seq": part.last_seq, "columns": RESULT_COLUMNS}
         return json.dumps(head) + "\n"
@@ -177,7 +153,44 @@ def _mark_written(part: ExportedRange, database: Database) -> None:
     database.execute("UPDATE exports SET is_written = 1 WHERE last_seq = ?", (part.last_seq,))
 
 
-def _local(row: ResultRow) -> ResultRow:
+def _local_row(row: ResultRow) -> dict[str, Any]:
     subject = replace(row.result.subject, arrived_at=row.result.subject.arrived_at.astimezone())
     finished_at = row.result.finished_at.astimezone()
-    return replace(row, result=replace(row.result, subject=subject, finished_at=finished_at))
+    return plain_result(replace(row, result=replace(row.result, subject=subject, finished_at=finished_at)))
+
+
+def plain_result(row: ResultRow) -> dict[str, Any]:
+    subject, result = row.result.subject, row.result
+    values = {name: getattr(subject if name in OF_SUBJECT else result, name) for name in RESULT_COLUMNS[1:]}
+    values["component"] = subject.component or ""
+    return {"seq": row.seq} | {name: _plain(value) for name, value in values.items()}
+
+
+def plain_board(row: BoardRow) -> dict[str, Any]:
+    board = {name: _plain(value) for name, value in asdict(row.board).items()}
+    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.takt_s} | board
+
+
+def write_rows(
+    rows: Iterable[dict[str, Any]], output: Format, stream: TextIO, columns: Sequence[str] | None = None
+) -> int:
+    """Write rows as JSON lines or CSV; returns how many. ``columns``: of a CSV whose header stands; else the first row
+    makes the header."""
+    writer = None if columns is None else csv.DictWriter(stream, columns)
+    count = 0
+    for row in rows:
+        count += 1
+        if output == "jsonl":
+            stream.write(json.dumps(row) + "\n")
+            continue
+        if writer is None:
+            writer = csv.DictWriter(stream, list(row))
+            writer.writeheader()
+        writer.writerow({key: json.dumps(v) if isinstance(v, dict | list) else v for key, v in row.items()})
+    return count
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return list(value) if isinstance(value, tuple) else value

@@ -49,15 +49,6 @@ class KeptImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """``kept_bytes``: of all images; ``free_bytes``: by disk."""
-
-    now_s: float
-    kept_bytes: int
-    free_bytes: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
 class Going:
     image: KeptImage
     reason: Reason
@@ -85,9 +76,14 @@ def going_order(image: KeptImage, limits: KeepSection, now_s: float) -> tuple[bo
     return not is_old, 0 if is_old else LAST_TO_GO[image.verdict], image.at_s, image.path
 
 
-def what_goes(images: Iterable[KeptImage], limits: KeepSection, situation: Situation) -> Iterator[Going]:
-    """Images to remove, in order, until the limits hold or no image may go."""
-    kept_bytes, free_bytes, now_s = situation.kept_bytes, dict(situation.free_bytes), situation.now_s
+def what_goes(
+    images: Iterable[KeptImage], limits: KeepSection, now_s: float, kept_bytes: int, free_bytes: Mapping[int, int]
+) -> Iterator[Going]:
+    """Images to remove, in order, until the limits hold or no image may go.
+
+    ``kept_bytes``: of all images, also of those that are not given; ``free_bytes``: by disk.
+    """
+    free_bytes = dict(free_bytes)
     candidates = [image for image in images if may_go(image, limits, now_s)]
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):
         free = free_bytes.get(image.device)

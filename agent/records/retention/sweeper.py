@@ -31,17 +31,17 @@ from agent.records.retention.kept_images import FileSeen, archived, remove, shel
 from agent.records.retention.rules import (
     KeptImage,
     Reason,
-    Situation,
     Steadiness,
     going_order,
     may_go,
     what_goes,
 )
+from agent.records.rounds import Rounds
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from sqlite_utils import Database
 
@@ -84,12 +84,8 @@ class Surroundings:
 REAL = Surroundings()
 
 
-class Sweeper:
-    """See the module. Call ``step`` from one thread at a time.
-
-    ``is_needed``: whether the file of a result's key lies in a watched folder. ``removed`` and ``removed_rows``: since
-    the start, images by reason. ``alarm``: why a limit cannot hold; None: no alarm.
-    """
+class Sweeper(Rounds):
+    """``is_needed``: a result's file lies in a watched folder. ``alarm``: why a limit cannot hold; None: no alarm."""
 
     def __init__(
         self,
@@ -101,45 +97,28 @@ class Sweeper:
         is_needed: Callable[[str], bool] = lambda _: False,
         surroundings: Surroundings = REAL,
     ) -> None:
-        self.removed: Counter[Reason] = Counter()
-        self.removed_rows = 0
+        super().__init__(store, surroundings.clock, surroundings.clock())
         self.alarm: str | None = None
         self._limits = limits
         self._archive = archive
         self._shelves = tuple(shelves)
-        self._store = store
         self._is_needed = is_needed
-        self._clock, self._wall = surroundings.clock, surroundings.wall
+        self._wall = surroundings.wall
         self._free_bytes = surroundings.free_bytes
         self._steadiness = Steadiness(self._wall().timestamp() - self._clock(), self._clock())
-        self._round: Iterator[None] | None = None
-        self._next_round_s = self._clock()
-        self._written = 0  # committed jobs of the sweeper
         self._stuck: dict[str, str] = {}  # files that could not be removed in this round, with the reason
 
     def step(self) -> None:
-        """Part of a round, if one is due. Raises OSError; the next step begins a new round."""
         self._is_steady()
-        if self._round is None:
-            if self._clock() < self._next_round_s:
-                return
-            self._round = self._steps()
-        try:
-            next(self._round)
-        except StopIteration:
-            self._round = None
-        except BaseException:
-            self._round = None
-            self._next_round_s = self._clock()
-            raise
+        super().step()
 
     # -- a round, piece by piece --
 
-    def _steps(self) -> Iterator[None]:
+    def _steps(self) -> Generator[None, None, None]:
         self._stuck = {}
-        yield from self._finish_removals()
+        yield from self._remove_marked()
         if (self._limits.days, self._limits.size, self._limits.free) == (None, None, None):
-            self._next_round_s = math.inf
+            self._due_s = math.inf
             return
         limits = self._limits if self._is_steady() else self._limits.model_copy(update={"days": None})
         exported = last_exported(self._store.path) if limits.export_required else None
@@ -147,42 +126,44 @@ class Sweeper:
         yield from self._look(limits, exported, found)
         free_bytes = self._free()
         now_s = self._wall().timestamp()
-        going = list(what_goes(found.candidates, limits, Situation(now_s, found.size_bytes, free_bytes)))
+        going = list(what_goes(found.candidates, limits, now_s, found.size_bytes, free_bytes))
         for start in range(0, len(going), STEP_REMOVALS):
-            yield from self._remove(going[start : start + STEP_REMOVALS])
+            yield from self._write(partial(self._mark, going[start : start + STEP_REMOVALS]))
+            yield from self._remove_marked()
         if limits.days is not None:
             yield from self._remove_rows(limits, exported, timedelta(days=limits.days))
         is_done = bool(self._stuck) or not found.has_more or len(going) < len(found.candidates)
         self._check_limits(limits, found, free_bytes, going, is_done=is_done)
-        self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
+        self._due_s = self._clock() + (ROUND_S if is_done else 0.0)
 
     def _look(self, limits: KeepSection, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
         now_s = self._wall().timestamp()
-        for image in self._all_images(exported):
-            if image is None:
-                yield
-                continue
-            found.size_bytes += image.size_bytes
-            if may_go(image, limits, now_s) and image.path not in self._stuck:
-                found.candidates.append(image)
-            if len(found.candidates) >= 2 * CANDIDATES:
-                _keep_the_first(found, limits, now_s)
-        if found.has_more:  # keep those that go first
-            _keep_the_first(found, limits, now_s)
 
-    def _all_images(self, exported: ExportedRange | None) -> Iterator[KeptImage | None]:
-        """All images; None ends a step."""
+        def keep_the_first() -> None:
+            found.has_more = True
+            found.candidates = nsmallest(CANDIDATES, found.candidates, lambda each: going_order(each, limits, now_s))
+
+        for images in self._all_images(exported):
+            found.size_bytes += sum(image.size_bytes for image in images)
+            found.candidates += [
+                each for each in images if may_go(each, limits, now_s) and each.path not in self._stuck
+            ]
+            if len(found.candidates) >= 2 * CANDIDATES:
+                keep_the_first()
+            yield
+        if found.has_more:
+            keep_the_first()
+
+    def _all_images(self, exported: ExportedRange | None) -> Iterator[list[KeptImage]]:
+        """All images, those of one step at a time."""
         files = archived(self._archive.folder)
-        while chunk := list(islice(files, STEP_FILES)):
-            yield from self._of_archive(chunk, exported)
-            yield None
-        now_s = self._wall().timestamp()
+        while archive_files := list(islice(files, STEP_FILES)):
+            yield list(self._of_archive(archive_files, exported))
+        until_s = -math.inf if exported is None else exported.until_s(self._wall().timestamp())
         for shelf in self._shelves:
-            for number, image in enumerate(shelved(shelf), start=1):
-                is_exported = exported is not None and image.changed_s < exported.until_s(now_s)
-                yield replace(image, is_exported=is_exported) if self._limits.export_required else image
-                if number % STEP_FILES == 0:
-                    yield None
+            images = shelved(shelf)
+            while shelf_images := list(islice(images, STEP_FILES)):
+                yield [replace(image, is_exported=image.changed_s < until_s) for image in shelf_images]
 
     def _of_archive(self, files: Sequence[FileSeen], exported: ExportedRange | None) -> Iterator[KeptImage]:
         """Archived images with the worst verdict of their results; UNKNOWN without a result."""
@@ -190,7 +171,8 @@ class Sweeper:
         by_path = {os.path.relpath(seen.path, self._archive.folder): seen for seen in files}
         verdicts: dict[str, set[Verdict]] = {}
         unexported: set[str] = set()
-        for kept_as, verdict, seq in self._results_of(tuple(by_path)):
+        sql = f"SELECT kept_as, verdict, seq FROM results WHERE kept_as IN ({', '.join('?' * len(by_path))})"
+        for kept_as, verdict, seq in read_rows(self._store.path, sql, tuple(by_path)):
             verdicts.setdefault(kept_as, set()).add(Verdict(verdict))
             if exported is None or seq > exported.last_seq:
                 unexported.add(kept_as)
@@ -202,40 +184,33 @@ class Sweeper:
                 is_exported = exported is not None and seen.changed_s + ORPHAN_S < exported.until_s(now_s)
             yield KeptImage(
                 seen.path, worst, seen.mtime_ns / 1e9, seen.mtime_ns / 1e9, seen.size_bytes, seen.mtime_ns, seen.device,
-                is_exported or not self._limits.export_required,
+                is_exported,
             )  # fmt: skip
-
-    def _results_of(self, kept_as: Sequence[str]) -> list[tuple[str, str, int]]:
-        marks = ", ".join("?" * len(kept_as))
-        sql = f"SELECT kept_as, verdict, seq FROM results WHERE kept_as IN ({marks})"
-        return [tuple(row) for row in read_rows(self._store.path, sql, kept_as)]
 
     # -- images: marked, removed, forgotten --
 
-    def _remove(self, going: Sequence[Going]) -> Iterator[None]:
-        marks = [self._mark(one) for one in going]
-
-        def mark(database: Database) -> None:
-            for path, mtime_ns, reason, kept_as in marks:
-                database.execute("INSERT OR REPLACE INTO leaving VALUES (?, ?, ?)", (path, mtime_ns, reason))
-                if kept_as is not None:
-                    database.execute("UPDATE results SET kept_as = NULL WHERE kept_as = ?", (kept_as,))
-
-        yield from self._write(mark)
-        gone = Counter(dict.fromkeys(Reason, 0))
+    def _mark(self, going: Sequence[Going], database: Database) -> None:
         for one in going:
-            if self._try_to_remove(one.image.path, one.image.mtime_ns):
-                gone[one.reason] += 1
-                self.removed[one.reason] += 1
-        yield from self._forget([path for path, *_ in marks])
-        counts = " ".join(f"{reason}={count}" for reason, count in gone.items() if count)
-        log.info("images_removed %s last=%s", counts or "none", going[-1].image.path)
+            path = Path(one.image.path)
+            marked = (os.fsencode(path), one.image.mtime_ns, one.reason)
+            database.execute("INSERT OR REPLACE INTO leaving VALUES (?, ?, ?)", marked)
+            if self._archive.folder in path.parents:
+                kept_as = str(path.relative_to(self._archive.folder))
+                database.execute("UPDATE results SET kept_as = NULL WHERE kept_as = ?", (kept_as,))
 
-    def _mark(self, going: Going) -> tuple[bytes, int, str, str | None]:
-        path = Path(going.image.path)
-        is_archived = self._archive.folder in path.parents
-        kept_as = str(path.relative_to(self._archive.folder)) if is_archived else None
-        return os.fsencode(path), going.image.mtime_ns, str(going.reason), kept_as
+    def _remove_marked(self) -> Iterator[None]:
+        """Remove files that this process or an earlier one marked."""
+        rows = read_rows(self._store.path, "SELECT path, mtime_ns, reason FROM leaving")
+        marked = [row for row in rows if os.fsdecode(row["path"]) not in self._stuck]
+        for start in range(0, len(marked), STEP_REMOVALS):
+            some = marked[start : start + STEP_REMOVALS]
+            gone = Counter(
+                row["reason"] for row in some if self._try_to_remove(os.fsdecode(row["path"]), row["mtime_ns"])
+            )
+            settled = [row["path"] for row in some if os.fsdecode(row["path"]) not in self._stuck]
+            yield from self._write(partial(_delete, "leaving", "path", settled))
+            counts = " ".join(f"{reason}={gone[reason]}" for reason in Reason if gone[reason])
+            log.info("images_removed %s last=%s", counts or "none", os.fsdecode(some[-1]["path"]))
 
     def _try_to_remove(self, path: str, mtime_ns: int) -> bool:
         """True if the file is gone. Otherwise it stays marked for the next round."""
@@ -256,24 +231,6 @@ class Sweeper:
             if shelf.folder in path.parents:
                 return remove(path, mtime_ns, shelf.folder)
         return False
-
-    def _finish_removals(self) -> Iterator[None]:
-        """Remove files that an earlier process marked."""
-        rows = read_rows(self._store.path, "SELECT path, mtime_ns FROM leaving")
-        for start in range(0, len(rows), STEP_REMOVALS):
-            some = rows[start : start + STEP_REMOVALS]
-            for path, mtime_ns in some:
-                self._try_to_remove(os.fsdecode(path), mtime_ns)
-            yield from self._forget([path for path, _ in some])
-
-    def _forget(self, paths: Sequence[bytes]) -> Iterator[None]:
-        settled = [path for path in paths if os.fsdecode(path) not in self._stuck]
-
-        def forget(database: Database) -> None:
-            for path in settled:
-                database.execute("DELETE FROM leaving WHERE path = ?", (path,))
-
-        yield from self._write(forget)
 
     # -- rows --
 
@@ -297,8 +254,7 @@ class Sweeper:
         while rows := read_rows(self._store.path, sql, (before, *at, STEP_ROWS)):
             at = rows[-1]["finished_at"], rows[-1]["seq"]
             going = [row["seq"] for row in rows if self._row_may_go(row, last_seq)]
-            yield from self._write(partial(_delete, "results", going))
-            self.removed_rows += len(going)
+            yield from self._write(partial(_delete, "results", "seq", going))
 
     def _row_may_go(self, row: sqlite3.Row, last_seq: int | None) -> bool:
         if last_seq is not None and row["seq"] > last_seq:
@@ -309,31 +265,16 @@ class Sweeper:
     def _remove_boards(self, before: str) -> Iterator[None]:
         sql = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
         while going := [seq for (seq,) in read_rows(self._store.path, sql, (before, STEP_ROWS))]:
-            yield from self._write(partial(_delete, "boards", going))
-            self.removed_rows += len(going)
+            yield from self._write(partial(_delete, "boards", "seq", going))
 
     def _give_back(self) -> Iterator[None]:
         """Give pages of deleted rows back to the filesystem, if the file was created with auto_vacuum."""
         before = math.inf
-        while 0 < (free := self._free_pages()) < before:
+        while 0 < (free := read_rows(self._store.path, "PRAGMA freelist_count")[0][0]) < before:
             before = free
             yield from self._write(_vacuum)
 
-    def _free_pages(self) -> int:
-        return int(read_rows(self._store.path, "PRAGMA freelist_count")[0][0])
-
     # -- shared by all parts --
-
-    def _write(self, write: Callable[[Database], None]) -> Iterator[None]:
-        """Write, and yield until it is on the disk."""
-        before = self._written
-
-        def written(_: None) -> None:
-            self._written += 1
-
-        self._store.write(write, written)
-        while self._written == before:
-            yield
 
     def _free(self) -> dict[int, int]:
         folders = (self._archive.folder, *(shelf.folder for shelf in self._shelves))
@@ -369,18 +310,13 @@ class Sweeper:
         self.alarm = reason
 
 
-def _keep_the_first(found: _Found, limits: KeepSection, now_s: float) -> None:
-    found.has_more = True
-    found.candidates = nsmallest(CANDIDATES, found.candidates, key=lambda each: going_order(each, limits, now_s))
-
-
 def _freed(going: Sequence[Going], device: int) -> int:
     return sum(one.image.size_bytes for one in going if one.image.device == device)
 
 
-def _delete(table: str, seqs: Sequence[int], database: Database) -> None:
-    for seq in seqs:
-        database.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
+def _delete(table: str, key: str, values: Sequence[object], database: Database) -> None:
+    for value in values:
+        database.execute(f"DELETE FROM {table} WHERE {key} = ?", (value,))
 
 
 def _vacuum(database: Database) -> None:

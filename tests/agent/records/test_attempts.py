@@ -105,7 +105,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, answers, waited_for_ever = AttemptLog(path, wait_s=0.01), threading.Event(), threading.Event()
+    monkeypatch.setattr("agent.records.attempts.WAIT_S", 0.01)
+    log, answers, waited_for_ever = AttemptLog(path), threading.Event(), threading.Event()
     log.begun(["a"])
 
     def hang(*_: object) -> int:

@@ -17,8 +17,8 @@ from PIL import Image
 from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
+from agent.records.export import write_rows
 from agent.records.result_writer import ResultStore
-from agent.records.rows import write_rows
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
