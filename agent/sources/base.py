@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
 from experts.errors import OrderRefused, Refusing
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.subject import SourceStatus, Subject
     from experts.expert import Verdict
+
+
+def local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.sources.folder.files.naming import Naming, Told
+    from agent.sources.folder.files.naming import NameFields, Naming
 
 MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
@@ -285,7 +285,7 @@ def _files_below(folder: Path) -> Iterator[str]:
                 yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
 
 
-def _read_by(naming: Naming, folder: Path, relpath: str) -> Told:
+def _read_by(naming: Naming, folder: Path, relpath: str) -> NameFields:
     """Raises ValueError with the reason, and as ``read_sidecar`` does."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))

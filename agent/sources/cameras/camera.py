@@ -15,9 +15,10 @@ import random
 import threading
 import time
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.sources.base import local_time
 from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import Delivery
 from agent.sources.cameras.pictures.source import CameraConnection
@@ -36,6 +37,8 @@ from agent.subject import CAMERA_PREFIX, SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from agent.line_file.intake import CameraSection
     from agent.sources.cameras.delivery import CameraDoors
     from agent.sources.cameras.process import Heard
@@ -59,10 +62,6 @@ class _FromProcess:
 
 
 _Item: TypeAlias = "Trigger | _FromProcess | None"  # None: look at the time, or at whether to stop
-
-
-def _local_time() -> datetime:
-    return datetime.now(UTC).astimezone()
 
 
 def _moment(at: datetime) -> str:
@@ -196,7 +195,7 @@ class Camera:
     ) -> Trigger:
         """Under the guard."""
         self._number += 1
-        subject = self._subject(_local_time(), self._number, board_type or self._config.board_type)
+        subject = self._subject(local_time(), self._number, board_type or self._config.board_type)
         key, board = key or subject.key, board or subject.board
         subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked_sha256)
         return Trigger(subject, self._number, asked_s)
@@ -292,7 +291,7 @@ class Camera:
         trigger = self._takes.answer(taken.number)
         if trigger is None:
             return
-        at = _local_time() - timedelta(seconds=taken.age_s)
+        at = local_time() - timedelta(seconds=taken.age_s)
         subject = replace(trigger.subject, arrived_at=at)
         if not self._is_triggered:  # the request came before the frame
             subject = self._subject(at, trigger.number, subject.board_type)

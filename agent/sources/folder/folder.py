@@ -1,11 +1,11 @@
-"""Folder intake: offers each file of one watched folder exactly once, when the file is complete.
+"""A watched folder as a source: each file is offered exactly once, when complete, and put away after its commit.
 
 Guarantees: a file is claimed by one rename before it is offered, so that one of several agents gets it. A file that was
 claimed and not settled is offered again under the same key: at the next start, or after an error at the next rescan.
-What a full disk or a missing share refuses is retried. A step costs O(log n) a file that it changes; a rescan looks at
-every file, and takes at most a tenth of the time.
-Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints that
-wake the thread; a rescan finds the files that they miss. ``taking`` decides on waiting files, ``custody`` puts away.
+A full disk or a missing share is retried. A step costs O(log n) a file that it changes; a rescan looks at every file,
+and takes at most a tenth of the time. Only the folder's own threads wait for its disk.
+Structure: `step` does everything, under a clock that is given; the thread around it only waits. Hints wake the thread.
+``claiming`` decides on waiting files, ``reading`` reads the claimed, ``custody`` puts away.
 """
 
 from __future__ import annotations
@@ -14,100 +14,147 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.custody import Custody, Settlement
+from agent.sources.base import Arrival, Source, local_time
+from agent.sources.folder.claiming import ClaimCallbacks, Claimer
+from agent.sources.folder.custody import Custody
 from agent.sources.folder.files.inbox import MARKER, Inbox, printable
+from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
-from agent.sources.folder.taking import Taker
+from agent.sources.folder.reading import ImageReader, ReaderCallbacks
 from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch, SourceState
-from agent.subject import image_key
+from agent.subject import SourceStatus, image_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from datetime import datetime
 
+    from agent.config import LineConfig
     from agent.line_file.intake import FolderSection
-    from agent.sources.folder.files.hints import Hint
+    from agent.sources.base import Line
+    from agent.sources.folder.claiming import ClaimedImage
     from agent.sources.folder.files.naming import Naming
-    from agent.sources.folder.taking import ClaimedImage, FolderCallbacks
+    from agent.sources.folder.watch import Hint
     from agent.subject import Subject
     from experts.expert import Verdict
 
 log = logging.getLogger(__name__)
 
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together
+PIXEL_BYTES = 3  # of a decoded frame
 NO_ROOM_S = 0.25  # between two questions whether the agent has room again
 BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
 
 
-@dataclass(frozen=True, slots=True)
-class IntakeStatistics:
-    """A snapshot. ``alarm``: the error that keeps files from being moved, else None."""
-
-    state: SourceState
-    is_polled: bool
-    waiting: int
-    in_flight: int
-    offered: int
-    refused: int
-    filed: int
-    unfiled: int
-    alarm: str | None
+def folder_sources(config: LineConfig, line: Line) -> Sequence[Source]:
+    folders = config.intake.folders
+    return [
+        FolderSource(each, naming_of(each, config), line, owner=config.line, budget_bytes=READ_BYTES // len(folders))
+        for each in folders
+    ]
 
 
-class FolderIntake:
-    """One watched folder. A claimed or refused file stays until ``settle``, or ``withdraw`` if another file lies there.
+class FolderSource(Source):
+    """``owner`` names the agent (its line) in `.work/`: two agents on one folder need two names.
 
-    ``owner`` names the agent (its line) in `.work/`: two agents on one folder need two names.
+    ``budget_bytes``: of images read and not judged; ``wall``: dates of arrivals and shelves.
     """
+
+    keeps_images = True
 
     def __init__(
         self,
-        config: FolderSection,
+        section: FolderSection,
         naming: Naming,
-        callbacks: FolderCallbacks,
+        line: Line,
         *,
         owner: str,
-        clock: Callable[[], float] = time.monotonic,
+        budget_bytes: int = READ_BYTES,
+        wall: Callable[[], datetime] = local_time,
     ) -> None:
-        self._config = config
-        self._clock = clock
-        self._inbox = Inbox(config.path, owner, has_sidecars=config.has_sidecars)
-        self._custody = Custody(config, self._inbox, callbacks.wall)
-        self._waiting = WaitingFiles(_rule(config))
-        self._taker = Taker(config, naming, self._inbox, self._waiting, self._custody, callbacks)
-        self._watch = FolderWatch(config.path, self._note)
+        super().__init__(str(section.path))
+        self.skips_duplicates = section.duplicate == "skip"
+        self._section = section
+        self._line = line
+        self._clock = time.monotonic
+        self._sizes: dict[str, int] = {}  # by key: bytes of images that are offered
+        self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars)
+        self._custody = Custody(section, self._inbox, wall)
+        self._waiting = WaitingFiles(_rule(section))
+        callbacks = ClaimCallbacks(self._image_claimed, self._subject_refused, lambda: line.has_room(self), wall)
+        self._claimer = Claimer(section, naming, self._inbox, self._waiting, self._custody, callbacks)
+        self._watch = FolderWatch(section.path, self._note)
+        self._reader = ImageReader(
+            section.path.name,
+            ReaderCallbacks(
+                read=self._image_read,
+                changed=self._image_changed,
+                unreadable=lambda image, reason: self._subject_refused(image.subject, reason),
+                is_sound=lambda image: self._inbox.is_sound(is_claimed=image.file.is_ours),
+                during_large=lambda image: line.reading(image.subject),
+            ),
+            budget_bytes=budget_bytes,
+            max_pixels=section.max_pixels,
+        )
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._was_online = False
-        self._ignores_next_scan = config.ignore_existing
+        self._ignores_next_scan = section.ignore_existing
         self._next_scan = float("-inf")
         self._rested_at = float("-inf")  # when a scan is a tenth of the time since it began
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._snapshot = self._statistics()
+
+    # -- the contract --
 
     def start(self) -> None:
-        """Watch, in a thread of its own. The folder is made if it is missing; if that fails it is OFFLINE."""
+        """Read and watch, in two threads. The folder is made if it is missing; if that fails it is OFFLINE."""
+        self._reader.start()
         try:
-            self._config.path.mkdir(parents=True, exist_ok=True)
+            self._section.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            log.warning("intake_folder_not_made folder=%s reason=%s", self._config.path, error.strerror)
-        self._thread = threading.Thread(target=self._run, name=f"intake-{self._config.path.name}", daemon=True)
+            log.warning("intake_folder_not_made folder=%s reason=%s", self._section.path, error.strerror)
+        self._thread = threading.Thread(target=self._run, name=f"intake-{self._section.path.name}", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop taking files, put away what was settled, and return within about ``timeout_s``.
+    def stop(self, timeout_s: float) -> bool:
+        self._reader.stop(timeout_s)
+        return True
 
-        What is in flight stays claimed and is offered again at the next start.
-        """
+    def close(self, timeout_s: float) -> None:
+        """Claim nothing more, and put away settled files. The others stay claimed for the next start."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def reload(self, config: LineConfig) -> None:
+        self._claimer.naming = naming_of(self._section, config)
+
+    def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
+        self._reader.release_bytes(self._sizes.pop(subject.key, 0))
+        self._custody.settle(subject.key, verdict, reason)
+        self._wake.set()
+
+    def status(self) -> SourceStatus:
+        return SourceStatus(
+            self.name,
+            "folder",
+            str(self._watch.state),
+            received=self._claimer.received,
+            waiting=len(self._waiting) + self._claimer.unoffered + self._reader.waiting,
+            alarm=self._claimer.claim_alarm or self._custody.alarm or self._reader.alarm,
+            held_bytes=self._reader.held_bytes,
+        )
+
+    @property
+    def held(self) -> int:
+        """Files that were claimed or refused and are not put away."""
+        return self._custody.held
 
     def holds(self, key: str) -> bool:
         """True if the file of this key (an image's or a part's) lies in the folder unchanged. Raises OSError.
@@ -122,7 +169,7 @@ class FolderIntake:
             return False
         found = self._inbox.look(relpath)
         if found is None:
-            return self._config.after == "keep" and not self._is_here()
+            return self._section.after == "keep" and not self._is_here()
         return self._inbox.key(found.relpath, found.sighting) == key
 
     def _is_here(self) -> bool:
@@ -133,32 +180,33 @@ class FolderIntake:
         except FileNotFoundError:
             return False
 
-    def name_by(self, naming: Naming) -> None:
-        """Read names by this naming from the next file on. Any thread."""
-        self._taker.naming = naming
+    def report_hangs(self) -> None:
+        self._reader.report_hang()
 
-    def settle(self, subject: Subject, verdict: Verdict, reason: str | None = None) -> None:
-        """The verdict is stored: put the file away. Any thread; returns at once."""
-        self._custody.settle(Settlement(subject.key, verdict, reason))
-        self._wake.set()
+    # -- one image's way --
 
-    def withdraw(self, image: ClaimedImage) -> None:
-        """The file is not the one that was seen: no verdict will come. Any thread; returns at once."""
+    def _image_claimed(self, image: ClaimedImage) -> None:
+        if self._line.expects(image.subject, self):
+            self._reader.read_image(image)
+
+    def _subject_refused(self, subject: Subject, reason: str) -> None:
+        self._line.refuse_subject(subject, reason, self)
+
+    def _image_read(self, image: ClaimedImage, content: bytes) -> None:
+        """Offer the image. A frame counts with its pixels, which stay decoded until its last part is judged."""
+        subject = image.subject
+        layout = self._line.config.layouts.get(subject.board_type or "") if subject.shows_board else None
+        pixels_bytes = 0 if layout is None else layout.size[0] * layout.size[1] * PIXEL_BYTES
+        self._reader.add_bytes(pixels_bytes)
+        self._sizes[subject.key] = len(content) + pixels_bytes
+        self._line.offer_image(Arrival(subject, content, self._section.max_pixels), self)
+
+    def _image_changed(self, image: ClaimedImage) -> None:
+        """The file is not the one that was seen: no verdict will come."""
         self._custody.withdraw(image.subject.key)
         self._wake.set()
 
-    def is_sound(self, image: ClaimedImage) -> bool:
-        """True if the folder can be read now, as when the file was claimed. Any thread; may block."""
-        return self._inbox.is_sound(is_claimed=image.file.is_ours)
-
-    @property
-    def held(self) -> int:
-        """Files that were claimed or refused and are not put away. Any thread."""
-        return self._custody.held
-
-    def statistics(self) -> IntakeStatistics:
-        """The snapshot taken at the end of the last step."""
-        return self._snapshot
+    # -- on the folder's thread --
 
     def step(self, now: float) -> float:
         """Do everything that is due; returns the seconds until the next step."""
@@ -169,8 +217,7 @@ class FolderIntake:
         if now >= self._next_scan:
             self._scan(now)
         if self._watch.is_online:
-            self._taker.work(now)
-        self._snapshot = self._statistics()
+            self._claimer.claim_due(now)
         return max(self._next_step(now) - now, 0.0)
 
     def _run(self) -> None:
@@ -178,15 +225,14 @@ class FolderIntake:
             try:
                 delay_s = self.step(self._clock())
             except Exception:  # the boundary of the thread: the next rescan finds the file again
-                log.exception("intake_step_failed folder=%s", self._config.path)
-                delay_s = self._config.poll_s
+                log.exception("intake_step_failed folder=%s", self._section.path)
+                delay_s = self._section.poll_s
             self._wake.wait(delay_s)
             self._wake.clear()
             self._stopping.wait(BREATH_S)
         self._watch.stop(SourceState.STOPPED)
         self._custody.close()
         self._inbox.leave()
-        self._snapshot = self._statistics()
 
     def _note(self, hint: Hint) -> None:
         self._notes.put(hint)
@@ -222,7 +268,7 @@ class FolderIntake:
         try:
             self._watch.check_mount()
             if self._waiting.turn_to(self._inbox.inode()):
-                log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
+                log.warning("intake_folder_replaced folder=%s: it is another one than before", self._section.path)
                 self._watch.stop(SourceState.OFFLINE)
             listed = list(self._inbox.scan())
             if self._watch.go_online(has_thread=self._thread is not None):
@@ -230,7 +276,7 @@ class FolderIntake:
         except OSError as error:
             self._watch.go_offline(error)
             self._waiting.clear()
-            self._next_scan = now + self._config.poll_s
+            self._next_scan = now + self._section.poll_s
             return
         if self._ignores_next_scan:
             self._ignores_next_scan = False
@@ -238,53 +284,35 @@ class FolderIntake:
                 self._waiting.pass_over(found.relpath, found.sighting)
         self._recover()
         self._waiting.see_all(listed, now)
-        self._taker.forget_all_but({found.relpath for found in listed})
+        self._claimer.forget_all_but({found.relpath for found in listed})
         for relpath in self._waiting.find_stale(now):
             log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
         ended = self._clock()
         self._rested_at = ended + (SCAN_SHARE - 1) * (ended - started)
-        self._next_scan = max(now + self._config.poll_s, self._rested_at)
+        self._next_scan = max(now + self._section.poll_s, self._rested_at)
 
     def _recover(self) -> None:
         """Offer claimed files of an earlier run, or that an error left behind."""
         self._custody.put_back_again()
-        found = list(self._inbox.recover(self._custody.places() | self._taker.places()))
-        self._taker.recover(found)
+        found = list(self._inbox.recover(self._custody.places() | self._claimer.places()))
+        self._claimer.recover(found)
         if found or not self._was_online:
-            log.info("intake_recovered folder=%s files=%d", self._config.path, len(found))
+            log.info("intake_recovered folder=%s files=%d", self._section.path, len(found))
         self._was_online = True
 
     def _next_step(self, now: float) -> float:
-        times = [self._next_scan]
-        if self._custody.next_retry is not None:
-            times.append(self._custody.next_retry)
         due = self._waiting.next_due
-        if self._taker.unoffered or (due is not None and due <= now):
+        if self._claimer.unoffered or (due is not None and due <= now):
             due = now + NO_ROOM_S
-        if due is not None:
-            times.append(due)
-        return min(times)
-
-    def _statistics(self) -> IntakeStatistics:
-        return IntakeStatistics(
-            state=self._watch.state,
-            is_polled=self._watch.is_polled,
-            waiting=len(self._waiting) + self._taker.unoffered,
-            in_flight=self._custody.in_flight,
-            offered=self._taker.offered,
-            refused=self._taker.refused,
-            filed=self._custody.filed,
-            unfiled=self._custody.unfiled,
-            alarm=self._taker.claim_alarm or self._custody.alarm,
-        )
+        return min(at for at in (self._next_scan, self._custody.next_retry, due) if at is not None)
 
 
-def _rule(config: FolderSection) -> Rule:
-    settle_s = None if config.settle_ms is None else config.settle_ms / 1000
+def _rule(section: FolderSection) -> Rule:
+    settle_s = None if section.settle_ms is None else section.settle_ms / 1000
     return Rule(
-        mode=config.ready,
+        mode=section.ready,
         closed_settle_s=CLOSED_SETTLE_S if settle_s is None else settle_s,
         unseen_settle_s=UNSEEN_SETTLE_S if settle_s is None else settle_s,
-        stale_after_s=config.stale_after_s,
-        needs_sidecar=config.has_sidecars,
+        stale_after_s=section.stale_after_s,
+        needs_sidecar=section.has_sidecars,
     )

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from agent.sources.folder.claiming import ClaimedImage
     from agent.sources.folder.files.inbox import Claimed
-    from agent.sources.folder.taking import ClaimedImage
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,6 @@ class ReaderCallbacks:
     unreadable: Callable[[ClaimedImage, str], None]
     is_sound: Callable[[ClaimedImage], bool] = lambda _: True
     during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingStatistics:
-    """A snapshot. ``alarm``: the error with which the filesystem refused the last try."""
-
-    waiting: int
-    held_bytes: int
-    alarm: str | None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -105,8 +96,8 @@ def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
     return content
 
 
-class ArrivalReader:
-    """Thread of one folder. ``read_file`` reads one image, as ``read_as_seen`` does."""
+class ImageReader:
+    """``held_bytes``: read and not released; ``alarm``: the error with which the filesystem refused the last try."""
 
     def __init__(
         self,
@@ -115,24 +106,20 @@ class ArrivalReader:
         *,
         budget_bytes: int,
         max_pixels: int = DEFAULT_MAX_PIXELS,
-        read_file: Callable[[ClaimedImage, int], bytes] = read_as_seen,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._callbacks = callbacks
         self._budget_bytes = budget_bytes
         self._max_pixels = max_pixels
-        self._read_file = read_file
-        self._clock = clock
         self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
         self._tries: list[_Try] = []  # a heap
         self._numbers = count()
-        self._alarm: str | None = None
-        self._told: set[str] = set()  # reasons that were logged since a file was last read
-        self._held_bytes = 0
-        self._held = threading.Lock()  # over the line above
+        self.alarm: str | None = None
+        self._logged: set[str] = set()  # reasons that were logged since a file was last read
+        self.held_bytes = 0
+        self._guard = threading.Lock()  # over the line above
         self._reading_since: float | None = None
-        self._told_since: float | None = None
+        self._reported_since: float | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reader-{folder}", daemon=True)
@@ -147,32 +134,31 @@ class ArrivalReader:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def take(self, image: ClaimedImage) -> None:
+    def read_image(self, image: ClaimedImage) -> None:
         """Queue the image. Any thread; returns at once."""
         self._came.put(image)
         self._wake.set()
 
-    def hold(self, size_bytes: int) -> None:
-        with self._held:
-            self._held_bytes += size_bytes
+    def add_bytes(self, size_bytes: int) -> None:
+        with self._guard:
+            self.held_bytes += size_bytes
 
-    def release(self, size_bytes: int) -> None:
-        with self._held:
-            self._held_bytes -= size_bytes
+    def release_bytes(self, size_bytes: int) -> None:
+        self.add_bytes(-size_bytes)
         self._wake.set()
 
-    def statistics(self) -> ReadingStatistics:
-        """A snapshot, from any thread."""
-        return ReadingStatistics(len(self._tries) + self._came.qsize(), self._held_bytes, self._alarm)
+    @property
+    def waiting(self) -> int:
+        return len(self._tries) + self._came.qsize()
 
-    def tell_stuck(self) -> None:
+    def report_hang(self) -> None:
         """Log once of each read that it takes longer than STUCK_S. For a thread other than the reader's."""
         since = self._reading_since
-        if since is not None and since != self._told_since and self._clock() - since > STUCK_S:
-            self._told_since = since
+        if since is not None and since != self._reported_since and time.monotonic() - since > STUCK_S:
+            self._reported_since = since
             log.error(
                 "intake_read_hangs folder=%s seconds=%.0f: its filesystem does not answer; other folders go on",
-                self._folder, self._clock() - since,
+                self._folder, time.monotonic() - since,
             )  # fmt: skip
 
     def step(self, now: float) -> float:
@@ -188,7 +174,7 @@ class ArrivalReader:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                delay_s = self.step(self._clock())
+                delay_s = self.step(time.monotonic())
             except Exception:  # the boundary of the thread: a callback failed, the next file is read
                 log.exception("intake_reader_step_failed folder=%s", self._folder)
                 delay_s = BACKOFF.first_s
@@ -196,15 +182,15 @@ class ArrivalReader:
             self._wake.clear()
 
     def _has_room(self) -> bool:
-        return self._held_bytes < self._budget_bytes
+        return self.held_bytes < self._budget_bytes
 
     def _attempt(self, due: _Try, now: float) -> None:
         image = due.image
-        self._reading_since = self._clock()
+        self._reading_since = time.monotonic()
         try:
             is_large = image.file.sighting.size_bytes > LARGE_BYTES
             with self._callbacks.during_large(image) if is_large else nullcontext():
-                content = self._read_file(image, self._max_pixels)
+                content = read_as_seen(image, self._max_pixels)
         except FileChanged:
             self._callbacks.changed(image)
         except ImageTooLarge as error:
@@ -218,11 +204,11 @@ class ArrivalReader:
             log.exception("intake_read_broke file=%s", printable(image.file.relpath))
             self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         else:
-            self.hold(len(content))
-            if self._alarm is not None:
+            self.add_bytes(len(content))
+            if self.alarm is not None:
                 log.warning("intake_read_again folder=%s", self._folder)
-                self._alarm = None
-                self._told.clear()
+                self.alarm = None
+                self._logged.clear()
             self._callbacks.read(image, content)
         finally:
             self._reading_since = None
@@ -236,10 +222,10 @@ class ArrivalReader:
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
             self._callbacks.unreadable(due.image, f"{relpath}: {tried}")
             return
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
-        self._alarm = reason
+        self.alarm = reason
         failures = due.failures + 1
         again_s = now + BACKOFF.pause_s(failures)
         heapq.heappush(self._tries, _Try(again_s, next(self._numbers), due.image, failures, since))

@@ -5,9 +5,9 @@ Guarantees: a call costs O(log n) a file that it changes, amortised. Only `see_a
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.ranking import Ranking
 from agent.sources.folder.files.readiness import Evidence, Rule, Sighting, WaitingFile
 from agent.sources.folder.files.sidecar import sidecar_of
 
@@ -16,8 +16,56 @@ if TYPE_CHECKING:
 
     from agent.sources.folder.files.inbox import Found
 
-
 ROOTS_KEPT = 4  # an empty mount point, the share, and folders that are replaced now and then
+SLACK = 64  # arbitrary: so many entries that are out of date are not worth a cleaning
+
+
+class Ranking:
+    """Names by rank, the lowest first, equal ranks by name. Every call is O(log n), amortised.
+
+    A heap in which a new rank is a new entry: the old one stays until it comes first, or until such ones outnumber
+    those that count.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, float] = {}
+        self._entries: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def first_rank(self) -> float | None:
+        return self._entries[0][0] if self._ranks else None
+
+    def put(self, name: str, rank: float | None) -> None:
+        """Rank this name, anew if it is ranked; None drops it."""
+        if rank is None:
+            self.drop(name)
+        elif self._ranks.get(name) != rank:
+            self._ranks[name] = rank
+            heappush(self._entries, (rank, name))
+            self._clean()
+
+    def drop(self, name: str) -> None:
+        if self._ranks.pop(name, None) is not None:
+            self._clean()
+
+    def first(self, limit: float = float("inf")) -> str | None:
+        """The name that comes first, if its rank is at most ``limit``."""
+        return self._entries[0][1] if self._ranks and self._entries[0][0] <= limit else None
+
+    def clear(self) -> None:
+        self._ranks.clear()
+        self._entries.clear()
+
+    def _clean(self) -> None:
+        """Remove outdated entries at the head of the heap."""
+        if len(self._entries) > 2 * len(self._ranks) + SLACK:
+            self._entries = [(rank, name) for name, rank in self._ranks.items()]
+            heapify(self._entries)
+        while self._entries and self._ranks.get(self._entries[0][1]) != self._entries[0][0]:
+            heappop(self._entries)
 
 
 class WaitingFiles:
@@ -68,8 +116,10 @@ class WaitingFiles:
         self._passed = {relpath: sighting for relpath, sighting in self._passed.items() if relpath in listed}
 
     def turn_to(self, root: int) -> bool:
-        """Turn to the folder with this inode; True if it was another one before. Files of the other wait no more; what
-        was passed over there is known again when the folder comes back, as a share does."""
+        """Turn to the folder with this inode; True if it was another one before.
+
+        Files of the other folder wait no more. Its passed-over files are known again when it is back, as a share.
+        """
         if root == self.root:
             return False
         before, self.root = self.root, root
@@ -88,20 +138,23 @@ class WaitingFiles:
         self._passed[relpath] = sighting
 
     def reconsider(self, relpath: str) -> None:
-        """Make the file a candidate again when it is seen next."""
+        """The file is a candidate again when it is seen next."""
         self._passed.pop(relpath, None)
 
     def forget(self, relpath: str) -> None:
         """Drop a file that is gone."""
         self._candidates.pop(relpath, None)
-        if self.rule.needs_sidecar:
-            self._drop_sidecar(relpath)
+        sidecar = sidecar_of(relpath)
+        if beside := self._by_sidecar.get(sidecar):
+            beside.discard(relpath)
+            if not beside:
+                del self._by_sidecar[sidecar]
         for ranking in (self._settling, self._settled, self._aging):
             ranking.drop(relpath)
         self.stale.discard(relpath)
 
     def clear(self) -> None:
-        """Drop all files of a folder that is gone; what was passed over still is when the folder comes back."""
+        """Drop all candidates of a folder that is gone; files passed over stay so when the folder comes back."""
         self._candidates.clear()
         self._by_sidecar.clear()
         for ranking in (self._settling, self._settled, self._aging):
@@ -151,20 +204,6 @@ class WaitingFiles:
         if self.rule.needs_sidecar:
             self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
         self._settled.drop(relpath)
-        _rank(self._settling, relpath, self.rule.due_at(candidate))
+        self._settling.put(relpath, self.rule.due_at(candidate))
         if relpath not in self.stale:
-            _rank(self._aging, relpath, self.rule.stale_at(candidate))
-
-    def _drop_sidecar(self, relpath: str) -> None:
-        sidecar = sidecar_of(relpath)
-        beside = self._by_sidecar.get(sidecar, set())
-        beside.discard(relpath)
-        if not beside:
-            self._by_sidecar.pop(sidecar, None)
-
-
-def _rank(ranking: Ranking, relpath: str, rank: float | None) -> None:
-    if rank is None:
-        ranking.drop(relpath)
-    else:
-        ranking.put(relpath, rank)
+            self._aging.put(relpath, self.rule.stale_at(candidate))

@@ -1,5 +1,7 @@
-"""State of a watched folder, and its hints: the kernel's events, or rescans alone.
+"""State of a watched folder, and hints from the kernel: a file was closed, renamed in or created.
 
+Hints make the intake quick, never correct: events are lost when the queue overflows, in new folders, and on every
+network share. A rescan finds the files that they miss. Changes in the agent's own folders give no hint.
 Guarantees: hints are of the folder that lies there now; each change of state is logged once.
 """
 
@@ -7,10 +9,23 @@ from __future__ import annotations
 
 import errno
 import logging
+import warnings
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.hints import observe, stop_observing
+from watchdog.events import (
+    DirCreatedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+
+from agent.sources.folder.files.inbox import is_claim, is_own
+from agent.sources.folder.files.readiness import Evidence
 from experts.filesystem import filesystem_type, tells_changes
 
 if TYPE_CHECKING:
@@ -19,9 +34,12 @@ if TYPE_CHECKING:
 
     from watchdog.observers.api import BaseObserver
 
-    from agent.sources.folder.files.hints import Hint
-
 log = logging.getLogger(__name__)
+
+STOP_S = 1.0  # for watchdog's threads to end
+EVENTS: list[type[FileSystemEvent]] = [
+    FileClosedEvent, FileCreatedEvent, FileMovedEvent, DirCreatedEvent, DirMovedEvent,
+]  # fmt: skip
 
 
 class SourceState(StrEnum):
@@ -30,12 +48,19 @@ class SourceState(StrEnum):
     OFFLINE = "offline"
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something happened to this file; to a folder where ``relpath`` is None."""
+
+    relpath: str | None
+    evidence: Evidence = Evidence.NONE
+
+
 class FolderWatch:
-    """State of one folder. ``note`` is called with each hint, from other threads."""
+    """State of one folder. ``note`` is called with each hint, from watchdog's threads."""
 
     def __init__(self, path: Path, note: Callable[[Hint], None]) -> None:
         self.state = SourceState.STOPPED
-        self.is_polled = True
         self._path = path
         self._note = note
         self._observer: BaseObserver | None = None
@@ -45,18 +70,20 @@ class FolderWatch:
     def is_online(self) -> bool:
         return self.state is SourceState.ONLINE
 
+    @property
+    def is_polled(self) -> bool:
+        return self._observer is None
+
     def go_online(self, *, has_thread: bool) -> bool:
-        """Begin to watch a folder that can be read (again); False if it is watched already.
+        """Watch a folder that can be read (again); False if it is watched already.
 
         ``has_thread``: a thread waits for hints; otherwise the folder is polled.
         """
         if self.is_online:
             return False
         self.state = SourceState.ONLINE
-        self.is_polled = not tells_changes(filesystem_type(self._path))
-        if has_thread and not self.is_polled:
-            self._observer = observe(self._path, self._note)
-            self.is_polled = self._observer is None
+        if has_thread and tells_changes(filesystem_type(self._path)):
+            self._observe()
         log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
         return True
 
@@ -77,4 +104,50 @@ class FolderWatch:
         self.state = state
         observer, self._observer = self._observer, None
         if observer is not None:
-            stop_observing(observer)
+            observer.stop()
+            if observer.is_alive():
+                observer.join(STOP_S)
+
+    def _observe(self) -> None:
+        # watchdog adds a folder that appears meanwhile twice, and warns of it: both watches work
+        warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning, r"watchdog\.")
+        try:
+            from watchdog.observers.inotify import InotifyObserver
+
+            self._observer = InotifyObserver(generate_full_events=True)  # "full": renames from outside are events too
+            listener = _Listener(self._path, self._note)
+            self._observer.schedule(listener, str(self._path), recursive=True, event_filter=EVENTS)
+            self._observer.start()
+        except (ImportError, OSError) as error:
+            log.warning("intake_without_events folder=%s reason=%s: rescans only", self._path, error)
+            self.stop(self.state)
+
+
+class _Listener(FileSystemEventHandler):
+    def __init__(self, root: Path, note: Callable[[Hint], None]) -> None:
+        self._root = str(root)
+        self._prefix = f"{root}/"
+        self._note = note
+
+    def dispatch(self, event: FileSystemEvent) -> None:
+        source, target = _text(event.src_path), _text(event.dest_path)
+        if event.is_directory:
+            if self._is_news(source) or self._is_news(target):
+                self._note(Hint(None))
+        elif isinstance(event, FileMovedEvent):
+            if self._is_news(target) and not is_claim(source.removeprefix(self._prefix)):
+                self._note(Hint(target.removeprefix(self._prefix), Evidence.RENAMED))
+        elif self._is_news(source):
+            evidence = Evidence.CLOSED if isinstance(event, FileClosedEvent) else Evidence.NONE
+            self._note(Hint(source.removeprefix(self._prefix), evidence))
+
+    def _is_news(self, path: str) -> bool:
+        if path == self._root:
+            return True
+        return path.startswith(self._prefix) and not is_own(path.removeprefix(self._prefix))
+
+
+def _text(path: bytes | str | None) -> str:
+    if path is None:
+        return ""
+    return path if isinstance(path, str) else path.decode("utf-8", "surrogateescape")

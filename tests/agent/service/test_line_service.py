@@ -19,12 +19,11 @@ import pytest
 
 import agent.service.inspections.inspector
 import agent.service.serve
-import agent.sources.folder.folder_source
 from agent.deployment.build import AgentOptions, build_agent
 from agent.deployment.packed_copies import lying_packed
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
-from agent.sources.folder.reading import ArrivalReader, read_as_seen
+from agent.sources.folder.reading import read_as_seen
 from experts.errors import AgentCrashed
 from experts.expert import Verdict
 from experts.packed.sources import stamp_of
@@ -47,8 +46,8 @@ def watched(line):
 def look_again(service, steps=3):
     """Until the folder was looked after so many times more."""
     for _ in range(steps):
-        before = service.sources[0].intake.statistics()
-        until(lambda seen=before: service.sources[0].intake.statistics() is not seen)
+        before = service.sources[0]._next_scan
+        until(lambda seen=before: service.sources[0]._next_scan > seen)
 
 
 def judge(service, line, *names):
@@ -154,8 +153,7 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
         judge(service, line, "misnamed.png", "B1_c0_R1.png")
     first = line.rows
     with line.served() as service:
-        intake = service.sources[0].intake
-        until(lambda: intake.statistics().offered + intake.statistics().refused == 2)
+        until(lambda: service.sources[0].status().received == 2)
         look_again(service)
         assert service.judged == 0
     assert line.rows == first
@@ -171,16 +169,10 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
             until(lambda: service.store.statistics().pending == 3)
             until(lambda: service.agent.loop.requests_in_flight == 0)
             look_again(service)
-            assert service.sources[0].intake.statistics().in_flight == 3
+            assert service.sources[0].held == 3
             assert len(list(line.inbox.glob("*.png"))) == 5
         until(lambda: service.judged == 8)
     assert len(line.rows) == 8
-
-
-def reading(monkeypatch, read_file):
-    """Arrivals are read so from now on."""
-    reader = partial(ArrivalReader, read_file=read_file)
-    monkeypatch.setattr(agent.sources.folder.folder_source, "ArrivalReader", reader)
 
 
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
@@ -191,11 +183,11 @@ def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeyp
             raise refusals.pop()
         return read_as_seen(arrival, max_pixels)
 
-    reading(monkeypatch, dropping)
+    monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", dropping)
     names = [f"B{number}_c0_R1.png" for number in range(6)]
     with line.served() as service:
         judge(service, line, *names)
-        assert service.sources[0].reader.statistics().alarm is None
+        assert service.sources[0].status().alarm is None
     assert line.verdicts == [(name, OK) for name in names]
 
 
@@ -210,7 +202,7 @@ def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, mon
             raise OSError(errno.EIO, "the server came back and gave up")
         return read_as_seen(arrival, max_pixels)
 
-    reading(monkeypatch, hanging)
+    monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", hanging)
     try:
         with line.served() as service:
             line.drop("B0_c0_R1.png", inbox="share")
@@ -237,7 +229,7 @@ def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_un
             arrival.file.path.write_bytes(larger)
         return read_as_seen(arrival, max_pixels)
 
-    reading(monkeypatch, rewritten)
+    monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", rewritten)
     with line.served() as service:
         judge(service, line, "B1_c0_R1.png")
     old, new = seen
@@ -462,7 +454,7 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
     with line.served(in_flight_limit=8) as service, line.full_disk():
 
         def in_flight():
-            return [source.intake.statistics().in_flight for source in service.sources if source.keeps_images]
+            return [source.held for source in service.sources if source.keeps_images]
 
         until(lambda: in_flight() == [6, 0])
         for number in range(3):
@@ -470,7 +462,7 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
         until(lambda: in_flight() == [6, 2])
         look_again(service)
         assert in_flight() == [6, 2]
-        assert service.sources[0].intake.statistics().waiting == 14
+        assert service.sources[0].status().waiting == 14
 
 
 def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):

@@ -27,11 +27,11 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.readiness import Lease, Sighting
+from agent.sources.folder.files.readiness import Lease, Probe, Sighting
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.sources.folder.files.sidecar import sidecar_of
 from experts.filesystem import open_folder, whole_file
-from experts.images import Completeness, completeness
+from experts.images import completeness
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -77,14 +77,6 @@ class Claimed:
     path: Path
     is_ours: bool = True
     sidecar: Sighting | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Result of opening a file."""
-
-    lease: Lease
-    completeness: Completeness
 
 
 class Inbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypedDict
 
 from agent.line_file.intake import BOARD_GROUP, NAME_GROUPS, TYPE_GROUP
 from agent.sources.folder.files.sidecar import read_sidecar
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import FolderSection
 
-    Told: TypeAlias = dict[str, str | None]  # fields of Subject: board (the serial), component, ref, board_type
+
+class NameFields(TypedDict, total=False):
+    """Fields of Subject that a name or a sidecar gives; ``board``: the serial."""
+
+    board: str | None
+    component: str | None
+    ref: str | None
+    board_type: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Naming:
     def has_sidecars(self) -> bool:
         return self.pattern is None
 
-    def read(self, relpath: str) -> Told:
+    def read(self, relpath: str) -> NameFields:
         """What the name says. A pattern without `/` matches the last part. Raises ValueError with the reason."""
         if self.pattern is None:
             raise ValueError("the name tells nothing here: a sidecar does")
@@ -48,11 +55,11 @@ class Naming:
             raise ValueError(f"the name does not match the pattern {self.pattern.pattern}")
         return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
 
-    def read_beside(self, sidecar: Path, name: str) -> Told:
+    def read_beside(self, sidecar: Path, name: str) -> NameFields:
         """What the sidecar says; errors call it ``name``. Raises as ``read_sidecar``."""
         return self._meaning(read_sidecar(sidecar, name), name)
 
-    def _meaning(self, said: Mapping[str, str], source: str) -> Told:
+    def _meaning(self, said: Mapping[str, str], source: str) -> NameFields:
         if self.whole_board is not None:
             return self._whole(said, source, self.whole_board)
         whole = said if self.component is None else {"component": self.component, **said}
@@ -67,7 +74,7 @@ class Naming:
         board_type = self._board_type(said.get("type"), source)
         return {"board": whole["board"], "component": component, "ref": whole["ref"], "board_type": board_type}
 
-    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> Told:
+    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> NameFields:
         for key in NAME_GROUPS:
             if key != BOARD_GROUP and key in said:
                 raise ValueError(f"{source} gives a {key}, but every image here shows a whole board")

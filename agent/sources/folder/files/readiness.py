@@ -35,6 +35,14 @@ class Lease(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Result of opening a file."""
+
+    lease: Lease
+    completeness: Completeness
+
+
+@dataclass(frozen=True, slots=True)
 class Sighting:
     """Identity of a file's content without reading it; renaming keeps all three."""
 
@@ -116,17 +124,17 @@ class Rule:
     def lacks_sidecar(self, candidate: WaitingFile) -> bool:
         return self.needs_sidecar and candidate.sidecar is None
 
-    def is_ready(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
+    def is_ready(self, candidate: WaitingFile, now: float, probe: Probe) -> bool:
         """True if a settled file may be claimed, by its lease and its bytes."""
-        if not self.is_due(candidate, now) or lease is Lease.HELD or completeness is Completeness.CUT:
+        if not self.is_due(candidate, now) or probe.lease is Lease.HELD or probe.completeness is Completeness.CUT:
             return False
-        if completeness is not Completeness.ZERO_TAILED:
+        if probe.completeness is not Completeness.ZERO_TAILED:
             return True
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 
-    def is_truncated(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
+    def is_truncated(self, candidate: WaitingFile, now: float, probe: Probe) -> bool:
         """True if the file's end is missing and will not come: the writer is done, or wrote nothing for long."""
-        if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
+        if probe.lease is Lease.HELD or probe.completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
         return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
 

@@ -41,7 +41,7 @@ def put_back(line, shelf):
 
 def test_an_image_of_a_board_is_cut_and_each_part_has_its_row(line):
     service = judge_until(line, "done")
-    assert service.sources[0].reader.statistics().held_bytes == 0
+    assert service.sources[0].status().held_bytes == 0
     boxes = {"R1": [0, 0, 16, 16], "R2": [16, 0, 32, 16]}
     about = [(row.subject.ref, row.subject.component, row.detail["box"], row.verdict) for row in line.rows]
     assert sorted(about) == [("R1", "c0", boxes["R1"], OK), ("R2", "c1", boxes["R2"], OK)]

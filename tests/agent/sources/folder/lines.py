@@ -8,6 +8,7 @@ import queue
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,14 +21,13 @@ from PIL import Image
 
 from agent.line_file.intake import FolderSection
 from agent.sources.folder.files.naming import Naming
-from agent.sources.folder.folder import FolderIntake
-from agent.sources.folder.taking import FolderCallbacks
+from agent.sources.folder.folder import FolderSource
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.sources.folder.taking import ClaimedImage
+    from agent.sources.folder.claiming import ClaimedImage
     from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
@@ -54,53 +54,70 @@ class Refusal(NamedTuple):
     reason: str
 
 
-class Line:
-    """An intake under a virtual clock, and what it offered and refused."""
+class Unread:
+    """Stands for the reader: a claimed image is handed to a test, and its file is not read."""
 
-    def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
+    waiting, held_bytes, alarm = 0, 0, None
+
+    def __init__(self, read_image: Callable[[ClaimedImage], None]) -> None:
+        self.read_image = read_image
+
+    def start(self) -> None: ...
+
+    def release_bytes(self, size_bytes: int) -> None: ...
+
+
+class Line:
+    """A folder under a virtual clock, and the images that it claimed and refused."""
+
+    def __init__(self, root: Path, owner: str = "demo", **keys: Any) -> None:
         self.root = root
         self.now = 0.0
         self.room = 10_000
-        self.has_room: Callable[[], bool] = lambda: len(self.arrivals) < self.room
+        self.has_room: Callable[[Any], bool] = lambda _: len(self.arrivals) < self.room
         self.stores_refusals = True
         self.arrivals: list[ClaimedImage] = []
         self.refusals: list[Refusal] = []
-        self.config = FolderSection.model_validate(
-            {"path": str(root), **_pattern_of(config), **config}, context={"folder": root.parent}
-        )
-        self.naming = SIDECARS if self.config.has_sidecars else NAMING
+        usual = {} if keys.get("identity") == "sidecar" else {"pattern": PATTERN}
+        section = FolderSection.model_validate({"path": str(root), **usual, **keys}, context={"folder": root.parent})
+        self.naming = SIDECARS if section.has_sidecars else NAMING
         root.mkdir(exist_ok=True)
-        self.intake = FolderIntake(
-            self.config,
-            self.naming,
-            FolderCallbacks(self.arrivals.append, self.refuse, lambda: self.has_room(), lambda: NOON),
-            owner=owner,
-            clock=lambda: self.now,
-        )
+        self.source = FolderSource(section, self.naming, self, owner=owner, wall=lambda: NOON)
+        self.source._clock = lambda: self.now
+        self.source._reader = Unread(self.arrivals.append)
 
-    def refuse(self, subject: Subject, reason: str) -> None:
+    def expects(self, subject: Subject, source: Any) -> bool:
+        return True
+
+    def refuse_subject(self, subject: Subject, reason: str, source: Any) -> None:
         """Settle the refusal at once, unless the test does."""
         self.refusals.append(Refusal(subject, reason))
         if self.stores_refusals:
-            self.intake.settle(subject, Verdict.UNKNOWN, reason)
+            source.verdict_committed(subject, Verdict.UNKNOWN, reason)
+
+    def name_by(self, naming: Naming) -> None:
+        self.source._claimer.naming = naming
 
     def run(self, seconds: float) -> None:
         """Turn the clock, with a step each tenth of a second."""
         for _ in range(round(seconds * 10) + 1):
-            self.intake.step(self.now)
+            self.source.step(self.now)
             self.now = round(self.now + 0.1, 3)
+
+    def write(self, *names: str) -> None:
+        for name in names:
+            (self.root / name).write_bytes(PNG)
 
     def arrive(self, *names: str) -> ClaimedImage:
         """Write files whole, and turn the clock until they are offered; the last of these."""
-        for name in names:
-            (self.root / name).write_bytes(PNG)
+        self.write(*names)
         self.run(5)
         return self.arrivals[-1]
 
     def settle(self, verdict: Verdict = Verdict.OK, seconds: float = 5) -> None:
         """Store this verdict of all that was offered, and turn the clock."""
         for arrival in self.arrivals:
-            self.intake.settle(arrival.subject, verdict)
+            self.source.verdict_committed(arrival.subject, verdict, None)
         self.run(seconds)
 
     @property
@@ -113,33 +130,27 @@ class Line:
 
     @property
     def stale(self) -> set[str]:
-        return self.intake._waiting.stale
+        return self.source._waiting.stale
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
 
 
-class Service:
-    """A running intake, and what it offered."""
+class LiveLine(Line):
+    """The same with its thread, real events and a real clock."""
 
-    def __init__(self, root: Path, **config: Any) -> None:
-        self.arrivals: queue.Queue[ClaimedImage] = queue.Queue()
-        section = FolderSection.model_validate(
-            {"path": str(root), **_pattern_of(config), **config}, context={"folder": root}
-        )
-        naming = SIDECARS if section.has_sidecars else NAMING
-        callbacks = FolderCallbacks(self.arrivals.put, lambda *_: None, wall=lambda: NOON)
-        self.intake = FolderIntake(section, naming, callbacks, owner="demo")
-
-    def __enter__(self) -> Service:
-        self.intake.start()
+    def __enter__(self) -> LiveLine:
+        self.came: queue.Queue[ClaimedImage] = queue.Queue()
+        self.source._clock = time.monotonic
+        self.source._reader = Unread(self.came.put)
+        self.source.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.intake.stop()
+        self.source.close(WAIT_S)
 
     def next(self) -> ClaimedImage:
-        return self.arrivals.get(timeout=WAIT_S)
+        return self.came.get(timeout=WAIT_S)
 
 
 def told(board: str | None, component: str | None, ref: str | None, board_type: str | None) -> dict[str, str | None]:
@@ -171,7 +182,3 @@ def printed_by_another_user(steps: str, **config: str) -> list[str]:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
-
-
-def _pattern_of(config: dict[str, Any]) -> dict[str, str]:
-    return {} if config.get("identity") == "sidecar" else {"pattern": PATTERN}

@@ -1,4 +1,4 @@
-"""Folder intake under a virtual clock, with real files and renames."""
+"""A watched folder under a virtual clock, with real files and renames."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.sources.folder.files.hints import Hint, observe, stop_observing
 from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
-from agent.sources.folder.folder import FolderIntake
+from agent.sources.folder.folder import FolderSource
 from agent.sources.folder.waiting import WaitingFiles
-from agent.sources.folder.watch import SourceState
+from agent.sources.folder.watch import FolderWatch, Hint, SourceState
 from agent.subject import part_key
 from experts.expert import Verdict
 from tests.agent.sources.folder.lines import (
@@ -40,7 +39,7 @@ from tests.agent.sources.folder.lines import (
     PNG,
     WAIT_S,
     Line,
-    Service,
+    LiveLine,
     printed_by_another_user,
     told,
     told_of,
@@ -206,17 +205,17 @@ def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: P
     line = Line(tmp_path / "inbox", after=after)
     first = line.arrive("b1_r_R7.png")
     first.file.path.write_bytes(PNG + PNG)
-    line.intake.withdraw(first)
+    line.source._image_changed(first)
     line.run(5)
     second = line.arrivals[-1]
-    assert (line.offered, line.intake.statistics().in_flight) == ([first.subject.image] * 2, 1)
+    assert (line.offered, line.source.held) == ([first.subject.image] * 2, 1)
     assert second.file.sighting.size_bytes == 2 * len(PNG)
-    line.intake.withdraw(second)  # nothing was wrong with it after all
+    line.source._image_changed(second)  # nothing was wrong with it after all
     line.run(5)
     assert (len(line.arrivals), line.arrivals[-1].subject.key) == (3, second.subject.key)
-    line.intake.settle(line.arrivals[-1].subject, Verdict.OK)
+    line.source.verdict_committed(line.arrivals[-1].subject, Verdict.OK, None)
     line.run(5)
-    assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
+    assert (len(line.arrivals), line.source.held) == (3, 0)
 
 
 def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
@@ -229,9 +228,9 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Inbox, "unclaim", refused)
-    line.intake.withdraw(first)
+    line.source._image_changed(first)
     line.run(30)
-    assert (len(line.arrivals), line.intake.held) == (1, 1)
+    assert (len(line.arrivals), line.source.held) == (1, 1)
     assert caplog.text.count("intake_not_put_back") == 1
     monkeypatch.setattr(Inbox, "unclaim", unclaim)
     line.run(10)
@@ -267,7 +266,7 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(90)
     assert len(line.arrivals) == 1
-    assert line.intake.statistics().waiting == 4
+    assert line.source.status().waiting == 4
     assert line.stale == set()
     line.room = 10_000
     line.run(1)
@@ -338,20 +337,20 @@ def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[s
 
 def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
     """The clock advances by a second with each reading: each scan lasts one."""
-    scans, scan = [], line.intake._inbox.scan
-    line.intake._inbox.scan = lambda: scans.append(line.now) or scan()
+    scans, scan = [], line.source._inbox.scan
+    line.source._inbox.scan = lambda: scans.append(line.now) or scan()
 
     def clock() -> float:
         line.now += 1.0
         return line.now
 
-    line.intake._clock = clock
-    line.intake.step(line.now)
+    line.source._clock = clock
+    line.source.step(line.now)
     scans.clear()
     while line.now < 1000.0:
-        line.intake._note(Hint(None))
-        line.intake._note(Hint("b1_r_R1.done"))
-        line.intake.step(line.now)
+        line.source._note(Hint(None))
+        line.source._note(Hint("b1_r_R1.done"))
+        line.source.step(line.now)
         line.now += 0.5
     assert 90 <= len(scans) <= 100
 
@@ -363,11 +362,11 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
     line.run(130)
     assert (line.arrivals, line.stale) == ([], {"b1_r_R1.png", "b1_r_R2.png"})
     (line.root / "b1_r_R1.png.done").touch()
-    line.intake._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
+    line.source._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
     line.run(1)
     assert line.offered == ["b1_r_R1.png"]
     (line.root / "b1_r_R2.done").touch()  # whose file this is only a rescan tells
-    line.intake._note(Hint("b1_r_R2.done", Evidence.CLOSED))
+    line.source._note(Hint("b1_r_R2.done", Evidence.CLOSED))
     line.run(1)
     assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
     assert all(name.startswith(".work/") for name in line.files())
@@ -408,7 +407,7 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
     explained = json.loads((line.root / "failed/noname.png.error.json").read_text())
     assert explained["reason"].startswith("the name does not match the pattern")
     assert outside.read_bytes() == PNG
-    assert line.intake.statistics().refused == len(reasons)
+    assert line.source.status().received == 1 + len(reasons)
 
 
 def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
@@ -416,12 +415,12 @@ def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
     (line.root / "noname.png").write_bytes(PNG)
     line.run(5)
     (refusal,) = line.refusals
-    assert (line.files(), line.intake.statistics().in_flight) == ({"noname.png"}, 1)
+    assert (line.files(), line.source.held) == ({"noname.png"}, 1)
     again = Line(line.root)
     again.run(5)
     assert [one.subject.key for one in again.refusals] == [refusal.subject.key]
     assert again.files() == {"failed/noname.png", "failed/noname.png.error.json"}
-    assert again.intake.statistics().in_flight == 0
+    assert again.source.held == 0
 
 
 def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line: Line) -> None:
@@ -430,7 +429,7 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
     line.run(70)
     assert line.refused == {"b1_r_R1.png": "the file is empty"}
     (line.root / "b1_r_R1.png").write_bytes(PNG)
-    line.intake.settle(line.refusals[0].subject, Verdict.UNKNOWN, "empty")
+    line.source.verdict_committed(line.refusals[0].subject, Verdict.UNKNOWN, "empty")
     line.run(5)
     assert line.offered == ["b1_r_R1.png"]
     assert line.arrivals[0].file.path.read_bytes() == PNG
@@ -482,7 +481,7 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
         (one.subject.key, one.subject.image, one.file.path) for one in line.arrivals
     }
     for arrival in again.arrivals:
-        again.intake.settle(arrival.subject, Verdict.NG)
+        again.source.verdict_committed(arrival.subject, Verdict.NG, None)
     again.run(1)
     assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
     third = Line(line.root)
@@ -505,7 +504,7 @@ def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> Non
 def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Line) -> None:
     line.arrive("b1_r_R1.png")
     again = Line(line.root)
-    again.intake.name_by(replace(NAMING, components=frozenset({"c"})))
+    again.name_by(replace(NAMING, components=frozenset({"c"})))
     again.run(1)
     assert again.refused == {"b1_r_R1.png": "no route for the component 'r'"}
     assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
@@ -516,8 +515,8 @@ def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> No
     for number in range(200):
         (lines[0].root / f"b1_r_R{number}.png").write_bytes(PNG)
     for line in lines:
-        line.intake.step(0.0)
-    threads = [threading.Thread(target=line.intake.step, args=(5.0,)) for line in lines]
+        line.source.step(0.0)
+    threads = [threading.Thread(target=line.source.step, args=(5.0,)) for line in lines]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -535,14 +534,14 @@ def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
     moved = line.root.with_name("unmounted")
     line.root.rename(moved)
     line.settle()
-    statistics = line.intake.statistics()
-    assert (statistics.state, statistics.unfiled, statistics.alarm) == (SourceState.OFFLINE, 1, "the folder is gone")
+    status = line.source.status()
+    assert (status.state, line.source.held, status.alarm) == ("offline", 1, "the folder is gone")
     assert not line.root.exists()
     moved.rename(line.root)
     (line.root / "b1_r_R2.png").write_bytes(PNG)
     line.run(40)
-    statistics = line.intake.statistics()
-    assert (statistics.state, statistics.unfiled, statistics.alarm) == (SourceState.ONLINE, 0, None)
+    status = line.source.status()
+    assert (status.state, status.alarm) == ("online", None)
     assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
     assert "done/2026-05-01/b1_r_R1.png" in line.files()
 
@@ -574,13 +573,13 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
     for arrival in line.arrivals[:3]:
-        line.intake.settle(arrival.subject, Verdict.OK)
+        line.source.verdict_committed(arrival.subject, Verdict.OK, None)
     line.run(40)
     assert len(line.arrivals) == 6
     again = Line(line.root)
     again.room = 2
     again.run(40)
-    assert (len(again.arrivals), again.intake.statistics().waiting) == (2, 4)
+    assert (len(again.arrivals), again.source.status().waiting) == (2, 4)
     again.room = 10
     again.run(40)
     assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
@@ -589,18 +588,17 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
 def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     """No more are taken than there is room for."""
     (line.root / "done").write_text("a file where the shelf should be")
-    line.has_room = lambda: line.intake.held < 4
+    line.has_room = lambda _: line.source.held < 4
     for number in range(9):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
     line.settle(seconds=10)
-    statistics = line.intake.statistics()
-    assert (len(line.arrivals), line.intake.held, statistics.unfiled) == (4, 4, 4)
-    assert statistics.alarm is not None
+    assert (len(line.arrivals), line.source.held) == (4, 4)
+    assert line.source.status().alarm is not None
     assert caplog.text.count("intake_not_filed") == 1
     (line.root / "done").unlink()
     line.run(40)
-    assert (len(line.arrivals), line.intake.statistics().unfiled) == (8, 0)
+    assert (len(line.arrivals), line.source.held) == (8, 4)
 
 
 # --- the thread, and real events ------------------------------------------------------------------------------------
@@ -611,7 +609,7 @@ def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
     beside.mkdir()
     for number in range(6):
         (beside / f"b1_r_R{number}.png").write_bytes(PNG)
-    with Service(root, settle_ms=50, poll_s=0.1) as service:
+    with LiveLine(root, settle_ms=50, poll_s=0.1) as service:
         (root / "b1_r_R0.png").write_bytes(PNG)
         (beside / "b1_r_R1.png").rename(root / "b1_r_R1.png")
         os.link(beside / "b1_r_R2.png", root / "b1_r_R2.png")
@@ -623,23 +621,24 @@ def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
         shutil.copy2(beside / "b1_r_R5.png", root / "b1_r_R5.png")
         arrivals = [service.next() for _ in range(6)]
         for arrival in arrivals:
-            service.intake.settle(arrival.subject, Verdict.OK)
+            service.source.verdict_committed(arrival.subject, Verdict.OK, None)
     assert sorted(arrival.subject.ref for arrival in arrivals) == [f"R{number}" for number in range(6)]
-    assert service.arrivals.empty()
+    assert service.came.empty()
     shelf = root / "done" / "2026-05-01"
     assert {str(file.relative_to(shelf)) for file in shelf.rglob("*.png")} == {
         *(f"b1_r_R{number}.png" for number in (0, 1, 2, 4, 5)),
         "new/deep/b1_r_R3.png",
     }
-    assert service.intake.statistics().state is SourceState.STOPPED
+    assert service.source.status().state == "stopped"
 
 
 def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
     """An agent's own moves give no hint under a real watch; moves of others do."""
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
-    observer = observe(tmp_path, hints.put)
-    if observer is None:
+    watch = FolderWatch(tmp_path, hints.put)
+    watch.go_online(has_thread=True)
+    if watch.is_polled:
         pytest.skip("this system tells no changes")
 
     def next_hint() -> Hint:
@@ -665,7 +664,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
         (tmp_path / "new").mkdir()
         assert next_hint() == Hint(None)
     finally:
-        stop_observing(observer)
+        watch.stop(SourceState.STOPPED)
 
 
 def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(
@@ -673,24 +672,24 @@ def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_on
 ) -> None:
     """As with a kernel queue of sixteen events."""
     root, told = tmp_path / "inbox", []
-    note = FolderIntake._note
+    note = FolderSource._note
 
-    def overflowing(intake: FolderIntake, hint: Hint) -> None:
+    def overflowing(source: FolderSource, hint: Hint) -> None:
         told.append(hint)
         if len(told) <= 16:
-            note(intake, hint)
+            note(source, hint)
 
-    monkeypatch.setattr(FolderIntake, "_note", overflowing)
+    monkeypatch.setattr(FolderSource, "_note", overflowing)
     tiny = io.BytesIO()
     Image.new("L", (1, 1)).save(tiny, "PNG")
-    with Service(root, poll_s=0.2) as service:
-        until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+    with LiveLine(root, poll_s=0.2) as service:
+        until(lambda: service.source._watch.state is SourceState.ONLINE)
         for number in range(10_000):
             (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
         refs = [service.next().subject.ref for _ in range(10_000)]
-        is_polled = service.intake.statistics().is_polled
+        is_polled = service.source._watch.is_polled
     assert sorted(refs) == sorted(f"R{number}" for number in range(10_000))
-    assert service.arrivals.empty()
+    assert service.came.empty()
     assert is_polled or len(told) > 10_000
 
 
@@ -713,16 +712,16 @@ line = Line(folder)
 (folder / "b1_r_R1.png").write_bytes(PNG)
 line.run(5)
 run("umount", "-l", folder)
-line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+line.source.verdict_committed(line.arrivals[0].subject, Verdict.OK, None)
 line.run(5)
-print(line.intake.statistics().state, line.offered, list(folder.iterdir()))
+print(line.source._watch.state, line.offered, list(folder.iterdir()))
 run("mount", "--bind", share, folder)
 (folder / "b1_r_R2.png").write_bytes(PNG)
 line.run(40)
 for arrival in line.arrivals[1:]:
-    line.intake.settle(arrival.subject, Verdict.OK)
+    line.source.verdict_committed(arrival.subject, Verdict.OK, None)
 line.run(40)
-print(line.intake.statistics().state, line.offered, sorted(line.files()), line.refused)
+print(line.source._watch.state, line.offered, sorted(line.files()), line.refused)
 """
 
 
@@ -777,10 +776,10 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
     line.run(5)
     (arrival,) = line.arrivals
     keys = [arrival.subject.key, part_key(arrival.subject.key, "R1"), part_key(arrival.subject.key, "U1@a#b")]
-    assert [line.intake.holds(key) for key in keys] == [True, True, True]
+    assert [line.source.holds(key) for key in keys] == [True, True, True]
     (line.root / "another.png").write_bytes(PNG)
     (line.root / name).unlink()
-    assert [line.intake.holds(key) for key in keys] == [False, False, False]
+    assert [line.source.holds(key) for key in keys] == [False, False, False]
 
 
 @pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
@@ -799,12 +798,12 @@ def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: s
     if away == "a bare mount point since the start":
         line = Line(line.root, after="keep")
         line.run(5)
-        assert line.intake.statistics().state is SourceState.ONLINE
-    assert line.intake.holds(key)
-    assert not line.intake.holds("0ther/" + key)
+        assert line.source._watch.state is SourceState.ONLINE
+    assert line.source.holds(key)
+    assert not line.source.holds("0ther/" + key)
     shutil.rmtree(line.root, ignore_errors=True)
     (tmp_path / "share").rename(line.root)
     line.run(20)
-    assert line.intake.holds(key)
+    assert line.source.holds(key)
     line.arrivals[0].file.path.unlink()
-    assert not line.intake.holds(key)
+    assert not line.source.holds(key)

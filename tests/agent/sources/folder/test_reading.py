@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from agent.sources.folder.claiming import ClaimedImage
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.reading import BACKOFF, PATIENCE_S, ArrivalReader, ReaderCallbacks, read_as_seen
-from agent.sources.folder.taking import ClaimedImage
+from agent.sources.folder.reading import BACKOFF, PATIENCE_S, ImageReader, ReaderCallbacks, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
@@ -46,6 +46,7 @@ class Desk:
     read: list[tuple[str, bytes]] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    large: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         answers = ReaderCallbacks(
@@ -53,20 +54,21 @@ class Desk:
             lambda arrival: self.changed.append(arrival.subject.key),
             lambda _arrival, reason: self.unreadable.append(reason),
             lambda _: self.is_sound,
+            self._during_large,
         )
-        self.reader = ArrivalReader(
-            "inbox",
-            answers,
-            budget_bytes=self.budget_bytes,
-            read_file=self._read,
-            clock=lambda: self.now,
-        )
+        self.reader = ImageReader("inbox", answers, budget_bytes=self.budget_bytes)
 
-    def _read(self, arrival: ClaimedImage, max_pixels: int) -> bytes:
+    def read_file(self, arrival: ClaimedImage, max_pixels: int) -> bytes:
         self.tries.append(self.now)
         if self.trouble is not None:
             raise self.trouble
         return read_as_seen(arrival, max_pixels)
+
+    @contextmanager
+    def _during_large(self, arrival: ClaimedImage) -> Iterator[None]:
+        before = len(self.tries)
+        yield
+        self.large.append(f"{arrival.subject.key} read {len(self.tries) - before} times")
 
     def run(self, seconds: float) -> None:
         """Turn the clock from one due step to the next."""
@@ -74,6 +76,13 @@ class Desk:
         while self.now < until:
             self.now = min(self.now + max(self.reader.step(self.now), 0.001), until)
         self.reader.step(self.now)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    made = Desk()
+    monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", made.read_file)
+    return made
 
 
 @pytest.fixture
@@ -86,23 +95,21 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN]
 )
-def test_what_the_filesystem_says_is_no_word_on_the_image(file: Path, code: int) -> None:
-    desk = Desk(trouble=OSError(code, os.strerror(code)))
-    desk.reader.take(arrival_of(file))
+def test_what_the_filesystem_says_is_no_word_on_the_image(desk: Desk, file: Path, code: int) -> None:
+    desk.trouble = OSError(code, os.strerror(code))
+    desk.reader.read_image(arrival_of(file))
     desk.run(5.0)
     assert (desk.read, desk.changed, desk.unreadable) == ([], [], [])
-    statistics = desk.reader.statistics()
-    assert (statistics.waiting, statistics.alarm) == (1, os.strerror(code))
+    assert (desk.reader.waiting, desk.reader.alarm) == (1, os.strerror(code))
     desk.trouble = None
     desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
-    statistics = desk.reader.statistics()
-    assert (statistics.waiting, statistics.alarm) == (0, None)
+    assert (desk.reader.waiting, desk.reader.alarm) == (0, None)
 
 
-def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Path) -> None:
-    desk = Desk(trouble=OSError(errno.EIO, "Input/output error"))
-    desk.reader.take(arrival_of(file))
+def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk: Desk, file: Path) -> None:
+    desk.trouble = OSError(errno.EIO, "Input/output error")
+    desk.reader.read_image(arrival_of(file))
     desk.run(PATIENCE_S - 1)
     assert desk.unreadable == []
     desk.run(2 * BACKOFF.longest_s)
@@ -112,10 +119,10 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Pa
     assert len(desk.tries) == tries
 
 
-def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: Path) -> None:
+def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk: Desk, file: Path) -> None:
     """Only time in which the folder could be read counts against a file."""
-    desk = Desk(trouble=OSError(errno.EHOSTDOWN, "Host is down"), is_sound=False)
-    desk.reader.take(arrival_of(file))
+    desk.trouble, desk.is_sound = OSError(errno.EHOSTDOWN, "Host is down"), False
+    desk.reader.read_image(arrival_of(file))
     desk.run(100 * PATIENCE_S)
     desk.is_sound = True  # the share is back, a moment after the file was asked for in vain
     desk.run(BACKOFF.longest_s)
@@ -125,23 +132,22 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: P
     assert desk.read == [(file.name, CONTENT)]
 
 
-def test_what_anything_else_raises_stays_with_its_own_file(file: Path) -> None:
-    desk = Desk(trouble=None)
+def test_what_anything_else_raises_stays_with_its_own_file(desk: Desk, file: Path) -> None:
     good = arrival_of(file)
     lost = replace(good.file, path=None)  # type: ignore[arg-type]  # stands for an error of the program
     broken = replace(good, file=lost)
-    desk.reader.take(broken)
-    desk.reader.take(arrival_of(file))
+    desk.reader.read_image(broken)
+    desk.reader.read_image(arrival_of(file))
     desk.reader.step(0.0)
     assert desk.read == [(file.name, CONTENT)]
-    assert desk.reader.statistics().waiting == 1
+    assert desk.reader.waiting == 1
 
 
 def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file: Path) -> None:
     desk = Desk()
     arrival = arrival_of(file, is_ours=False)
     file.unlink()
-    desk.reader.take(arrival)
+    desk.reader.read_image(arrival)
     desk.reader.step(0.0)
     assert (desk.changed, desk.unreadable) == ([file.name], [])
 
@@ -207,39 +213,21 @@ def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(t
     with pytest.raises(ImageTooLarge, match="50000000000 bytes"):
         read_as_seen(arrival, DEFAULT_MAX_PIXELS)
     desk = Desk()
-    desk.reader.take(arrival)
+    desk.reader.read_image(arrival)
     desk.reader.step(0.0)
     assert desk.unreadable == [
         f"huge.png: 50000000000 bytes are more than any image of {DEFAULT_MAX_PIXELS} pixels has"
     ]
 
 
-def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    @contextmanager
-    def during_large(arrival: ClaimedImage) -> Iterator[None]:
-        told.append(f"begun {arrival.subject.key}")
-        yield
-        told.append(f"ended {arrival.subject.key}")
-
-    def read(arrival: ClaimedImage, _: int) -> bytes:
-        told.append(f"read {arrival.subject.key}")
-        return b""
-
+def test_a_large_file_is_announced_while_it_is_read(desk: Desk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.sources.folder.reading.LARGE_BYTES", len(CONTENT))
     larger = file.with_name("larger")
     larger.write_bytes(CONTENT + b".")
-    reader = ArrivalReader(
-        "inbox",
-        ReaderCallbacks(lambda *_: None, lambda _: None, lambda *_: None, during_large=during_large),
-        budget_bytes=100,
-        read_file=read,
-    )
-    reader.take(arrival_of(file))
-    reader.take(arrival_of(larger))
-    reader.step(0.0)
-    assert told == [f"read {file.name}", "begun larger", "read larger", "ended larger"]
+    for path in (file, larger):
+        desk.reader.read_image(arrival_of(path))
+    desk.reader.step(0.0)
+    assert (len(desk.read), desk.large) == (2, ["larger read 1 times"])
 
 
 def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_the_last(tmp_path: Path) -> None:
@@ -247,13 +235,13 @@ def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_th
     for number in range(5):
         path = tmp_path / f"{number}.png"
         path.write_bytes(b"x" * 10)
-        desk.reader.take(arrival_of(path))
+        desk.reader.read_image(arrival_of(path))
     desk.reader.step(0.0)
     assert [key for key, _ in desk.read] == ["0.png", "1.png", "2.png"]
-    desk.reader.hold(5)  # as pixels of a frame
-    desk.reader.release(10)
+    desk.reader.add_bytes(5)  # as pixels of a frame
+    desk.reader.release_bytes(10)
     desk.reader.step(0.0)
     assert len(desk.read) == 3
-    desk.reader.release(5)
+    desk.reader.release_bytes(5)
     desk.reader.step(0.0)
     assert len(desk.read) == 4

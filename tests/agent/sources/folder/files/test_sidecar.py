@@ -20,7 +20,7 @@ from tests.agent.sources.folder.lines import (
     IMAGES,
     PNG,
     Line,
-    Service,
+    LiveLine,
     printed_by_another_user,
     told,
     told_of,
@@ -85,7 +85,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     (line.root / "sub" / "x.png").write_bytes(PNG)
     say(line, "sub/x.json")
     line.run(5)
-    line.intake.settle(line.arrivals[0].subject, verdict, "why")
+    line.source.verdict_committed(line.arrivals[0].subject, verdict, "why")
     line.run(5)
     shelf = {Verdict.OK: "done/2026-05-01/sub/", Verdict.NG: "ng/2026-05-01/sub/", Verdict.UNKNOWN: "failed/sub/"}
     left = {f"{shelf[verdict]}x.png", f"{shelf[verdict]}x.json"}
@@ -204,7 +204,7 @@ def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
         line.run(50)
         (line.root / "y.json").chmod(0o600)
         line.run(20)
-        print(line.offered, line.refused, line.intake.statistics().alarm, sorted(os.listdir(line.root / "failed")))
+        print(line.offered, line.refused, line.source.status().alarm, sorted(os.listdir(line.root / "failed")))
         """
     assert printed_by_another_user(steps, identity="sidecar") == [
         "['y.png'] {'x.png': 'its sidecar x.json cannot be read (Permission denied)'} None "
@@ -213,7 +213,7 @@ def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
 
 
 def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line: Line) -> None:
-    line.intake.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
+    line.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
     for name, component, board_type in (("a", None, "top"), ("b", "c", "bottom"), ("c", "r", "top"), ("d", "c", None)):
         arrive(line, name, component=component, type=board_type)
     assert [told_of(one.subject) for one in line.arrivals] == [
@@ -257,7 +257,7 @@ def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Lin
     line.run(5)
     assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
     for arrival in line.arrivals:
-        line.intake.settle(arrival.subject, Verdict.OK)
+        line.source.verdict_committed(arrival.subject, Verdict.OK, None)
     line.run(5)
     shelf = line.root / "done" / "2026-05-01"
     boards = {path.stem: json.loads(path.read_text())["board"] for path in shelf.glob("*.json")}
@@ -314,7 +314,7 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, l
         (one.subject.key, "B1") for one in line.arrivals
     )
     for arrival in again.arrivals:
-        again.intake.settle(arrival.subject, Verdict.NG)
+        again.source.verdict_committed(arrival.subject, Verdict.NG, None)
     again.run(5)
     shelf = "ng/2026-05-01"
     assert again.files() == {
@@ -354,7 +354,7 @@ def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool,
     again.run(1)
     judged = again.arrivals[0] if is_linked else again.refusals[0]
     assert judged.subject.key == arrival.subject.key  # by which its stored verdict is found
-    again.intake.settle(judged.subject, Verdict.OK)
+    again.source.verdict_committed(judged.subject, Verdict.OK, None)
     again.run(5)
     if is_linked:
         expected = {f"done/2026-05-01/{target.name}", f"done/2026-05-01/{target.stem}.png"}
@@ -365,7 +365,7 @@ def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool,
 def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> None:
     arrive(line)
     line.arrivals[0].file.path.write_bytes(PNG + PNG)
-    line.intake.withdraw(line.arrivals[0])
+    line.source._image_changed(line.arrivals[0])
     line.run(5)
     assert told_by(line) == [B1, B1]
     assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
@@ -375,9 +375,9 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> No
 
 
 def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> None:
-    with Service(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
-        until(lambda: service.intake.statistics().state is SourceState.ONLINE)
-        if service.intake.statistics().is_polled:
+    with LiveLine(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
+        until(lambda: service.source._watch.state is SourceState.ONLINE)
+        if service.source._watch.is_polled:
             pytest.skip("this filesystem tells no changes")
         for number, is_sidecar_first in enumerate((True, False, False)):
             image = tmp_path / "inbox" / f"{number}.PNG"
@@ -387,11 +387,11 @@ def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> Non
                 sidecar.write_text(said)
             image.write_bytes(PNG)
             if not is_sidecar_first:
-                until(lambda: service.intake.statistics().waiting == 1)
+                until(lambda: service.source.status().waiting == 1)
                 sidecar.write_text(said)
             arrival = service.next()
             assert arrival.subject.ref == f"R{number}"
-            service.intake.settle(arrival.subject, Verdict.OK)
-        until(lambda: service.intake.statistics().filed == 3)
+            service.source.verdict_committed(arrival.subject, Verdict.OK, None)
+        until(lambda: service.source.held == 0)
     assert len(list((tmp_path / "inbox" / "done").rglob("*.json"))) == 3
     assert not (tmp_path / "inbox" / ".work").exists()

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.inbox import printable
@@ -24,11 +23,12 @@ from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+    from datetime import datetime
 
     from agent.line_file.intake import FolderSection
     from agent.sources.folder.custody import Custody
     from agent.sources.folder.files.inbox import Claimed, Inbox
-    from agent.sources.folder.files.naming import Naming, Told
+    from agent.sources.folder.files.naming import NameFields, Naming
     from agent.sources.folder.files.readiness import Sighting, WaitingFile
     from agent.sources.folder.waiting import WaitingFiles
 
@@ -40,76 +40,52 @@ TRUNCATED = "truncated: the end of the image is missing"
 LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
 
 
-def local_time() -> datetime:
-    return datetime.now(UTC).astimezone()
-
-
 @dataclass(frozen=True, slots=True)
 class ClaimedImage:
-    """A complete image that this agent took, and where the file lies."""
+    """A complete image that this agent claimed, and its file."""
 
     subject: Subject
     file: Claimed
 
 
 @dataclass(frozen=True, slots=True)
-class FolderCallbacks:
-    """Called on the folder's thread; none of them blocks or raises. ``has_room`` is asked before each claim.
-
-    ``FolderIntake.settle`` answers ``claimed`` and ``refused`` once the verdict is on the disk.
-    """
+class ClaimCallbacks:
+    """Called on the folder's thread; none of them blocks or raises. ``has_room`` is asked before each claim."""
 
     claimed: Callable[[ClaimedImage], None]
-    refused: Callable[[Subject, str], None]  # with the reason; without board where neither name nor sidecar tells one
-    has_room: Callable[[], bool] = lambda: True
-    wall: Callable[[], datetime] = local_time
+    refused: Callable[[Subject, str], None]  # with the reason; without board where neither name nor sidecar gives one
+    has_room: Callable[[], bool]
+    wall: Callable[[], datetime]
 
 
-@dataclass(frozen=True, slots=True)
-class _ClaimRefused:
-    """Why a file could not be claimed, and how often in a row."""
-
-    reason: str
-    failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """An image and its sidecar."""
-
-    image: Sighting
-    sidecar: Sighting | None
-
-
-class Taker:
-    """For the folder's thread. ``naming`` may be replaced at any time."""
+class Claimer:
+    """For the folder's thread. ``naming`` may be replaced at any time. ``received``: files claimed or refused."""
 
     def __init__(
         self,
-        config: FolderSection,
+        section: FolderSection,
         naming: Naming,
         inbox: Inbox,
         waiting: WaitingFiles,
         custody: Custody,
-        callbacks: FolderCallbacks,
+        callbacks: ClaimCallbacks,
     ) -> None:
         self.naming = naming
         self.claim_alarm: str | None = None
-        self.offered = 0
-        self.refused = 0
-        self._config = config
+        self.received = 0
+        self._section = section
         self._inbox = inbox
         self._waiting = waiting
         self._rule = waiting.rule
         self._custody = custody
         self._callbacks = callbacks
         self._recovered: deque[Claimed] = deque()
-        self._refusals: dict[str, _ClaimRefused] = {}
-        self._read_with: dict[str, _Pair] = {}  # of files that are kept where they are
+        self._refusals: dict[str, tuple[str, int]] = {}  # unclaimable files: the reason, and failures in a row
+        self._read_with: dict[str, tuple[Sighting, Sighting | None]] = {}  # kept files: the image and its sidecar
 
     @property
     def unoffered(self) -> int:
-        """Files of an earlier run that lie claimed and wait for room."""
+        """Files that an earlier run claimed and that wait for room."""
         return len(self._recovered)
 
     def places(self) -> set[str]:
@@ -122,7 +98,7 @@ class Taker:
         self._refusals = {name: refused for name, refused in self._refusals.items() if name in self._waiting}
         self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
 
-    def work(self, now: float) -> None:
+    def claim_due(self, now: float) -> None:
         """Claim the files that are due, as far as there is room."""
         self._offer_recovered()
         while (candidate := self._waiting.first_due(now)) is not None:
@@ -133,7 +109,7 @@ class Taker:
             except FileNotFoundError:  # its owner, or another agent, was faster
                 self._waiting.forget(candidate.relpath)
             except OSError as error:
-                self._hold(candidate, now, error)
+                self._postpone_claim(candidate, now, error)
             finally:
                 self._waiting.end_turn(candidate, now + LOOK_AGAIN_S)
 
@@ -176,16 +152,16 @@ class Taker:
             return
         if self._rule.lacks_sidecar(candidate) and probe.lease is not Lease.HELD:
             self._refuse_unclaimed(candidate, _missing(relpath))
-        elif self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
-            self._take(candidate, now)
+        elif self._rule.is_ready(candidate, now, probe):
+            self._claim_complete(candidate, now)
         elif found.sighting.size_bytes == 0 and self._rule.is_abandoned(candidate, now):
             self._refuse_unclaimed(candidate, EMPTY)
-        elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
+        elif self._rule.is_truncated(candidate, now, probe):
             self._refuse_unclaimed(candidate, TRUNCATED if found.sighting.size_bytes else EMPTY)
         else:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 
-    def _take(self, candidate: WaitingFile, now: float) -> None:
+    def _claim_complete(self, candidate: WaitingFile, now: float) -> None:
         """Offer a complete file, if its sidecar is complete too."""
         unclaimed = self._unclaimed(candidate)
         try:
@@ -198,10 +174,10 @@ class Taker:
         except ValueError as error:
             self._refuse_unclaimed(candidate, str(error))
         else:
-            self._take_as(candidate, name, now)
+            self._claim_as(candidate, name, now)
 
-    def _take_as(self, candidate: WaitingFile, name: Told, now: float) -> None:
-        if self._config.after != "keep":
+    def _claim_as(self, candidate: WaitingFile, name: NameFields, now: float) -> None:
+        if self._section.after != "keep":
             claimed = self._claim(candidate)
         elif self._sidecar_is_stale(candidate):
             reason = f"its sidecar {_sidecar_name(candidate.relpath)} is the earlier image's: write it anew"
@@ -234,11 +210,10 @@ class Taker:
         """True if a kept image was replaced and its sidecar was not."""
         if not self._inbox.has_sidecars:
             return False
-        pair = _Pair(candidate.sighting, candidate.sidecar)
-        before = self._read_with.setdefault(candidate.relpath, pair)
-        if before.sidecar == pair.sidecar and before.image != pair.image:
+        image, sidecar = self._read_with.get(candidate.relpath, (candidate.sighting, candidate.sidecar))
+        if sidecar == candidate.sidecar and image != candidate.sighting:
             return True
-        self._read_with[candidate.relpath] = pair
+        self._read_with[candidate.relpath] = (candidate.sighting, candidate.sidecar)
         return False
 
     def _wait_for_sidecar(self, candidate: WaitingFile, now: float, reason: str) -> None:
@@ -248,23 +223,14 @@ class Taker:
         else:
             self._waiting.postpone(candidate.relpath, now + LOOK_AGAIN_S)
 
-    def _offer(self, claimed: Claimed, name: Told) -> None:
+    def _offer(self, claimed: Claimed, name: NameFields) -> None:
         key = self._inbox.key(claimed.relpath, claimed.sighting)
         self._custody.add(key, claimed)
-        self.offered += 1
+        self.received += 1
         self._callbacks.claimed(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
 
-    def _subject(self, key: str, image: str, name: Told) -> Subject:
-        return Subject(
-            key,
-            str(self._config.path),
-            image,
-            self._callbacks.wall(),
-            component=name.get("component"),
-            board=name.get("board"),
-            board_type=name.get("board_type"),
-            ref=name.get("ref"),
-        )
+    def _subject(self, key: str, image: str, name: NameFields) -> Subject:
+        return Subject(key, str(self._section.path), image, self._callbacks.wall(), **name)
 
     def _unclaimed(self, candidate: WaitingFile) -> Claimed:
         return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
@@ -277,38 +243,37 @@ class Taker:
     def _refuse(self, file: Claimed, reason: str) -> None:
         key = printable(self._inbox.key(file.relpath, file.sighting))
         self._custody.add(key, file)
-        self.refused += 1
+        self.received += 1
         log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
         self._callbacks.refused(self._subject(key, printable(file.relpath), self._known_name(file)), reason)
 
-    def _name_of(self, file: Claimed) -> Told:
-        """What the name or the sidecar says. Raises ValueError with the reason, and as ``read_sidecar``."""
+    def _name_of(self, file: Claimed) -> NameFields:
+        """Fields of the name or the sidecar. Raises ValueError with the reason, and as ``read_sidecar``."""
         if not self.naming.has_sidecars:
             return self.naming.read(file.relpath)
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
 
-    def _known_name(self, file: Claimed) -> Told:
-        """What a refused file's name or sidecar says; nothing where that fails."""
+    def _known_name(self, file: Claimed) -> NameFields:
+        """Fields of a refused file's name or sidecar; none where that fails."""
         try:
             file.relpath.encode()
             return self._name_of(file)
         except (ValueError, OSError, SidecarUnfinished):
             return {}
 
-    def _hold(self, candidate: WaitingFile, now: float, error: OSError) -> None:
-        """Leave a file where it is that the filesystem lets nobody claim (full, read-only, an I/O error)."""
+    def _postpone_claim(self, candidate: WaitingFile, now: float, error: OSError) -> None:
+        """Leave the file in its place: the filesystem refuses the claim (full, read-only, an I/O error)."""
         if error.errno == errno.ENAMETOOLONG:
             self._refuse_unclaimed(candidate, "the name is too long")
             return
         reason, relpath = error.strerror or str(error), candidate.relpath
-        refused = self._refusals.get(relpath) or _ClaimRefused("")
-        if refused.reason != reason:
+        last_reason, failures = self._refusals.get(relpath, ("", 0))
+        if last_reason != reason:
             log.error("intake_not_claimed file=%s reason=%s: left and retried", printable(relpath), reason)
         self.claim_alarm = reason
-        backoff = Backoff(self._config.poll_s, max(LONGEST_CLAIM_PAUSE_S, self._config.poll_s))
-        failures = refused.failures + 1
-        self._refusals[relpath] = _ClaimRefused(reason, failures)
-        self._waiting.postpone(relpath, now + backoff.pause_s(failures))
+        self._refusals[relpath] = (reason, failures + 1)
+        backoff = Backoff(self._section.poll_s, max(LONGEST_CLAIM_PAUSE_S, self._section.poll_s))
+        self._waiting.postpone(relpath, now + backoff.pause_s(failures + 1))
 
 
 def _sidecar_name(relpath: str) -> str:
