@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.loop import LoopStatistics
     from agent.runtime.weights.transfer import TransferStatistics
-    from agent.service.desk.line_desk import Controls, LineParts
+    from agent.service.desk.line_desk import LineParts
     from agent.service.inspections.admission import Admission
-    from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
     from agent.web.readings import Distribution, Labels
 
@@ -126,10 +125,8 @@ RESULTS: Table[Path] = (
 class LineMetrics:
     """Keeps ``agent.web.readings.Line``."""
 
-    def __init__(self, parts: LineParts, upkeep: Upkeep, controls: Controls) -> None:
+    def __init__(self, parts: LineParts) -> None:
         self._line = parts
-        self._upkeep = upkeep
-        self._controls = controls
         self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
 
     def condition(self) -> Condition:
@@ -137,16 +134,16 @@ class LineMetrics:
         line.inspector.agent.loop.statistics()
         crash, alarm = line.inspector.crash, line.store.statistics().alarm
         unstored = None if alarm is None else f"results are not stored: {alarm}"
-        return Condition(None if crash is None else str(crash), self._controls.phase() or unstored)
+        return Condition(None if crash is None else str(crash), self._line.phase() or unstored)
 
     def metrics(self) -> Sequence[Metric | Histogram]:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
-        sources = self._controls.sources()
+        sources = self._line.sources()
         watched = [source for source in sources if source.kind == "folder"]
         folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers = {one.receiver: one for one in self._upkeep.deliveries.statistics()}
-        ages = {receiver: _age_s(since) for receiver, since in self._upkeep.deliveries.oldest().items()}
+        receivers = {one.receiver: one for one in self._line.upkeep.deliveries.statistics()}
+        ages = {receiver: _age_s(since) for receiver, since in self._line.upkeep.deliveries.oldest().items()}
         return [
             *self._identity(),
             *self._counts(),
@@ -172,7 +169,7 @@ class LineMetrics:
                 ("receiver",),
             ),
             *_told(STORE, line.store.statistics()),
-            *_told(IMAGES, self._upkeep.images.statistics()),
+            *_told(IMAGES, self._line.upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
         ]
 
@@ -188,12 +185,12 @@ class LineMetrics:
             tuple(about),
         )
         yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
-        yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._controls.alarms())})
+        yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._line.alarms())})
 
     def _counts(self) -> Iterator[Metric | Histogram]:
         line, tally = self._line, self._line.tally.statistics()
         boards = line.boards.statistics().open
-        yield Metric(COUNTER, "verdicts", "Results stored.", _by_name(line.verdicts.counts), ("verdict",))
+        yield Metric(COUNTER, "verdicts", "Results stored.", _by_name(line.tally.verdicts), ("verdict",))
         yield Histogram("verdict_seconds", "From arrival to stored verdict.", _by_name(tally.seconds), ("source",))
         yield Metric(COUNTER, "board_verdicts", "Board verdicts stored.", _by_name(tally.boards), ("verdict",))
         yield Metric(GAUGE, "boards_open", "Boards that wait for images.", {(): boards})

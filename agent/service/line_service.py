@@ -18,17 +18,16 @@ from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
-from agent.service.desk.line_desk import Controls, LineDesk, LineParts
-from agent.service.desk.tally import Tally
+from agent.service.desk.line_desk import LineDesk, LineParts
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
 from agent.service.inspections.drift import DriftAlarm
-from agent.service.inspections.filed import FiledImages
 from agent.service.inspections.inspector import Inspector
 from agent.service.inspections.journaled import JournaledImages
 from agent.service.inspections.line import SourceLine
 from agent.service.inspections.line_boards import LineBoards, wall_clock
 from agent.service.inspections.shadow_source import ShadowSource
+from agent.service.inspections.tally import Tally
 from agent.service.inspections.verdicts import Verdicts
 from agent.service.line_metrics import LineMetrics
 from agent.service.texts.text_door import TextDoor
@@ -90,23 +89,23 @@ class LineService:
         self._verdicts = Verdicts(self.store, self.boards)
         self._shadows = ShadowSource(self.inspector, self.store)
         self._journaled = JournaledImages(self.inspector, self._verdicts, self.store, self._upkeep.images)
-        filed = FiledImages(self.inspector, self._verdicts, self.store)
-        line = SourceLine(self.inspector, filed, self._journaled, in_flight_limit)
+        line = SourceLine(self.inspector, self._verdicts, self._journaled, self.store, in_flight_limit)
         self.sources = line.sources = sources_of(config, line)
         admission = Admission(config.api.limits, lambda: self.inspector.ended_per_s)
         self._texts = TextDoor(self.inspector, admission)
-        tally = Tally()
-        self._verdicts.subscribe(tally.stored)
-        parts = LineParts(
-            self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts, tally
-        )
+        self._tally = Tally()
+        self._verdicts.subscribe(self._tally.stored)
         self._phase: str | None = "it starts"
-        controls = Controls(self._source_views, self._trigger, self._reload, self._alarms, lambda: self._phase)
-        self.desk = LineDesk(parts, controls)
+        parts = LineParts(
+            self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts,
+            self._tally, self._upkeep, self._source_views, self._trigger, self._reload, self._alarms,
+            phase=lambda: self._phase,
+        )  # fmt: skip
+        self.desk = LineDesk(parts)
         self.api = _api_of(config, self.desk) if config.api.grpc else None
         self._openai: OpenAiEndpoint | None = None
         self._applications: list[Application] = []
-        self.web = self._web(LineMetrics(parts, self._upkeep, controls)) if config.api.http else None
+        self.web = self._web(LineMetrics(parts)) if config.api.http else None
         self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts, as the Engine calls them, that are to be packed anew
@@ -125,7 +124,7 @@ class LineService:
     @property
     def judged(self) -> int:
         """Images whose verdict is stored, refused files included, since the start."""
-        return sum(self._verdicts.counts.values())
+        return sum(self._tally.verdicts.values())
 
     @property
     def crash(self) -> AgentCrashed | None:
@@ -186,7 +185,7 @@ class LineService:
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
-        counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
+        counts = {str(verdict).lower(): count for verdict, count in self._tally.verdicts.items()}
         return {
             "requests": sum(counts.values()),
             **counts,
@@ -351,10 +350,7 @@ class LineService:
             source.report_hangs()
 
     def _warn_of_drift(self) -> None:
-        now_s = self._clock()
-        if not self._drift_alarm.can_warn(now_s):
-            return
-        found = self._drift_alarm.due_warning(self.inspector.drift(), now_s)
+        found = self._drift_alarm.due_warning(self._clock(), self.inspector.drift)
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "

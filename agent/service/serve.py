@@ -2,7 +2,7 @@
 
 Guarantees: a signal ends it at any time, also during a reload, and whichever thread receives it. A fault that ends a
 thread ends it as AgentCrashed. One agent serves a line. Under systemd, starts that end soon are spaced by growing
-pauses (``starts``), a missing device or a held state by a steady one; the unit's status says why.
+pauses, a missing device or a held state by a steady one; the unit's status says why.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.garbage import keep_what_is_here
 from agent.service.line_service import LineService
-from agent.service.service_manager import EXTENDED_EVERY_S, Notifier, heartbeat
-from agent.service.starts import Starts
+from agent.service.service_manager import EXTENDED_EVERY_S, Notifier, Starts, heartbeat
 from experts.daemon_threads import DaemonThreads
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, DeviceMissing, OrderRefused, StateUnusable
 

@@ -1,19 +1,24 @@
-"""Messages to systemd: the agent starts, is ready, reloads, works, stops. None without systemd.
+"""Messages to systemd: the agent starts, is ready, reloads, works, stops; and backoff between starts that end soon.
 
 Guarantees: a message is one datagram, sent without waiting; a failure is one line in the log. Only progress of the
-agent feeds the watchdog, no timer.
+agent feeds the watchdog, no timer. systemd starts the agent again without limit: the count of starts survives any end;
+it is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in the line file.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.service.housekeeping import Housekeeper
+from experts.backoff import Backoff
 from experts.errors import CoServeError
+from experts.filesystem import whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +32,10 @@ EXTENDED_EVERY_S = 5.0
 JOURNAL_LEVELS = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))  # as syslog's
 DEBUG_LEVEL = 7
 FED_PER_LIMIT = 3  # the watchdog is fed so often within its limit
+FREE_STARTS = 3  # without a pause: one for the failure, one for an image that ended the agent twice
+BACKOFF = Backoff(5.0, 300.0)
+HEALTHY_S = 120.0
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class JournalFormatter(logging.Formatter):
@@ -116,3 +125,34 @@ def failures_told(notifier: Notifier) -> Iterator[None]:
 def heartbeat(notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> Housekeeper:
     """Feeds the watchdog while ``look`` returns a status; not when it hangs or raises."""
     return Housekeeper({"watchdog": lambda: notifier.alive(look())}, "heartbeat", (limit_s or 30.0) / FED_PER_LIMIT)
+
+
+class Starts:
+    """Starts of one line's agent since it last served for HEALTHY_S. An unwritable count costs the backoff."""
+
+    def __init__(self, state: Path, boot: Path = BOOT) -> None:
+        self._file = state / "starts.json"
+        self._boot = boot
+        self._ready_s: float | None = None
+
+    def begin(self) -> float:
+        """Count a start; returns the seconds to wait before it."""
+        boot, starts = "", 1
+        with suppress(OSError):
+            boot = self._boot.read_text().strip()
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
+            then = json.loads(self._file.read_text())
+            starts += int(then["starts"]) if then["boot"] == boot else 0
+        with suppress(OSError), whole_text_file(self._file) as file:
+            json.dump({"boot": boot, "starts": starts}, file)
+        return BACKOFF.pause_s(starts - FREE_STARTS)
+
+    def served(self, now_s: float) -> None:
+        """Call it while serving: HEALTHY_S of it reset the count."""
+        self._ready_s = now_s if self._ready_s is None else self._ready_s
+        if now_s - self._ready_s >= HEALTHY_S:
+            self.forget()
+
+    def forget(self) -> None:
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)

@@ -47,13 +47,14 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
     from agent.runtime.executor import ExecutorStatistics
-    from agent.service.desk.tally import Tally
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.journaled import JournaledImages
     from agent.service.inspections.line_boards import LineBoards
+    from agent.service.inspections.tally import Tally
     from agent.service.inspections.verdicts import Verdicts
     from agent.service.texts.text_door import TextDoor, TextStatistics
+    from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
     from experts.catalog import Catalog
 
@@ -62,7 +63,7 @@ EXPERT_PREFIX = "expert:"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineParts:
-    """Parts of a served line that its desk and its metrics ask."""
+    """Parts of a served line that its desk and metrics read. ``phase``: why no work is taken on purpose, or None."""
 
     inspector: Inspector
     admission: Admission
@@ -72,12 +73,7 @@ class LineParts:
     store: ResultStore
     texts: TextDoor
     tally: Tally
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """Callbacks of the desk and the metrics into the line. ``phase``: why no work is taken on purpose, or None."""
-
+    upkeep: Upkeep
     sources: Callable[[], Sequence[SourceStatus]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
@@ -88,9 +84,8 @@ class Controls:
 class LineDesk:
     """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
 
-    def __init__(self, parts: LineParts, controls: Controls) -> None:
+    def __init__(self, parts: LineParts) -> None:
         self._line = parts
-        self._controls = controls
         self._orders = OrderTaker(parts.inspector, parts.journaled, parts.admission)
         self._started_s = time.monotonic()
 
@@ -153,10 +148,10 @@ class LineDesk:
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
     ) -> str:
-        return self._controls.trigger(camera, board, board_type, key)
+        return self._line.trigger(camera, board, board_type, key)
 
     def reload(self) -> ReloadView:
-        return self._controls.reload()
+        return self._line.reload()
 
     def status(self) -> StatusView:
         agent = self._line.inspector.agent
@@ -169,7 +164,7 @@ class LineDesk:
             uptime_s=time.monotonic() - self._started_s,
             is_draining=engine.is_draining,
             requests_in_flight=statistics.requests_in_flight,
-            verdicts=self._line.verdicts.counts,
+            verdicts=dict(self._line.tally.verdicts),
             boards_open=self._line.boards.statistics().open,
             switches=engine.switches,
             loads=sum(engine.loads.values()),
@@ -177,9 +172,9 @@ class LineDesk:
             bytes_read=engine.bytes_read,
             queues=tuple(_queue_view(queue, executors.get(queue.executor)) for queue in engine.queues),
             pools=tuple(_pool_view(pool) for pool in engine.pools),
-            sources=tuple(self._controls.sources()),
+            sources=tuple(self._line.sources()),
             standing=standing_of(agent, engine),
-            alarms=tuple(self._controls.alarms()),
+            alarms=tuple(self._line.alarms()),
             texts=_texts_view(self._line.texts.statistics(), statistics.executors),
             shadows=self._line.inspector.shadow_counts(),
         )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 LEAST_STEPS = 500
 FORGETTING_STEPS = 20_000  # a fast line's day or less; of as many draws among 370 experts chance gives about 0.05
@@ -50,35 +51,13 @@ class DriftStatistics:
         return self.steps >= LEAST_STEPS and self.distance > self.threshold
 
 
-@dataclass(frozen=True, slots=True)
-class DriftSample:
-    """Counts at one moment. ``seen``: weight of each expert's steps; the rest is of all together."""
-
-    expected: Mapping[str, float]
-    seen: Mapping[str, float]
-    weight: float
-    squares: float
-
-    def statistics(self) -> DriftStatistics:
-        """Slow: a fraction of a millisecond for hundreds of experts."""
-        steps = round(self.weight**2 / self.squares) if self.squares else 0
-        shares = [
-            ExpertDrift(expert, self.expected.get(expert, 0.0), self.seen.get(expert, 0.0) / (self.weight or 1.0))
-            for expert in dict.fromkeys([*self.expected, *self.seen])
-        ]
-        moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
-        distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
-        named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
-        return DriftStatistics(steps, distance, chance_distance(self.expected.values(), steps), named)
-
-
 class UsageDrift:
-    """Counts steps against usage of any sum. Not thread-safe. ``sample`` copies: compute outside the guard."""
+    """Counts steps against usage of any sum. Not thread-safe: compute the statistics of a ``sample``."""
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
         self._expected = {expert: probability / total for expert, probability in usage.items()}
-        self._seen: defaultdict[str, float] = defaultdict(float)  # how much the steps of each weigh
+        self._seen: defaultdict[str, float] = defaultdict(float)  # the weight of each expert's steps
         self._weight = 0.0  # of all steps together
         self._squares = 0.0  # the squares of each step's weight
 
@@ -88,29 +67,41 @@ class UsageDrift:
             self._weight += 1.0
             self._squares += 1.0
             if self._weight > FORGETTING_STEPS:
-                self._forget_half()
+                for each in self._seen:
+                    self._seen[each] /= 2
+                self._weight /= 2
+                self._squares /= 4
 
-    def sample(self) -> DriftSample:
-        return DriftSample(self._expected, dict(self._seen), self._weight, self._squares)
+    def sample(self) -> UsageDrift:
+        """A copy, which later counts leave as it is."""
+        copied = copy(self)
+        copied._seen = self._seen.copy()
+        return copied
 
-    def _forget_half(self) -> None:
-        for expert in self._seen:
-            self._seen[expert] /= 2
-        self._weight /= 2
-        self._squares /= 4
+    def statistics(self) -> DriftStatistics:
+        """Slow: a fraction of a millisecond for hundreds of experts."""
+        steps = round(self._weight**2 / self._squares) if self._squares else 0
+        shares = [
+            ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen.get(expert, 0.0) / (self._weight or 1.0))
+            for expert in dict.fromkeys([*self._expected, *self._seen])
+        ]
+        moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
+        distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
+        named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
+        return DriftStatistics(steps, distance, chance_distance(self._expected.values(), steps), named)
 
 
 class DriftAlarm:
-    """Warns when usage has drifted, at first and then once an hour. ``now_s``: monotonic."""
+    """Warns when usage has drifted, at first and then once an hour."""
 
     def __init__(self) -> None:
         self._warned_s: float | None = None
 
-    def can_warn(self, now_s: float) -> bool:
-        return self._warned_s is None or now_s - self._warned_s >= WARNING_INTERVAL_S
-
-    def due_warning(self, found: DriftStatistics, now_s: float) -> DriftStatistics | None:
-        if not self.can_warn(now_s) or not found.has_drifted:
+    def due_warning(self, now_s: float, measure: Callable[[], DriftStatistics]) -> DriftStatistics | None:
+        """``now_s``: monotonic; ``measure`` is slow, and called only where a warning is due."""
+        if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
+            return None
+        if not (found := measure()).has_drifted:
             return None
         self._warned_s = now_s
         return found

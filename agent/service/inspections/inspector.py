@@ -1,4 +1,4 @@
-"""The agent as its doors see it: an image goes in under a key, and its outcome comes out, once.
+"""The agent of a line behind a gate: an image goes in under a key, and its outcome comes out, once.
 
 Guarantees: an image that was being judged when the agent ended is judged alone at the next start, and refused after the
 second time (``attempts``). A cancelled image that was not let in never reaches the agent. After a crash nothing is
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.api.calls.desk import ShadowsView
@@ -21,7 +22,6 @@ from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.service.inspections.drift import UsageDrift
-from agent.service.inspections.gate import Gate
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
 
@@ -81,13 +81,57 @@ class JudgedWatch:
     idle: Callable[[], None] = lambda: None
 
 
-@dataclass(slots=True)
-class _Recent:
-    """Rate of ended requests, for retry hints."""
+class Gate:
+    """Gate before the agent: a suspect, which was being judged when the agent ended, is judged alone.
 
-    since_s: float = field(default_factory=time.monotonic)
-    count: int = 0
-    per_s: float = 0.0
+    Guarantees: each submission is let in exactly once, in the order of its kind, suspects first: so the one that ends
+    the agent is known. For any thread. ``let_in`` never blocks or raises; True: the submission will ``leave``.
+    """
+
+    def __init__(self, let_in: Callable[[Submission], bool]) -> None:
+        self._let_in = let_in
+        self._suspects: deque[Submission] = deque()
+        self._others: deque[Submission] = deque()
+        self._inside = 0
+        self._is_alone = False
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._suspects) + len(self._others)
+
+    def admit(self, submission: Submission, *, is_suspect: bool) -> None:
+        with self._lock:
+            (self._suspects if is_suspect else self._others).append(submission)
+        self._open()
+
+    def leave(self) -> None:
+        self._left()
+        self._open()
+
+    def _left(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._is_alone = False
+
+    def _open(self) -> None:
+        """A loop, not recursion: any number of submissions may turn back."""
+        while (submission := self._next()) is not None:
+            if not self._let_in(submission):
+                self._left()
+
+    def _next(self) -> Submission | None:
+        with self._lock:
+            if self._suspects:
+                if self._inside:
+                    return None
+                self._is_alone = True
+                self._inside = 1
+                return self._suspects.popleft()
+            if self._is_alone or not self._others:
+                return None
+            self._inside += 1
+            return self._others.popleft()
 
 
 class Inspector:
@@ -102,8 +146,9 @@ class Inspector:
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
         self._attempts = AttemptLog(config.state / "attempts.log")
-        self._gate: Gate[Submission] = Gate(self._let_in)
-        self._recent = _Recent()
+        self._gate = Gate(self._let_in)
+        self.ended_per_s = 0.0  # images judged per second, recently; for retry hints
+        self._rate_since_s, self._ended_since = time.monotonic(), 0
         self.watch = JudgedWatch()
         self.shadow_counts: Callable[[], ShadowsView] = ShadowsView
         self.agent.loop.watch_batches(
@@ -134,18 +179,15 @@ class Inspector:
     def in_flight(self) -> int:
         return len(self._submissions)
 
-    @property
-    def ended_per_s(self) -> float:
-        """Images judged per second, recently; 0 before the first second is over."""
-        return self._recent.per_s
-
     def attempts(self, key: str) -> int:
         """Number of ends of the agent while this key was being judged."""
         return self._attempts.attempts(key)
 
     def reason_to_spare(self, keys: Iterable[str], what: str = "it") -> str | None:
-        """Why an image is not judged: it, or a part of it, ended the agent each time. Hundreds of parts would end the
-        agent hundreds of times."""
+        """Why an image is not judged: it, or a part of it, ended the agent each time.
+
+        Without this, hundreds of parts would end the agent hundreds of times.
+        """
         attempts = max(self._attempts.attempts(key) for key in keys)
         if attempts < ATTEMPTS_MAXIMUM:
             return None
@@ -244,9 +286,8 @@ class Inspector:
         """Decoding ahead of a batch may end the agent too."""
         with self._guard:
             submission = self._submissions.get(number)
-        with (
-            self.counted(submission.subject.key) if submission is not None and submission.is_counted else nullcontext()
-        ):
+        is_counted = submission is not None and submission.is_counted
+        with self.counted(submission.subject.key) if submission is not None and is_counted else nullcontext():
             yield
 
     # -- on the loop's thread --
@@ -267,11 +308,11 @@ class Inspector:
         submission.ended(outcome, Course(queue_s, submission.compute_s, models))
 
     def _count_ended(self) -> None:
-        recent, now_s = self._recent, time.monotonic()
-        recent.count += 1
-        if now_s - recent.since_s >= 1.0:
-            recent.per_s = recent.count / (now_s - recent.since_s)
-            recent.since_s, recent.count = now_s, 0
+        now_s = time.monotonic()
+        self._ended_since += 1
+        if now_s - self._rate_since_s >= 1.0:
+            self.ended_per_s = self._ended_since / (now_s - self._rate_since_s)
+            self._rate_since_s, self._ended_since = now_s, 0
 
     def _batch_given(self, requests: Sequence[int]) -> None:
         """Called before an executor holds the batch: it may end the agent from then on."""

@@ -1,38 +1,95 @@
-"""The line as its sources see it (``agent.sources.base.Line``): images come in, verdicts go back to their source."""
+"""The line as its sources see it (``agent.sources.base.Line``): images come in, verdicts go back to their source.
+
+An image that its source keeps is judged here, part by part; all others go to the journal.
+Guarantees: each part has a row of its own: after a crash only parts without one are judged. The source is told the
+worst part, once all are stored. The first stored part fixes the parts of an image. With ``skips_duplicates`` only an
+OK or NG under the served line file has duplicates; of simultaneous ones the first is judged.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sqlite3
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.runtime.images.sources import EncodedImage
-from agent.subject import pieces
+from agent.records.boards import SEVERITY
+from agent.runtime.images.sources import EncodedImage, Frame
+from agent.service.inspections.inspector import Course, Submission
+from agent.service.inspections.journaled import source_of
+from agent.service.inspections.rows import duplicate_result, judged_result, unknown
+from agent.subject import part_key, pieces
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
     from agent.config import LineConfig
-    from agent.service.inspections.filed import FiledImages
+    from agent.core.request import Outcome
+    from agent.records.result_reader import ResultReader
+    from agent.records.results import Recorded, Result
     from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.journaled import JournaledImages, StoredVerdict
+    from agent.service.inspections.verdicts import Verdicts
     from agent.sources.base import Arrival, LeftOver, Source
     from agent.subject import Subject
 
+    Content: TypeAlias = tuple[str | None, ...]  # digests of the bytes and the line file, and the part that they show
 
 log = logging.getLogger(__name__)
 
+NO_LAYOUT = "the line file has no layout any more of its board's type - put it back, then the image, or a copy of it"
+
+
+@dataclass(slots=True, eq=False)
+class _Image:
+    """Image that its source keeps. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame that is
+    cut; ``content``: what its duplicates have in common."""
+
+    subject: Subject
+    source: Source
+    parts: Mapping[str, Subject]
+    size: tuple[int, int] | None = None
+    verdicts: dict[str, tuple[Verdict, str | None]] = field(default_factory=dict)  # committed, by the part's key
+    content: Content | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # over the verdicts
+
+    @property
+    def is_stored(self) -> bool:
+        return bool(self.verdicts) and self.parts.keys() <= self.verdicts.keys()
+
+    def worst(self) -> tuple[Verdict, str | None]:
+        """The verdict that the source is told, with the reason of an UNKNOWN."""
+        verdict = max((verdict for verdict, _ in self.verdicts.values()), key=SEVERITY.__getitem__)
+        reasons = {key: reason for key, (each, reason) in self.verdicts.items() if each is verdict}
+        key, reason = next(iter(reasons.items()))
+        if key == self.subject.key or verdict is not Verdict.UNKNOWN:
+            return verdict, reason if key == self.subject.key else None
+        ref = key.removeprefix(part_key(self.subject.key, ""))
+        return verdict, f"{len(reasons)} of {len(self.verdicts)} parts are UNKNOWN; {ref}: {reason}"
+
 
 class SourceLine:
-    """``sources``: of this line; ``limit``: files that folders hold together."""
+    """For any thread. ``sources``: of this line; ``limit``: files that folders hold together."""
 
-    def __init__(self, inspector: Inspector, filed: FiledImages, journaled: JournaledImages, limit: int) -> None:
+    def __init__(
+        self, inspector: Inspector, verdicts: Verdicts, journaled: JournaledImages, results: ResultReader, limit: int
+    ) -> None:
         self._inspector = inspector
-        self._filed = filed
+        self._verdicts = verdicts
         self._journaled = journaled
-        self.sources: Sequence[Source] = ()
+        self._results = results
         self._limit = limit
+        self.sources: Sequence[Source] = ()
+        self._guard = threading.Lock()  # over the duplicates
+        self._duplicates: dict[Content, list[tuple[Arrival, Source]]] = {}  # they wait for the first
+
+    # -- the contract --
 
     @property
     def config(self) -> LineConfig:
@@ -50,28 +107,51 @@ class SourceLine:
         return shares_room(source.held, [each.held for each in self.sources if each.keeps_images], self._limit)
 
     def expects(self, subject: Subject, source: Source) -> bool:
-        return self._filed.expects(subject, source)
+        image = self._image(subject, source)
+        if not image.is_stored and image.parts:
+            reason = self._inspector.reason_to_spare((subject.key, *image.parts))
+            if reason is None:
+                return True
+            self._commit_unknown(image, f"{subject.name}: {reason}")
+        else:
+            self._finish(image)
+        return False
 
     def offer_image(self, arrival: Arrival, source: Source) -> None:
         subject = arrival.subject
-        if source.keeps_images:
-            self._filed.offer_image(arrival, source)
+        if not source.keeps_images:
+            self._journal(arrival, source)
             return
-        layout = self.config.layouts.get(subject.board_type or "")
-        image = EncodedImage(arrival.image, subject.image, arrival.max_pixels)
-        if arrival.pieces:
-            size = None if layout is None else layout.size
-            self._journaled.resume(_Told(source, subject, len(arrival.pieces)), arrival.pieces, image, size)
-        elif subject.shows_board and layout is None:
-            missing = f"the line file has no layout of board type {subject.board_type!r} any more - put it back"
-            self._filed.refuse_subject(subject, f"{source.name}: its frame was not taken: {missing}", source)
-        else:
-            parts = pieces(subject, layout if subject.shows_board else None)
-            size = layout.size if layout is not None and subject.shows_board else None
-            self._journaled.accept(_Told(source, subject, len(parts)), parts, image, size)
+        image = _Image(subject, source, {subject.key: subject})
+        if subject.shows_board:
+            image = self._image(subject, source)  # its rows could not be read when it came, or its layout has gone
+            if image.is_stored or not image.parts:
+                self._finish(image)
+                return
+        if source.skips_duplicates:
+            part = (subject.source, subject.board, subject.board_type, subject.component, subject.ref)
+            image.content = (hashlib.sha256(arrival.image).hexdigest(), self.config.catalog.sha256, *part)
+            if not self._is_first(image.content, arrival, source):
+                return
+            if (first := self._first_of(subject, image.content)) is not None:
+                key = first.subject.key
+                log.info("image_duplicate file=%s verdict=%s of=%s: not judged again", subject.name, first.verdict, key)
+                self._commit(image, subject, duplicate_result(self.config, subject, first))
+                return
+        whole = EncodedImage(arrival.image, subject.name, arrival.max_pixels)
+        frame = Frame(whole, image.size)
+        for each in image.parts.values():
+            ended = partial(self._ended, image, each)
+            self._inspector.submit_subject(Submission(each, source_of(each, whole, frame), ended))
 
     def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
-        self._filed.refuse_subject(subject, reason, source)
+        image = self._image(subject, source)
+        if image.is_stored:
+            self._finish(image)
+        elif image.parts:
+            self._commit_unknown(image, reason)
+        else:
+            self._commit_unknown(_Image(subject, source, {subject.key: replace(subject, board_type=None)}), reason)
 
     def reading(self, subject: Subject) -> AbstractContextManager[object]:
         return self._inspector.counted(subject.key)
@@ -84,6 +164,121 @@ class SourceLine:
 
     def journaled_image(self, number: int) -> bytes | None:
         return self._journaled.image_bytes(number)
+
+    # -- images that the journal keeps --
+
+    def _journal(self, arrival: Arrival, source: Source) -> None:
+        subject = arrival.subject
+        layout = self.config.layouts.get(subject.board_type or "")
+        image = EncodedImage(arrival.image, subject.image, arrival.max_pixels)
+        if arrival.pieces:
+            size = None if layout is None else layout.size
+            self._journaled.resume(_Told(source, subject, len(arrival.pieces)), arrival.pieces, image, size)
+        elif not subject.shows_board:
+            self._journaled.accept(_Told(source, subject, 1), (subject,), image)
+        elif layout is None:
+            missing = f"the line file has no layout of board type {subject.board_type!r} any more - put it back"
+            self.refuse_subject(subject, f"{source.name}: its frame was not taken: {missing}", source)
+        else:
+            parts = pieces(subject, layout)
+            self._journaled.accept(_Told(source, subject, len(parts)), parts, image, layout.size)
+
+    # -- images that their source keeps --
+
+    def _image(self, subject: Subject, source: Source) -> _Image:
+        """State of an image by its stored rows. Parts with unreadable rows are judged again; the rows stay."""
+        known = self._stored(subject.key)
+        if known is not None:
+            if known.verdict is Verdict.UNKNOWN:
+                log.info(
+                    "image_known file=%s: this very file was UNKNOWN before; a copy of it, or a touch, has it judged"
+                    " again", subject.image,
+                )  # fmt: skip
+            return _Image(subject, source, {}, None, {subject.key: (known.verdict, known.reason)})
+        if not subject.shows_board:
+            return _Image(subject, source, {subject.key: subject})
+        layout = self.config.layouts.get(str(subject.board_type))
+        stored = self._stored_parts(subject.key)
+        verdicts = {row.subject.key: (row.verdict, row.reason) for row in stored}
+        if stored and len(stored) >= stored[-1].detail["parts"]:
+            return _Image(subject, source, {}, None, verdicts)
+        if layout is None:
+            return _Image(subject, source, {})
+        parts = {part.key: part for part in pieces(subject, layout) if part.key not in verdicts}
+        return _Image(subject, source, parts, layout.size, verdicts)
+
+    def _stored(self, key: str) -> Result | None:
+        try:
+            known = self._results.find(key)
+        except (sqlite3.Error, OSError) as error:  # the file may have been moved: the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", key, error)
+            return None
+        return None if known is None else known.result
+
+    def _stored_parts(self, key: str) -> list[Result]:
+        try:
+            return [row.result for row in self._results.of_keys(part_key(key, ""))]
+        except (sqlite3.Error, OSError) as error:
+            log.error("results_not_read key=%s reason=%s: judged again", key, error)
+            return []
+
+    def _is_first(self, content: Content, arrival: Arrival, source: Source) -> bool:
+        """True: judge this image. False: it waits for the verdict of an equal one."""
+        with self._guard:
+            if content in self._duplicates:
+                self._duplicates[content].append((arrival, source))
+                return False
+            self._duplicates[content] = []
+            return True
+
+    def _first_of(self, subject: Subject, content: Content) -> Result | None:
+        try:
+            row = self._results.first_judged(subject, str(content[0]), str(content[1]))
+        except (sqlite3.Error, OSError) as error:
+            log.error("duplicates_not_looked_up reason=%s: judged again", error)
+            return None
+        return None if row is None else row.result
+
+    def _ended(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
+        """Runs on the agent's thread."""
+        detail: dict[str, object] = {} if image.content is None else {"image_sha256": image.content[0]}
+        if part.box is not None:
+            detail["parts"] = len(image.parts.keys() | image.verdicts.keys())
+        result = judged_result(self.config, part, outcome, course.models, detail)
+        if image.content is not None:
+            result = replace(result, config_sha256=str(image.content[1]))
+        self._commit(image, part, result)
+
+    def _commit_unknown(self, image: _Image, reason: str) -> None:
+        for part in image.parts.values():
+            self._ended(image, part, unknown(reason), Course())
+
+    def _commit(self, image: _Image, part: Subject, result: Result) -> None:
+        self._verdicts.commit_result(result, partial(self._committed, image, part, result))
+
+    # -- on the store's thread --
+
+    def _committed(self, image: _Image, part: Subject, result: Result, recorded: Recorded) -> None:
+        self._inspector.forget_attempts(part.key)
+        if not recorded.is_new:  # a row that could not be read when its file came: it decides
+            result = self._stored(part.key) or result
+        with image.lock:
+            image.verdicts[part.key] = (result.verdict, result.reason)
+            is_last = image.is_stored
+        if is_last:
+            self._finish(image)
+
+    def _finish(self, image: _Image) -> None:
+        """Tell the source; without any verdict the board has no layout, and the image gets one row."""
+        if not image.verdicts:
+            self._commit_unknown(replace(image, parts={image.subject.key: image.subject}), NO_LAYOUT)
+            return
+        self._inspector.forget_attempts(image.subject.key)
+        image.source.verdict_committed(image.subject, *image.worst())
+        with self._guard:
+            waiting = [] if image.content is None else self._duplicates.pop(image.content)
+        for arrival, source in waiting:
+            self.offer_image(arrival, source)
 
 
 class _Told:

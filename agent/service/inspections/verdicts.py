@@ -9,10 +9,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.expert import Verdict
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
@@ -30,14 +28,9 @@ class Verdicts:
     def __init__(self, store: ResultStore, boards: LineBoards) -> None:
         self._store = store
         self._boards = boards
-        self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._guard = threading.Lock()
         self._told: tuple[Told, ...] = ()
         boards.when_stored(self._tell)
-
-    @property
-    def counts(self) -> Mapping[Verdict, int]:
-        return dict(self._counts)
 
     def subscribe(self, told: Told) -> Callable[[], None]:
         """``told`` hears of everything that is stored from now on; call the result to unsubscribe."""
@@ -55,8 +48,6 @@ class Verdicts:
         self._store.record(result, lambda recorded: self._stored(result, stored, recorded), is_urgent=is_urgent)
 
     def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
-        if recorded.is_new:
-            self._counts[result.verdict] += 1
         try:
             if recorded.is_new:
                 self._tell(result, recorded)

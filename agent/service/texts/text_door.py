@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from agent.api.calls.desk import TextModelView
 from agent.core.request import CANCELLED
 from agent.runtime.text_sources import TextSource
-from agent.service.inspections.durations import Durations
 from agent.service.inspections.inspector import Submission
+from agent.service.inspections.tally import Durations
 from agent.service.texts.text_destinations import check_order, destination_of
 from agent.service.texts.text_models import TextModels
 from agent.service.texts.text_under_way import FAILED, TextUnderWay

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent.records.boards import BoardVerdict
 from agent.records.results import Recorded
 from agent.runtime.loop import BatchWatch
-from agent.service.desk.tally import Tally
+from agent.service.inspections.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
 from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, write_clip

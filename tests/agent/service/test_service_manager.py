@@ -18,8 +18,14 @@ import pytest
 
 from agent.config import ServiceManager, service_manager
 from agent.records.database import state_held
-from agent.service.service_manager import EXTENDED_EVERY_S, JournalFormatter, Notifier, failures_told, heartbeat
-from agent.service.starts import FREE_STARTS
+from agent.service.service_manager import (
+    EXTENDED_EVERY_S,
+    FREE_STARTS,
+    JournalFormatter,
+    Notifier,
+    failures_told,
+    heartbeat,
+)
 from experts.errors import ConfigError
 from experts.packed.weights import SegmentStore
 from tests.agent.service.fake_line import PATIENCE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.service.starts import BACKOFF, FREE_STARTS, HEALTHY_S, Starts
+from agent.service.service_manager import BACKOFF, FREE_STARTS, HEALTHY_S, Starts
 
 
 @pytest.fixture

@@ -74,13 +74,13 @@ def test_what_chance_gives_is_the_mean_over_all_outcomes(draws, probability):
 
 def test_a_warning_comes_after_enough_steps_and_then_every_hour_until_usage_comes_back():
     drift, alarm = counted({"a": 1.0, "b": 1.0}, {"a": LEAST_STEPS - 1}), DriftAlarm()
-    assert alarm.due_warning(found(drift), 0.0) is None
+    assert alarm.due_warning(0.0, lambda: found(drift)) is None
     drift.count(["a"])
     moments = range(0, 10_000, 100)
-    warned = [now for now in moments if alarm.can_warn(50.0 + now) and alarm.due_warning(found(drift), 50.0 + now)]
+    warned = [now for now in moments if alarm.due_warning(50.0 + now, lambda: found(drift))]
     assert warned == [0, int(WARNING_INTERVAL_S), 2 * int(WARNING_INTERVAL_S)]
     drift.count(["b"] * LEAST_STEPS)
-    assert alarm.due_warning(found(drift), 20_000.0) is None
+    assert alarm.due_warning(20_000.0, lambda: found(drift)) is None
 
 
 def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_is_large(monkeypatch):

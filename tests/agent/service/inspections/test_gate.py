@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.service.inspections.gate import Gate
+from agent.service.inspections.inspector import Gate
 
 
 class Room:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.sources.cameras.pictures import registry
 from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 
@@ -86,11 +85,11 @@ def _hang() -> None:
         ctypes.PyDLL(None).pause()
 
 
-real_source_of = registry.source_of
+real_source_of = pictures.source_of
 
 
 def source_of(connection: CameraConnection) -> PictureSource:
     return FaultSource(connection) if connection.scheme == "fault" else real_source_of(connection)
 
 
-registry.source_of = source_of
+pictures.source_of = source_of

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 
-from agent.sources.cameras.encoding import encode
+from agent.sources.cameras.grabber import encode
 from agent.sources.cameras.pictures.capture import whole_jpeg
 from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
 from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource

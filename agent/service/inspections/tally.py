@@ -6,16 +6,19 @@ the verdict is stored; 0 where the clock was set back.
 
 from __future__ import annotations
 
+import math
 import threading
+from bisect import bisect_left
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from agent.records.results import Result
-from agent.service.inspections.durations import Durations
 from agent.service.inspections.line_boards import wall_clock
 from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
+from agent.web.readings import Distribution
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -25,11 +28,26 @@ if TYPE_CHECKING:
 
     from agent.records.boards import BoardVerdict
     from agent.records.results import Recorded
-    from agent.web.readings import Distribution
 
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
 FOLDER = "folder"
 SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
 ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
+
+
+class Durations:
+    """Histogram of seconds; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * len(BOUNDS_S)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def distribution(self) -> Distribution:
+        return Distribution(dict(zip(BOUNDS_S, accumulate(self._counts), strict=True)), self._sum_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +65,7 @@ class Tally:
 
     def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
         self._wall = wall
+        self.verdicts = dict.fromkeys(Verdict, 0)  # of results; written on the store's thread alone
         self._lock = threading.Lock()  # over all below
         self._boards: Counter[Verdict] = Counter()
         self._orders: Counter[Refusing | None] = Counter()  # None: accepted
@@ -54,6 +73,7 @@ class Tally:
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
         if isinstance(stored, Result):
+            self.verdicts[stored.verdict] += 1
             self._time(stored)
         else:
             with self._lock:
@@ -65,9 +85,9 @@ class Tally:
         try:
             yield
         except OrderRefused as refused:
-            self._ordered(refused.reason)
+            self._count_order(refused.reason)
             raise
-        self._ordered(None)
+        self._count_order(None)
 
     def statistics(self) -> TallyStatistics:
         with self._lock:
@@ -75,7 +95,7 @@ class Tally:
             refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
             return TallyStatistics({each: self._boards[each] for each in Verdict}, seconds, self._orders[None], refused)
 
-    def _ordered(self, refused: Refusing | None) -> None:
+    def _count_order(self, refused: Refusing | None) -> None:
         with self._lock:
             self._orders[refused] += 1
 
