@@ -254,8 +254,8 @@ def wait_for(service: LineService, images: int) -> None:
     """Until so many images have their verdict. Raises CoServeError when the agent stands still for too long."""
     deadline = time.monotonic() + JUDGING_LIMIT_S
     while (done := service.judged) < images:
-        if service.crash is not None:
-            raise service.crash
+        if service.inspector.crash is not None:
+            raise service.inspector.crash
         if time.monotonic() > deadline:
             raise CoServeError(f"only {done} of {images} images were judged within {JUDGING_LIMIT_S:.0f} s")
         time.sleep(0.05)

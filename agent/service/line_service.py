@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from agent.http.exchange import Application
     from agent.http.server import HttpServer
     from agent.subject import SourceStatus
-    from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +126,6 @@ class LineService:
         return sum(self._tally.verdicts.values())
 
     @property
-    def crash(self) -> AgentCrashed | None:
-        return self.inspector.crash
-
-    @property
     def agent(self) -> Agent:
         return self.inspector.agent
 
@@ -181,7 +176,8 @@ class LineService:
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(self.inspector.stop)
-            ending.callback(self._stop_web)
+            for stopping in (*self._applications[::-1], *([self.web] if self.web else [])):
+                ending.callback(stopping.stop)  # until then the web tells that nothing is taken any more
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
@@ -224,13 +220,6 @@ class LineService:
         if self.api is not None and self.api.addresses and not self.api.stop(API_STOP_S):
             log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
-
-    def _stop_web(self) -> None:
-        """Stops last: until then it tells that nothing is taken any more."""
-        if self.web is not None:
-            self.web.stop()
-        for application in self._applications:
-            application.stop()
 
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S

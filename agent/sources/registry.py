@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.sources.cameras.camera_source import camera_sources
+from agent.sources.cameras.camera import camera_sources
 from agent.sources.folder.folder import folder_sources
 from agent.sources.left_overs import left_over_sources
 

@@ -1,10 +1,11 @@
-"""One camera: supervises its process, keeps its triggers, hands its frames over one by one.
+"""A camera as a source: supervises its process, keeps its triggers, offers its frames one by one.
 
-Guarantees: in free run the latest frame is handed over whenever there is room; other frames are counted as dropped. In
+Guarantees: in free run the latest frame is offered whenever there is room; other frames are counted as dropped. In
 triggered mode each accepted trigger, and each of the interval, ends once: with a later frame, or as lost with the
-reason. A call to the camera can hang only in the camera's process, which is killed then.
-Structure: one thread decides (supervision, takes) and acts, one hands over and waits for the disk, one listens to the
-process.
+reason, which is UNKNOWN part by part. The next frame waits until the last is durable. A call to the camera can hang
+only in the camera's process, which is killed then.
+Structure: one thread decides (supervision, takes) and acts, one offers and waits for the disk (delivery), one listens
+to the process.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.sources.base import local_time
+from agent.config import read_secret
+from agent.sources.base import Arrival, Source, local_time
 from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import Delivery
-from agent.sources.cameras.pictures.source import CameraConnection
-from agent.sources.cameras.process import ChildProcess, Received
+from agent.sources.cameras.process import ChildProcess, Received, connection_of, stall_timeout_s
 from agent.sources.cameras.supervision import (
     CameraSignal,
     CameraState,
@@ -33,24 +34,29 @@ from agent.sources.cameras.supervision import (
     Tell,
 )
 from agent.sources.cameras.takes import NEVER, Interval, Takes, Trigger
-from agent.subject import CAMERA_PREFIX, SourceStatus, Subject
-from experts.errors import OrderRefused, Refusing
+from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, checked_name
+from experts.errors import ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
+    from agent.config import LineConfig
     from agent.line_file.intake import CameraSection
-    from agent.sources.cameras.delivery import CameraDoors
+    from agent.sources.base import Line
     from agent.sources.cameras.process import Heard
     from agent.sources.cameras.supervision import Event
+    from experts.expert import Verdict
 
 log = logging.getLogger(__name__)
 
+CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
+FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched
+LOOK_S = 0.2  # between two checks for a stop, while a thread waits for the disk
 STEP_FAILED_S = 1.0  # after a fault of the program
 LONGEST_WAIT_S = 3600.0
-SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
 ENCODE_S = 10.0  # for a requested frame to be handed over; the stall timeout if that is longer
-RETRY_S = 1.0  # told to a caller whose trigger is refused
+RETRY_S = 1.0  # advised to a caller whose trigger is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +70,25 @@ class _FromProcess:
 _Item: TypeAlias = "Trigger | _FromProcess | None"  # None: look at the time, or at whether to stop
 
 
-def _moment(at: datetime) -> str:
-    return at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+def camera_sources(config: LineConfig, line: Line) -> Sequence[Source]:
+    """Raises SecretMissing."""
+    return [
+        CameraSource(each, None if each.password is None else read_secret(each.password), line)
+        for each in config.intake.cameras
+    ]
 
 
-def stall_timeout_s(config: CameraSection) -> float:
-    """Seconds without a frame before a camera counts as stalled; longer for a slowly played clip."""
-    return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
-
-
-def connection_of(config: CameraSection, password: str | None) -> CameraConnection:
-    """Parameters with which the camera's process connects."""
-    return CameraConnection(
-        url=config.url,
-        open_timeout_s=config.open_timeout_s,
-        stall_timeout_s=stall_timeout_s(config),
-        max_pixels=config.max_pixels,
-        user=config.user,
-        password=password,
-        loop=config.loop,
-        frames_per_s=config.frames_per_s,
-        rtsp_transport=config.rtsp_transport,
-        ca=None if config.ca is None else str(config.ca),
-        insecure_ok=config.insecure_ok,
-    )
-
-
-class Camera:
-    """Call ``start`` once; ``stop`` may be repeated."""
-
-    def __init__(self, config: CameraSection, password: str | None, doors: CameraDoors) -> None:
-        self.name = config.name
-        self._config = config
-        self._connection = connection_of(config, password)
-        self._is_triggered = config.mode == "triggered"
-        self._stall_timeout_s = stall_timeout_s(config)
-        self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, config.max_lag_s, random.random)
+class CameraSource(Source):
+    def __init__(self, section: CameraSection, password: str | None, line: Line) -> None:
+        super().__init__(section.name)
+        self._section = section
+        self._line = line
+        self._connection = connection_of(section, password)
+        self._is_triggered = section.mode == "triggered"
+        self._stall_timeout_s = stall_timeout_s(section)
+        self._supervisor = Supervisor(section.open_timeout_s, self._stall_timeout_s, section.max_lag_s, random.random)
         self._takes = Takes(self._stall_timeout_s)
-        self._interval = Interval(config.interval_s)
+        self._interval = Interval(section.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._child: ChildProcess | None = None
         self._guard = threading.Lock()  # over the number, and over whether triggers are admitted
@@ -110,22 +97,27 @@ class Camera:
         self._seen_before = wire.Seen(0, 0)  # by earlier connections
         self._seen = wire.Seen(0, 0)  # by all
         self._came_at: float | None = None
-        self._delivery = Delivery(config.name, doors, config.queue, None if self._is_triggered else self._want)
+        self._has_changed = threading.Condition()  # over the two sets
+        self._unaccepted: set[str] = set()  # keys of frames that are not durable
+        self._unjudged: set[str] = set()  # keys of frames, and of lost triggers, without a committed verdict
+        self._delivery = Delivery(
+            section.name, self._offer_frame, self._refuse_trigger, self._has_room, section.queue,
+            want=None if self._is_triggered else self._want,
+        )  # fmt: skip
         self._threads = (
-            threading.Thread(target=self._watch, name=f"camera-{config.name}", daemon=True),
+            threading.Thread(target=self._watch, name=f"camera-{section.name}", daemon=True),
             self._delivery.thread,
         )
 
+    # -- the contract --
+
     def start(self) -> None:
-        """Connect, and reconnect after each loss. Does not wait."""
+        """Connect, and reconnect after each loss."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop within ``timeout_s``; True once all threads have ended.
-
-        Triggers without a frame are lost; frames that were taken are handed over while there is time.
-        """
+        """Triggers without a frame are lost; frames that were taken are offered while there is time."""
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
         self._delivery.stop()
@@ -135,38 +127,38 @@ class Camera:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def trigger(
-        self,
-        board: str | None = None,
-        board_type: str | None = None,
-        key: str | None = None,
-        asked_sha256: str | None = None,
-    ) -> str:
-        """Ask for one frame; returns the key that its results begin with. Any thread; does not wait.
-
-        Raises OrderRefused. Otherwise the trigger ends once, with a frame or as lost, while this agent lives.
-        """
-        if not self._is_triggered:
-            raise OrderRefused(
-                Refusing.NOT_NOW,
-                f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait",
+    def check(self, config: LineConfig) -> None:
+        """Raises ConfigError for a line without the layout that cuts the frames."""
+        board_type = self._section.board_type or next(iter(self._line.config.layouts), None)
+        if self._section.component is None and board_type not in config.layouts:
+            raise ConfigError(
+                f"the layout of board type {board_type!r} cuts the frames of camera {self.name}, which runs until the "
+                "next start - keep it until then, or start anew"
             )
-        state, alarm = self._supervisor.state, self._supervisor.alarm
-        with self._guard:
-            if self._stopping.is_set():
-                raise OrderRefused(Refusing.STOPPING, f"camera {self.name} ends: the next agent will answer")
-            if state is not CameraState.STREAMING:
-                because = f" ({alarm})" if alarm else ""
-                message = f"camera {self.name} is {state}{because} - try again later"
-                raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
-            if not self._delivery.admit():
-                raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
-            trigger = self._new_trigger(time.monotonic(), board, board_type, key=key, asked_sha256=asked_sha256)
-            self._inbox.put(trigger)
-        return trigger.subject.key
+
+    def trigger(self, board: str | None = None, board_type: str | None = None, key: str | None = None) -> str:
+        """Take one frame, unless the key was used before. Any thread; does not wait.
+
+        The trigger ends once, with a frame or as lost, while this agent lives.
+        """
+        config = self._line.config
+        if board_type is not None and board_type not in config.boards:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
+        if board_type is not None and self._section.component is None and board_type not in config.layouts:
+            message = f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
+            raise OrderRefused(Refusing.INVALID, message)
+        if checked_name(key, "key") is None:
+            return self._admit_trigger(board, board_type)
+        named, asked = f"{CALLERS_PREFIX}{key}", asked_sha256(self.name, board, board_type)
+        if self._line.reserve_key(named, asked):
+            try:
+                self._admit_trigger(board, board_type, named, asked)
+            except BaseException:
+                self._line.release_key(named)
+                raise
+        return named
 
     def status(self) -> SourceStatus:
-        """A snapshot, from any thread."""
         seen, came_at, delivery = self._seen, self._came_at, self._delivery
         return SourceStatus(
             name=self.name,
@@ -182,8 +174,41 @@ class Camera:
             frame_age_s=None if came_at is None else time.monotonic() - came_at,
         )
 
+    def image_accepted(self, subject: Subject) -> None:
+        with self._has_changed:
+            self._unaccepted.discard(subject.key)
+            self._has_changed.notify_all()
+
+    def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
+        with self._has_changed:
+            self._unjudged.discard(subject.key)
+        self.image_accepted(subject)
+
+    # -- triggers --
+
+    def _admit_trigger(
+        self, board: str | None, board_type: str | None, key: str | None = None, asked: str | None = None
+    ) -> str:
+        """Returns the key that the trigger's results begin with. Raises OrderRefused."""
+        if not self._is_triggered:
+            message = f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait"
+            raise OrderRefused(Refusing.NOT_NOW, message)
+        state, alarm = self._supervisor.state, self._supervisor.alarm
+        with self._guard:
+            if self._stopping.is_set():
+                raise OrderRefused(Refusing.STOPPING, f"camera {self.name} ends: the next agent will answer")
+            if state is not CameraState.STREAMING:
+                because = f" ({alarm})" if alarm else ""
+                message = f"camera {self.name} is {state}{because} - try again later"
+                raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
+            if not self._delivery.admit():
+                raise OrderRefused(Refusing.QUEUE_FULL, f"camera {self.name}: {self._full()}", RETRY_S)
+            trigger = self._new_trigger(time.monotonic(), board, board_type, key, asked)
+            self._inbox.put(trigger)
+        return trigger.subject.key
+
     def _full(self) -> str:
-        return f"camera {self.name}: {self._config.queue} triggers wait, which is all that `queue` permits"
+        return f"{self._section.queue} triggers wait, which is all that `queue` permits"
 
     def _new_trigger(
         self,
@@ -191,26 +216,60 @@ class Camera:
         board: str | None = None,
         board_type: str | None = None,
         key: str | None = None,
-        asked_sha256: str | None = None,
+        asked: str | None = None,
     ) -> Trigger:
         """Under the guard."""
         self._number += 1
-        subject = self._subject(local_time(), self._number, board_type or self._config.board_type)
+        subject = self._subject(local_time(), self._number, board_type or self._section.board_type)
         key, board = key or subject.key, board or subject.board
-        subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked_sha256)
+        subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked)
         return Trigger(subject, self._number, asked_s)
 
     def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
         """Subject of a frame of this moment. A frame of one component is the part named as the camera."""
-        name, component = self.name, self._config.component
-        key, board = f"{CAMERA_PREFIX}{name}@{_moment(at)}#{number}", f"{name}-{_moment(at)}"
+        name, component, moment = self.name, self._section.component, at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        key, board = f"{CAMERA_PREFIX}{name}@{moment}#{number}", f"{name}-{moment}"
         return Subject(key, name, key, at, component, None, board, board_type, None if component is None else name)
 
     def _want(self) -> None:
         with self._guard:
             self._inbox.put(self._new_trigger(NEVER))
 
-    # -- the thread that decides --
+    # -- on the thread that offers --
+
+    def _has_room(self) -> bool:
+        return self._line.has_room(self) and len(self._unjudged) < FRAMES_UNDER_WAY
+
+    def _offer_frame(self, subject: Subject, content: bytes) -> None:
+        """A frame that waits for room while the agent stops is left to the next start."""
+        with self._has_changed:
+            while not (self._has_room() or self._stopping.is_set()):
+                self._has_changed.wait(LOOK_S)
+            self._unaccepted.add(subject.key)
+            self._unjudged.add(subject.key)
+        self._line.offer_image(Arrival(self._completed(subject), content, self._section.max_pixels), self)
+        self._wait_until_gone(self._unaccepted, subject.key)
+        self._line.release_key(subject.key)
+
+    def _refuse_trigger(self, subject: Subject, reason: str) -> None:
+        with self._has_changed:
+            self._unjudged.add(subject.key)
+        self._line.refuse_subject(self._completed(subject), f"camera {self.name}: {reason}", self)
+        self._wait_until_gone(self._unjudged, subject.key)
+        self._line.release_key(subject.key)
+
+    def _wait_until_gone(self, keys: set[str], key: str) -> None:
+        with self._has_changed:
+            while key in keys and not self._stopping.is_set():
+                self._has_changed.wait(LOOK_S)
+
+    def _completed(self, subject: Subject) -> Subject:
+        """The subject with the type of the board that its frame shows."""
+        if subject.component is not None:
+            return subject
+        return replace(subject, board_type=subject.board_type or next(iter(self._line.config.boards), ""))
+
+    # -- on the thread that decides --
 
     def _watch(self) -> None:
         self._inbox.put(None)
@@ -228,16 +287,12 @@ class Camera:
         self._delivery.end()
 
     def _next(self) -> _Item:
+        ledgers = (self._supervisor.deadline, self._takes.deadline, self._interval.deadline)
+        pause_s = min(*ledgers, self._answer_deadline()) - time.monotonic()
         try:
-            return self._inbox.get(timeout=self._pause_s())
+            return self._inbox.get(timeout=min(max(pause_s, 0.0), LONGEST_WAIT_S))
         except queue.Empty:
             return None
-
-    def _pause_s(self) -> float:
-        deadline = min(
-            self._supervisor.deadline, self._takes.deadline, self._interval.deadline, self._answer_deadline()
-        )
-        return min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT_S)
 
     def _answer_deadline(self) -> float:
         return self._takes.asked_since + max(self._stall_timeout_s, ENCODE_S)
@@ -258,7 +313,9 @@ class Camera:
         elif now >= self._answer_deadline():
             self._act(CameraSignal.UNANSWERED)
         self._fire(now)
-        self._lose(self._takes.overdue(now), self._why_lost())
+        because = f": {self._supervisor.alarm}" if self._supervisor.alarm else ""
+        patience = f"within stall_timeout_s {self._stall_timeout_s:g} of the trigger"
+        self._lose(self._takes.overdue(now), f"no frame came {patience} ({self._supervisor.state}{because})")
         if self._supervisor.state is CameraState.STREAMING and self._child is not None:
             for trigger in self._takes.ask(now):
                 self._child.ask(wire.Take(trigger.number, since=trigger.asked_s if self._is_triggered else None))
@@ -276,7 +333,10 @@ class Camera:
             case Received(taken, content):
                 self._receive(taken, content)
             case ProcessEnded():
-                self._gone(heard)
+                self._child = None
+                self._seen_before = self._seen
+                self._takes.disconnect()
+                self._act(heard)
 
     def _see(self, seen: wire.Seen) -> None:
         before = self._seen_before
@@ -296,12 +356,6 @@ class Camera:
         if not self._is_triggered:  # the request came before the frame
             subject = self._subject(at, trigger.number, subject.board_type)
         self._delivery.put(subject, content)
-
-    def _gone(self, ended: ProcessEnded) -> None:
-        self._child = None
-        self._seen_before = self._seen
-        self._takes.disconnect()
-        self._act(ended)
 
     def _act(self, event: Event) -> None:
         for action in self._supervisor.decide(time.monotonic(), event):
@@ -335,12 +389,6 @@ class Camera:
             self._takes.add(trigger)
         else:
             self._delivery.overflow(trigger.subject, self._full())
-
-    def _why_lost(self) -> str:
-        state, alarm = self._supervisor.state, self._supervisor.alarm
-        because = f": {alarm}" if alarm else ""
-        patience = f"within stall_timeout_s {self._stall_timeout_s:g} of the trigger"
-        return f"camera {self.name}: no frame came {patience} ({state}{because})"
 
     def _lose(self, triggers: list[Trigger], reason: str) -> None:
         for trigger in triggers:

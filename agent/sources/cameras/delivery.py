@@ -20,22 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_ROOM_S = 0.05  # between two questions whether the agent has room again
-NO_DOOR_S = 1.0  # after an error of a callback
-UNTOLD_MAXIMUM = 1000  # lost triggers that were never admitted, and wait to be reported
-
-
-@dataclass(frozen=True, slots=True)
-class CameraDoors:
-    """Callbacks that take a camera's frames, called one after the other on one thread of the camera.
-
-    ``take`` gets a frame's subject and bytes (PNG, or the camera's JPEG), and returns once the frame is durable.
-    ``has_room`` is asked before each frame in free run; while it is False, frames are dropped and counted.
-    ``lost`` gets a trigger without a frame and the reason, and returns once that is durable.
-    """
-
-    take: Callable[[Subject, bytes], None]
-    has_room: Callable[[], bool]
-    lost: Callable[[Subject, str], None]
+FAILED_S = 1.0  # after an error of a callback
+OVERFLOW_MAXIMUM = 1000  # lost triggers that were never admitted, and wait to be reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +35,32 @@ class _Parcel:
 
 
 class Delivery:
-    """``want`` asks for a frame of a camera in free run; None for a triggered camera."""
+    """Calls back one after the other, on its own thread.
 
-    def __init__(self, name: str, doors: CameraDoors, limit: int, want: Callable[[], None] | None) -> None:
+    ``offer`` gets a frame's subject and bytes (PNG, or the camera's JPEG), ``refuse`` a trigger without a frame and the
+    reason; both return once that is durable. ``want`` requests a frame in free run, while ``has_room``; None for a
+    triggered camera. ``limit``: triggers that wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        offer: Callable[[Subject, bytes], None],
+        refuse: Callable[[Subject, str], None],
+        has_room: Callable[[], bool],
+        limit: int,
+        want: Callable[[], None] | None,
+    ) -> None:
         self._name = name
-        self._doors = doors
+        self._offer = offer
+        self._refuse = refuse
+        self._has_free_room = has_room
         self._limit = limit
         self._want = want
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._guard = threading.Lock()  # over the counts
-        self._untold = 0
+        self._overflown = 0
         self.waiting = 0  # triggers that were admitted and have not ended; in free run, frames
         self.handed = 0  # frames that were taken, or are on their way
         self.received = 0
@@ -88,15 +89,15 @@ class Delivery:
     def can_overflow(self) -> bool:
         """True if one more lost trigger could be reported; otherwise none should be made."""
         with self._guard:
-            if self._untold >= UNTOLD_MAXIMUM:
-                self.alarm = f"interval_s pauses: {self._untold} lost triggers are not stored yet"
+            if self._overflown >= OVERFLOW_MAXIMUM:
+                self.alarm = f"interval_s pauses: {self._overflown} lost triggers are not stored yet"
                 return False
         return True
 
     def overflow(self, subject: Subject, reason: str) -> None:
         """Report a trigger of the interval that met a full queue."""
         with self._guard:
-            self._untold += 1
+            self._overflown += 1
         self._parcels.put(_Parcel(subject, None, reason, is_overflow=True))
 
     def stop(self) -> None:
@@ -123,37 +124,34 @@ class Delivery:
 
     def _has_room(self) -> bool:
         try:
-            return self._doors.has_room()
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: asked again
+            return self._has_free_room()
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: retried
             self._broke(error)
             return False
 
     def _hand(self, parcel: _Parcel) -> None:
         try:
             if parcel.content is not None:
-                self._doors.take(parcel.subject, parcel.content)
+                self._offer(parcel.subject, parcel.content)
                 self.received += 1
             else:
                 self.lost += 1
-                self._doors.lost(parcel.subject, parcel.reason)
+                self._refuse(parcel.subject, parcel.reason)
             self.alarm = None
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: other frames go on
             self._broke(error)
             if parcel.content is not None:
-                self._not_taken(parcel, error)
+                with self._guard:
+                    self.handed -= 1
+                    self.waiting -= self._want is not None
+                if self._want is None:
+                    self._hand(_Parcel(parcel.subject, None, f"its frame was not taken: {error}"))
                 return
         with self._guard:
             if parcel.is_overflow:
-                self._untold -= 1
+                self._overflown -= 1
             else:
                 self.waiting -= 1
-
-    def _not_taken(self, parcel: _Parcel, error: Exception) -> None:
-        with self._guard:
-            self.handed -= 1
-            self.waiting -= self._want is not None
-        if self._want is None:
-            self._hand(_Parcel(parcel.subject, None, f"camera {self._name}: its frame was not taken: {error}"))
 
     def _broke(self, error: Exception) -> None:
         """Logged once, until a frame is taken again."""
@@ -161,4 +159,4 @@ class Delivery:
         if alarm != self.alarm:
             log.error("camera_frame_not_taken camera=%s", self._name, exc_info=error)
         self.alarm = alarm
-        self._stopping.wait(NO_DOOR_S)
+        self._stopping.wait(FAILED_S)

@@ -63,15 +63,12 @@ class Grabber:
         reading.start()
         while (received := wire.receive(self._agent)) is not None:
             if isinstance(received[0], wire.Take):
-                self._take(received[0])
+                with self._guard:
+                    self._asked.append(received[0])
+                    self._answer()
         self._stopping.set()
         reading.join(CLOSE_S)
         os._exit(0)
-
-    def _take(self, take: wire.Take) -> None:
-        with self._guard:
-            self._asked.append(take)
-            self._answer()
 
     def _answer(self) -> None:
         """Answer the first request with the latest picture, if the picture is young enough."""
@@ -134,7 +131,10 @@ class Grabber:
 
     def _last_word(self, failure: CameraFailed, close: Callable[[], None] = lambda: None) -> None:
         try:
-            self._say(wire.Failed(self._without_password(failure.reason), failure.is_final))
+            password, reason = self._connection.password, failure.reason
+            for secret in (password, quote(password, safe="")) if password else ():
+                reason = reason.replace(secret, "***")
+            self._say(wire.Failed(reason, failure.is_final))
             close()
         finally:
             os._exit(0)
@@ -146,8 +146,11 @@ class Grabber:
             take, snapshot = self._shots.get()
             try:
                 content = encode(snapshot.picture, self._connection.max_pixels)
-                if content is None:
-                    self._take_again(take)
+                if content is None:  # the next frame answers the same request, before all later ones
+                    with self._guard:
+                        self._unsent -= 1
+                        self._broken += 1
+                        self._asked.appendleft(take)
                 else:
                     self._hand_over(take, content, snapshot.came_at)
             except CameraFailed as error:
@@ -164,13 +167,6 @@ class Grabber:
         with self._guard:
             self._unsent -= 1
 
-    def _take_again(self, take: wire.Take) -> None:
-        """The frame could not be decoded: the next frame answers the same request, before all later ones."""
-        with self._guard:
-            self._unsent -= 1
-            self._broken += 1
-            self._asked.appendleft(take)
-
     # -- on both --
 
     def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
@@ -178,12 +174,6 @@ class Grabber:
             wire.send(self._agent, message, descriptors)
         except OSError:  # the agent has gone
             os._exit(0)
-
-    def _without_password(self, text: str) -> str:
-        password = self._connection.password
-        for secret in (password, quote(password, safe="")) if password else ():
-            text = text.replace(secret, "***")
-        return text
 
 
 def encode(picture: Picture, max_pixels: int) -> bytes | None:

@@ -7,8 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.camera import connection_of
-from agent.sources.cameras.process import ChildProcess, Received
+from agent.sources.cameras.process import ChildProcess, Received, connection_of
 from agent.sources.cameras.supervision import ProcessEnded
 
 if TYPE_CHECKING:

@@ -26,6 +26,9 @@ from agent.sources.cameras.supervision import ProcessEnded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from agent.line_file.intake import CameraSection
+
+SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
 ROOT = Path(__file__).parents[3]  # where this code was imported from
 BOOT = """
 import sys
@@ -44,6 +47,28 @@ class Received:
 
 
 Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Received | ProcessEnded"
+
+
+def stall_timeout_s(section: CameraSection) -> float:
+    """Seconds without a frame before a camera counts as stalled; longer for a slowly played clip."""
+    return max(section.stall_timeout_s, SLOW_FRAMES / section.frames_per_s if section.frames_per_s else 0.0)
+
+
+def connection_of(section: CameraSection, password: str | None) -> CameraConnection:
+    """Parameters with which the camera's process connects."""
+    return CameraConnection(
+        url=section.url,
+        open_timeout_s=section.open_timeout_s,
+        stall_timeout_s=stall_timeout_s(section),
+        max_pixels=section.max_pixels,
+        user=section.user,
+        password=password,
+        loop=section.loop,
+        frames_per_s=section.frames_per_s,
+        rtsp_transport=section.rtsp_transport,
+        ca=None if section.ca is None else str(section.ca),
+        insecure_ok=section.insecure_ok,
+    )
 
 
 class ChildProcess:

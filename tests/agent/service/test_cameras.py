@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from agent.records.result_writer import ResultStore
-from agent.sources.cameras.camera_source import FRAMES_UNDER_WAY
+from agent.sources.cameras.camera import FRAMES_UNDER_WAY
 from agent.subject import Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -88,7 +88,7 @@ def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(line):
     with streaming(line) as service:
         with pytest.raises(OrderRefused, match="a key with #"):
             service.desk.trigger("top", "B1", None, "k#1")
-        delivery = service.sources[0].camera._delivery
+        delivery = service.sources[0]._delivery
         admit, delivery.admit = delivery.admit, lambda: False
         with pytest.raises(OrderRefused, match="triggers wait"):
             service.desk.trigger("top", "B1", None, "k")

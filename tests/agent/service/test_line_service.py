@@ -439,7 +439,7 @@ def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
     line.drop("B1_c1_R1.png")
     look_again(service)
     assert (line.inbox / "B1_c1_R1.png").exists()
-    assert service.crash is not None
+    assert service.inspector.crash is not None
     with pytest.raises(AgentCrashed, match="RuntimeError: the result store is closed"):
         service.stop()
     with line.served() as again:

@@ -17,7 +17,7 @@ from PIL import Image
 from agent.api.client import EVERYTHING, Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.sources.cameras.camera_source import CameraSource
+from agent.sources.cameras.camera import CameraSource
 from experts.errors import AgentUnreachable
 from experts.thresholds.map_pictures import map_of
 from tests.agent.service.fake_line import ordered, picture

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agent.sources.cameras.pictures import source as pictures
 from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,12 +21,13 @@ import numpy as np
 
 from agent.line_file.intake import CameraSection
 from agent.sources.cameras import process
-from agent.sources.cameras.camera import Camera
-from agent.sources.cameras.delivery import CameraDoors
+from agent.sources.cameras.camera import CameraSource
+from experts.expert import Verdict
 from tests.agent.sources.cameras import fault
 from tests.waiting import until
 
 if TYPE_CHECKING:
+    from agent.sources.base import Arrival
     from agent.subject import SourceStatus, Subject
 
 process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__name__}\n{process.BOOT}"
@@ -179,30 +181,36 @@ class Frame:
 
 
 class Taker:
-    """A camera under test, and the frames that it handed over while there was room and the door was open."""
+    """A line with one camera, and the frames that it took while it had room and its door was open."""
+
+    config = SimpleNamespace(boards=dict.fromkeys(("main", "other")), layouts=dict.fromkeys(("main", "other")))
 
     def __init__(
-        self, config: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True
+        self, section: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True
     ) -> None:
         self.frames: list[Frame] = []
         self.lost: list[tuple[Subject, str]] = []
-        self.has_room = has_room
-        self.door = threading.Event()  # while it is not set, taking a frame takes for ever
+        self.is_free = has_room
+        self.door = threading.Event()  # while it is not set, an image that is offered waits
         if is_open:
             self.door.set()
-        self.broken: Exception | None = None
-        self.camera = Camera(config, password, CameraDoors(self._take, lambda: self.has_room, self._tell_lost))
+        self.camera = CameraSource(section, password, self)
         self.camera.start()
 
-    def _take(self, subject: Subject, content: bytes) -> None:
-        self.door.wait()
-        if self.broken is not None:
-            raise self.broken
-        self.frames.append(Frame(subject, content))
+    def has_room(self, _: CameraSource) -> bool:
+        return self.is_free
 
-    def _tell_lost(self, subject: Subject, reason: str) -> None:
+    def offer_image(self, arrival: Arrival, source: CameraSource) -> None:
+        self.door.wait()
+        self.frames.append(Frame(arrival.subject, arrival.image))
+        source.verdict_committed(arrival.subject, Verdict.OK, None)
+
+    def refuse_subject(self, subject: Subject, reason: str, source: CameraSource) -> None:
         self.door.wait()
         self.lost.append((subject, reason))
+        source.verdict_committed(subject, Verdict.UNKNOWN, reason)
+
+    def release_key(self, key: str) -> None: ...
 
     @property
     def now(self) -> SourceStatus:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.camera import connection_of
 from agent.sources.cameras.probe import probe
-from agent.sources.cameras.process import ChildProcess, Received
+from agent.sources.cameras.process import ChildProcess, Received, connection_of
 from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import (
@@ -89,7 +88,7 @@ class TestFreeRun:
         after_twenty = datetime.now(UTC)
         until(lambda: taker.now.dropped >= 40)
         assert (taker.now.received, taker.now.state) == (0, "STREAMING")
-        taker.has_room = True
+        taker.is_free = True
         until(lambda: taker.frames)
         assert taker.frames[0].subject.arrived_at > after_twenty  # none of those that had waited for longest
 
@@ -201,7 +200,7 @@ class TestTriggered:
         until(lambda: (taker.now.frame_age_s or 0) > 0.2)
         key = taker.camera.trigger()
         assert taker.camera.stop(WAIT_S)
-        assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "the agent ended")]
+        assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "camera top: the agent ended")]
         assert refused(taker.camera.trigger).reason is Refusing.STOPPING
 
     def test_one_that_does_not_stream_refuses_and_says_why(self, watched: Watch, failing: FailingCamera) -> None:
@@ -259,7 +258,7 @@ class TestFaults:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays so
         try:
-            taker.has_room = True
+            taker.is_free = True
             until(lambda: taker.process is None)
             alarm = until(lambda: taker.now.alarm)
         finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.sources.cameras.delivery import UNTOLD_MAXIMUM, CameraDoors, Delivery
+from agent.sources.cameras.delivery import OVERFLOW_MAXIMUM, Delivery
 from tests.agent.sources.cameras.stand_ins import WAIT_S
 from tests.lines import subject
 from tests.waiting import until
@@ -30,7 +30,7 @@ class Hands:
         self.out: list[str] = []
         self.door = threading.Event()
         self.faults = 0  # so often the door breaks
-        self.one = Delivery("top", CameraDoors(self._take, lambda: True, self._tell_lost), limit, None)
+        self.one = Delivery("top", self._take, self._tell_lost, lambda: True, limit, None)
         self.one.thread.start()
 
     def _take(self, given: Subject, content: bytes) -> None:
@@ -75,13 +75,13 @@ def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: H
 
 def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
     """No trigger is dropped silently."""
-    for number in range(UNTOLD_MAXIMUM):
+    for number in range(OVERFLOW_MAXIMUM):
         assert hands.one.can_overflow()
         hands.one.overflow(frame(number), "full")
     assert not hands.one.can_overflow()
     assert "interval_s pauses" in (hands.one.alarm or "")
     hands.door.set()
-    until(lambda: len(hands.out) == UNTOLD_MAXIMUM)
+    until(lambda: len(hands.out) == OVERFLOW_MAXIMUM)
     until(hands.one.can_overflow)
     assert hands.one.alarm is None
 
@@ -95,6 +95,6 @@ def test_a_door_that_breaks_is_told_once_and_costs_no_other_frame(
         hands.one.put(frame(number), b"png")
     hands.door.set()
     until(lambda: hands.one.received == 2)
-    assert hands.out == ["top@1 lost: camera top: its frame was not taken: no space", "top@2", "top@3"]
+    assert hands.out == ["top@1 lost: its frame was not taken: no space", "top@2", "top@3"]
     assert (hands.one.handed, hands.one.lost, hands.one.alarm) == (2, 2, None)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
