@@ -176,8 +176,10 @@ class LineService:
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(self.inspector.stop)
-            for stopping in (*self._applications[::-1], *([self.web] if self.web else [])):
-                ending.callback(stopping.stop)  # until then the web tells that nothing is taken any more
+            for application in reversed(self._applications):
+                ending.callback(application.stop)
+            if self.web is not None:
+                ending.callback(self.web.stop)  # until then it tells that nothing is taken any more
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
