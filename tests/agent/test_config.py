@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from agent.config import LineConfig, json_schema, read_line, read_secret, resolved_keys, usage_probabilities
+from agent.config import json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
 from agent.line_file.api import LOCAL_DOOR, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
@@ -43,19 +43,19 @@ intake:
 """
 
 
-def line_of(folder: Path, text: str, **environment: str) -> LineConfig:
+def line_of(folder, text, **environment):
     file = folder / "line.yaml"
     file.write_text(text)
     return read_line(file, environment)
 
 
-def problems_of(folder: Path, text: str, **environment: str) -> list[str]:
+def problems_of(folder, text, **environment):
     with pytest.raises(ConfigError) as caught:
         line_of(folder, text, **environment)
     return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
-def test_values_become_typed_and_paths_are_the_file_s(tmp_path: Path) -> None:
+def test_values_become_typed_and_paths_are_the_file_s(tmp_path):
     config = line_of(
         tmp_path,
         MINIMAL + "memory: {host: 4GiB, device: 1.5GB}\nprecision: bf16\nexecutors: {cuda: 3, cpu: 1}\npolicy: em-ra\n"
@@ -74,7 +74,7 @@ def test_values_become_typed_and_paths_are_the_file_s(tmp_path: Path) -> None:
     ("text", "size"),
     [("1B", 1), ("512MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("4 GiB", 2**32), ("2TiB", 2**41), ("3kB", None)],
 )
-def test_sizes(text: str, size: int | None) -> None:
+def test_sizes(text, size):
     if size is None:
         with pytest.raises(ValueError, match="write a number and a unit"):
             size_bytes(text)
@@ -104,7 +104,7 @@ def test_sizes(text: str, size: int | None) -> None:
         ("api: {http: 'unix:'}", "an address without a path"),
     ],
 )
-def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path: Path, addition: str, expected: str) -> None:
+def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path, addition, expected):
     (problem,) = problems_of(tmp_path, MINIMAL + addition)
     assert expected in problem
 
@@ -117,18 +117,18 @@ def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path: Path, addition: str,
         (PATTERN + "(?P<bord>x)", "intake.folders[0]: nobody reads the group 'bord' - did you mean 'board'?"),
     ],
 )
-def test_a_pattern_must_compile_and_tell_everything(tmp_path: Path, pattern: str, expected: str) -> None:
+def test_a_pattern_must_compile_and_tell_everything(tmp_path, pattern, expected):
     (problem,) = problems_of(tmp_path, MINIMAL.replace(PATTERN, pattern))
     assert expected in problem
 
 
-def test_a_constant_component_stands_for_the_group(tmp_path: Path) -> None:
+def test_a_constant_component_stands_for_the_group(tmp_path):
     constant = MINIMAL.replace(PATTERN, r"(?P<board>.+)-(?P<ref>.+)\.png")
     assert line_of(tmp_path, constant + "      component: r\n").intake.folders[0].component == "r"
     assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
-def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path: Path) -> None:
+def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path):
     without = MINIMAL.replace(f"      pattern: '{PATTERN}'\n", "")
     assert without != MINIMAL
     (problem,) = problems_of(tmp_path, without)
@@ -140,7 +140,7 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path: Path) -> None:
     assert "Input should be 'pattern' or 'sidecar'" in problems_of(tmp_path, MINIMAL + "      identity: name\n")[0]
 
 
-def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path: Path) -> None:
+def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path):
     boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
     (problem,) = problems_of(tmp_path, MINIMAL + boards)
     assert "intake.folders[0].pattern: which of one, two is a file's board?" in problem
@@ -151,7 +151,7 @@ def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_on
     assert line_of(tmp_path, text).intake.folders[0].shows_boards
 
 
-def test_folders_do_not_overlap(tmp_path: Path) -> None:
+def test_folders_do_not_overlap(tmp_path):
     inner = f"    - {{path: inbox/inner, pattern: '{PATTERN}'}}\n"
     assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
 
@@ -171,7 +171,7 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
         ("pattern: '(?P<board>.+)', board_type: main, duplicate: skip", "duplicate: skip is for files that show one"),
     ],
 )
-def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, folder: str, expected: str) -> None:
+def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path, folder, expected):
     (tmp_path / "layout.yaml").write_text(LAYOUT)
     boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
     text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + f"    - {{path: boards, {folder}}}\n" + boards
@@ -203,7 +203,7 @@ CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
         (f"{{{CAMERA}, component: r, user: u, password: {{credential: a/b}}}}", "'a/b' is a path"),
     ],
 )
-def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras: str, expected: str) -> None:
+def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path, cameras, expected):
     assert expected in problems_of(tmp_path, MINIMAL + f"  cameras: [{cameras}]\n")[0]
 
 
@@ -221,13 +221,13 @@ def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras
         "url: 'http://h/', user: u, password: {value: s3cret}",
     ],
 )
-def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path: Path, camera: str) -> None:
+def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path, camera):
     problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, {camera}}}]\n")
     assert problems
     assert "s3cret" not in "".join(problems)
 
 
-def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path: Path) -> None:
+def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path):
     path = tmp_path / "line.yaml"
     camera = "{name: top, component: r, url: 'http://h:81/video?user=u&pwd=s3cret', user: u, password: {file: x}}"
     path.write_text(MINIMAL + f"  cameras: [{camera}]\n")
@@ -245,7 +245,7 @@ def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path: Path) ->
          "2:28: parts.R1.box: the box leaves the frame of 20 x 10"),
     ],
 )  # fmt: skip
-def test_a_layout_fits_its_board_part_by_part(tmp_path: Path, parts: str, problem: str) -> None:
+def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
     text = MINIMAL + "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
     (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {parts}\n")
     assert problem in problems_of(tmp_path, text)[0]
@@ -267,7 +267,7 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path: Path, parts: str, proble
         ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
     ],
 )
-def test_an_unguarded_door_is_refused(tmp_path: Path, api: str, expected: str) -> None:
+def test_an_unguarded_door_is_refused(tmp_path, api, expected):
     """AC21: what other machines reach is encrypted, or says that it is not."""
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
     for guard in ("tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"):
@@ -284,11 +284,11 @@ def test_an_unguarded_door_is_refused(tmp_path: Path, api: str, expected: str) -
         ("{events: []}", "outbox.events"),
     ],
 )
-def test_a_receiver_that_cannot_be_is_told(tmp_path: Path, outbox: str, expected: str) -> None:
+def test_a_receiver_that_cannot_be_is_told(tmp_path, outbox, expected):
     assert expected in problems_of(tmp_path, MINIMAL + f"outbox: {outbox}\n")[0]
 
 
-def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path: Path) -> None:
+def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path):
     (tmp_path / "here").write_text("hush\n")
     (tmp_path / "empty").write_text("\n")
     assert read_secret(SecretSection(file=tmp_path / "here")) == "hush"
@@ -302,7 +302,7 @@ def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path: Path) -> N
             read_secret(secret, environment)
 
 
-def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path):
     text = MINIMAL + "scheduling: {max_overtake_s: 3.0}\n"
     assert line_of(tmp_path, text).scheduling.max_overtake_s == 3.0
     changed = line_of(tmp_path, text, COSERVE__SCHEDULING__MAX_OVERTAKE_S="2", COSERVE__MEMORY__HOST="1GiB", OTHER="x")
@@ -321,13 +321,13 @@ def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_pa
         ("COSERVE__", "1", "names no key"),
     ],
 )
-def test_a_bad_variable_is_named(tmp_path: Path, variable: str, value: str, expected: str) -> None:
+def test_a_bad_variable_is_named(tmp_path, variable, value, expected):
     (problem,) = problems_of(tmp_path, MINIMAL, **{variable: value})
     assert problem.startswith(f"environment variable {variable}: ")
     assert expected in problem
 
 
-def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path: Path) -> None:
+def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path):
     assert usage_probabilities(line_of(tmp_path, MINIMAL)) == {"cls/r": 0.5, "det/a": 0.5, "cls/c": 0.5}
     boards = "boards: {one: {components: {r: 3}}}\n"
     assert usage_probabilities(line_of(tmp_path, MINIMAL + boards)) == {"cls/r": 1.0, "det/a": 1.0, "cls/c": 0.0}
@@ -336,11 +336,11 @@ def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share
     assert usage_probabilities(config, {"cls/r": 0.5})["det/a"] == 0.375
 
 
-def keys_of(schema: dict[str, Any]) -> set[str]:
+def keys_of(schema):
     return {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", {})}
 
 
-def keys_in_full(schema: dict[str, Any], part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
+def keys_in_full(schema, part, path=""):
     """Every key of a part of the schema by its path, `*` for a name that the owner chooses, `[]` for a list's entry."""
     part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
     found: dict[str, dict[str, Any]] = {}
@@ -355,12 +355,12 @@ def keys_in_full(schema: dict[str, Any], part: dict[str, Any], path: str = "") -
     return found
 
 
-def rows_of(markdown: str) -> dict[str, str]:
+def rows_of(markdown):
     """The keys of a page's tables, each with what stands as its default."""
     return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", markdown, re.MULTILINE))
 
 
-def test_the_example_is_valid_and_names_every_key_with_its_default() -> None:
+def test_the_example_is_valid_and_names_every_key_with_its_default():
     config = read_line(EXAMPLE, {})
     assert config.line == "demo"
     text = EXAMPLE.read_text()
@@ -368,7 +368,7 @@ def test_the_example_is_valid_and_names_every_key_with_its_default() -> None:
         assert re.search(rf"\b{key}:", text), key
 
 
-def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds() -> None:
+def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds():
     schema, stated = json_schema(), rows_of(PAGE.read_text("utf-8"))
     keys = keys_in_full(schema, schema)
     assert stated.keys() == keys.keys()
@@ -382,12 +382,12 @@ def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds() 
             assert yaml.safe_load(stated[path].strip("`")) == key["default"], path
 
 
-def test_the_line_file_that_the_readme_shows_is_one(tmp_path: Path) -> None:
+def test_the_line_file_that_the_readme_shows_is_one(tmp_path):
     (shown,) = re.findall(r"^ *```yaml\n(.*?)^ *```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert line_of(tmp_path, textwrap.dedent(shown)).line == "top-side"
 
 
-def test_the_policies_are_the_presets_of_the_core() -> None:
+def test_the_policies_are_the_presets_of_the_core():
     assert set(get_args(PolicyName)) == set(PRESETS)
 
 

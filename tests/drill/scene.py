@@ -24,28 +24,26 @@ from experts.expert import Verdict
 from tests.agent.service import fake_line
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.forks import Fork, Forks
+    from tests.forks import Fork
 
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
 EXPERTS = 4
 
 
-def is_full() -> bool:
+def is_full():
     """Whether the drills run as `make drill`, or in their short form."""
     return os.environ.get("DRILL") == "full"
 
 
-def picture(colour: int, size: int = 8) -> bytes:
+def picture(colour, size=8):
     return fake_line.picture(COLOURS[colour], (size, size))
 
 
 class Scene(fake_line.FakeLine):
     """One line in a folder of its own, whose experts answer by an image's colour."""
 
-    def __init__(self, folder: Path, socket: Path) -> None:
+    def __init__(self, folder, socket):
         super().__init__(folder)
         for number in range(EXPERTS):
             self.add_expert(number)
@@ -65,18 +63,18 @@ class Scene(fake_line.FakeLine):
         self._number = 0
         self.write()
 
-    def drop_one(self, colour: int, content: bytes | None = None) -> None:
+    def drop_one(self, colour, content=None):
         """One image of this colour, or with this content, into the folder."""
         self._number += 1
         name = f"B{self._number // EXPERTS}_c{self._number % EXPERTS}_R{self._number}.png"
         self.drop(name, picture(colour) if content is None else content)
         self.dropped[name] = colour
 
-    def drop_many(self, count: int) -> None:
+    def drop_many(self, count):
         for number in range(count):
             self.drop_one(number % len(COLOURS))
 
-    def order(self, keys: list[tuple[str, str, int]], timeout_s: float = 10.0) -> None:
+    def order(self, keys, timeout_s=10.0):
         """Send images over one stream: (key, component, colour) each; what comes back is remembered."""
         with grpc.insecure_channel(self.socket) as channel:
             stub = inspection_pb2_grpc.InspectionStub(channel)
@@ -106,7 +104,7 @@ class Scene(fake_line.FakeLine):
                         break
             is_over.set()
 
-    def is_up(self) -> bool:
+    def is_up(self):
         """Whether an agent answers."""
         try:
             with AgentClient(self.socket) as client:
@@ -115,12 +113,12 @@ class Scene(fake_line.FakeLine):
             return False
         return True
 
-    def is_finished(self) -> bool:
+    def is_finished(self):
         """Whether nothing is left to be judged or put away."""
         files = [path for path in self.inbox.iterdir() if path.is_file()]
         return not (files or self.shelf(".work") or self.unfinished)
 
-    def account(self, expected: dict[tuple[str, int], Verdict] | None = None) -> dict[str, int]:
+    def account(self, expected=None):
         """Asserts that nothing is lost, doubled, or OK without evidence; the counts."""
         rows = self.rows
         images = Counter(row.subject.image for row in rows if not row.subject.key.startswith(("api/", "camera/")))
@@ -139,7 +137,7 @@ class Scene(fake_line.FakeLine):
         return {"dropped": len(self.dropped), "accepted": len(self.accepted), "answered": len(self.answered),
                 "stored": len(rows), "lost": 0, "doubled": 0, **verdicts, **self.refused}  # fmt: skip
 
-    def _check_evidence(self, rows, expected) -> None:
+    def _check_evidence(self, rows, expected):
         for row in rows:
             if row.verdict is not Verdict.UNKNOWN:
                 assert row.experts, f"{row.subject.key} is {row.verdict} without an expert's word"
@@ -153,7 +151,7 @@ class Scene(fake_line.FakeLine):
             if wanted is not None and row.verdict is Verdict.UNKNOWN:  # which two kills met
                 assert "ended the agent" in row.reason, f"{row.subject.key}: {row.reason}"
 
-    def _check_files(self, rows) -> None:
+    def _check_files(self, rows):
         shelves = {Verdict.OK: "done", Verdict.NG: "ng", Verdict.UNKNOWN: "failed"}
         for row in rows:
             if row.subject.key.startswith(("api/", "camera/")):
@@ -175,16 +173,16 @@ serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
 class Agents:
     """Agents of a scene, each a fork that takes a moment to start and can be killed at any."""
 
-    def __init__(self, scene: Scene, forks: Forks) -> None:
+    def __init__(self, scene, forks):
         self._scene = scene
         self._forks = forks
         self.running: Fork | None = None
 
-    def start(self) -> None:
+    def start(self):
         """Begin one; it need not be ready."""
         self.running = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
 
-    def stop(self) -> int:
+    def stop(self):
         """As systemd does; its exit code."""
         self.running.send_signal(signal.SIGTERM)
         return self.running.wait(PATIENCE_S).returncode
@@ -193,28 +191,28 @@ class Agents:
 class Sender:
     """Keeps images coming by both ways until it is stopped, whether an agent is there or not."""
 
-    def __init__(self, scene: Scene, seed: int) -> None:
+    def __init__(self, scene, seed):
         self._scene = scene
         self._random = random.Random(seed)
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._drop, self._order)]
         self._sent = 0
 
-    def __enter__(self) -> Sender:
+    def __enter__(self):
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stopping.set()
         for thread in self._threads:
             thread.join(PATIENCE_S)
 
-    def _drop(self) -> None:
+    def _drop(self):
         while not self._stopping.wait(0.03):
             self._scene.drop_one(self._random.randrange(len(COLOURS)))
 
-    def _order(self) -> None:
+    def _order(self):
         while not self._stopping.wait(0.02):
             keys = []
             for _ in range(8):

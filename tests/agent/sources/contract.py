@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.subject import SourceStatus
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from agent.config import LineConfig
-    from agent.sources.base import Arrival, LeftOver, Source
+    from agent.sources.base import Arrival, LeftOver
     from agent.subject import Subject
 
 WAIT_S = 30.0
@@ -24,7 +23,7 @@ QUIET_S = 0.3  # in which a source that has stopped offers nothing
 class ContractLine:
     """A ``agent.sources.base.Line`` that accepts every image, and commits a verdict when a test says so."""
 
-    def __init__(self, config: LineConfig, journaled: dict[int, bytes] | None = None) -> None:
+    def __init__(self, config, journaled=None):
         self.config = config
         self.left_overs: Sequence[LeftOver] = ()
         self.arrivals: list[Arrival] = []
@@ -32,42 +31,42 @@ class ContractLine:
         self._journaled = journaled or {}
         self._changed = threading.Condition()
 
-    def has_room(self, source: Source) -> bool:
+    def has_room(self, source):
         return True
 
-    def expects(self, subject: Subject, source: Source) -> bool:
+    def expects(self, subject, source):
         return True
 
-    def offer_image(self, arrival: Arrival, source: Source) -> None:
+    def offer_image(self, arrival, source):
         with self._changed:
             self.arrivals.append(arrival)
             self._changed.notify_all()
         if not source.keeps_images:
             source.image_accepted(arrival.subject)
 
-    def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
+    def refuse_subject(self, subject, reason, source):
         self.refusals.append((subject, reason))
         source.verdict_committed(subject, Verdict.UNKNOWN, reason)
 
-    def reading(self, subject: Subject) -> Any:
+    def reading(self, subject):
         return nullcontext()
 
-    def reserve_key(self, key: str, asked_sha256: str) -> bool:
+    def reserve_key(self, key, asked_sha256):
         return True
 
-    def release_key(self, key: str) -> None:
+    def release_key(self, key):
         return
 
-    def journaled_image(self, number: int) -> bytes | None:
+    def journaled_image(self, number):
         return self._journaled[number]
 
-    def first(self) -> Arrival:
+    def first(self):
         with self._changed:
             assert self._changed.wait_for(lambda: self.arrivals, WAIT_S), "nothing is offered"
             return self.arrivals[0]
 
 
-def keeps_the_contract(make: Callable[[ContractLine], Source], line: ContractLine) -> None:
+def keeps_the_contract(make, line):
     """An image is offered whole and once, comes again after a crash where the source keeps it, and ends with its
     verdict; a stopped source offers nothing."""
     source = make(line)
@@ -102,6 +101,6 @@ def keeps_the_contract(make: Callable[[ContractLine], Source], line: ContractLin
     assert len(line.arrivals) == count, "a stopped source offers"
 
 
-def stopped(source: Source) -> None:
+def stopped(source):
     source.stop(0.0)
     assert source.stop(WAIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sqlite3
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -18,11 +17,6 @@ from agent.sources.registry import sources_of
 from agent.subject import Subject
 from experts.errors import OrderRefused
 from tests.agent.sources.contract import ContractLine, keeps_the_contract
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent.config import LineConfig
 
 PATTERN = "(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)[.]png"
 LINE = """
@@ -41,20 +35,20 @@ INTAKES = {
 }
 
 
-def png() -> bytes:
+def png():
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (10, 200, 30)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def line_of(folder: Path, intake: str) -> LineConfig:
+def line_of(folder, intake):
     (folder / "line.yaml").write_text(LINE.replace("INTAKE", intake))
     (folder / "f.yaml").write_text("{weight_bytes: 1000, label: ok}")
     return read_line(folder / "line.yaml", {})
 
 
 @pytest.fixture(params=INTAKES)
-def line(request: pytest.FixtureRequest, tmp_path: Path) -> ContractLine:
+def line(request, tmp_path):
     """A line with one image in one source."""
     made = ContractLine(line_of(tmp_path, INTAKES[request.param]), {7: png()})
     if request.param == "folder":
@@ -69,24 +63,22 @@ def line(request: pytest.FixtureRequest, tmp_path: Path) -> ContractLine:
     return made
 
 
-def test_each_source_keeps_the_contract(line: ContractLine) -> None:
+def test_each_source_keeps_the_contract(line):
     keeps_the_contract(lambda one: sources_of(one.config, one)[0], line)
 
 
-def test_what_takes_no_trigger_says_so(line: ContractLine) -> None:
+def test_what_takes_no_trigger_says_so(line):
     for source in sources_of(line.config, line):
         with pytest.raises(OrderRefused):
             source.trigger(None, None, None)
 
 
-def test_a_journal_that_cannot_be_read_for_a_while_is_read_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_that_cannot_be_read_for_a_while_is_read_after_it(tmp_path, monkeypatch):
     line = ContractLine(line_of(tmp_path, INTAKES["journal"]), {7: png()})
     line.left_overs = (LeftOver(7, (Subject("api/1", "api", "api/1", datetime.now(UTC), "c0"),)),)
     errors = [sqlite3.OperationalError("disk I/O error"), OSError("Input/output error")]
 
-    def journaled_image(number: int) -> bytes:
+    def journaled_image(number):
         if errors:
             raise errors.pop()
         return png()

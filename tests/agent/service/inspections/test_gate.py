@@ -11,30 +11,30 @@ from agent.service.inspections.inspector import Gate
 class Room:
     """Who is inside, and who ever was; those let in stay until they are told to leave. Suspects are those with "?"."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inside: list[str] = []
         self.ever: list[str] = []
         self.gate: Gate[str] = Gate(self._let_in)
 
-    def _let_in(self, item: str) -> bool:
+    def _let_in(self, item):
         self.inside.append(item)
         self.ever.append(item)
         return True
 
-    def enter(self, *items: str) -> None:
+    def enter(self, *items):
         for item in items:
             self.gate.admit(item, is_suspect=item.endswith("?"))
 
-    def leave(self, item: str) -> None:
+    def leave(self, item):
         self.inside.remove(item)
         self.gate.leave()
 
 
-def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in() -> None:
+def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in():
     """Ten thousand callers whose deadlines passed while the suspect was judged; the last ones still wait."""
     ever: list[str] = []
 
-    def let_in(item: str) -> bool:
+    def let_in(item):
         ever.append(item)
         if item == "leaves":
             gate.leave()  # while it goes in
@@ -50,7 +50,7 @@ def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_
 
 
 @given(st.lists(st.sampled_from(["enter", "suspect", "leave"]), max_size=60))
-def test_whatever_the_order_suspects_are_alone_and_nobody_is_lost_or_let_in_twice(moves: list[str]) -> None:
+def test_whatever_the_order_suspects_are_alone_and_nobody_is_lost_or_let_in_twice(moves):
     room, came = Room(), []
     for number, move in enumerate(moves):
         if move != "leave":

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import cv2
 import pytest
 
 from tests.agent.sources.cameras.stand_ins import SIZE, WAIT_S, FailingCamera, MjpegCamera, Taker, picture, section
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 SYSTEM_PYTHON = "/usr/bin/python3"  # the one that Debian's bindings of GStreamer are for
 RTSP_SERVER = Path(__file__).with_name("rtsp_server.py")
 
 
 @pytest.fixture(scope="session")
-def rtsp() -> Iterator[str]:
+def rtsp():
     """Address of a real RTSP server with three live streams; skips the test without one."""
     try:
         server = subprocess.Popen(
@@ -39,19 +35,19 @@ def rtsp() -> Iterator[str]:
 
 
 @pytest.fixture
-def mjpeg() -> Iterator[MjpegCamera]:
+def mjpeg():
     camera = MjpegCamera()
     yield camera
     camera.close()
 
 
 @pytest.fixture
-def failing(tmp_path: Path) -> FailingCamera:
+def failing(tmp_path):
     return FailingCamera(tmp_path / "word")
 
 
 @pytest.fixture(scope="session")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clip(tmp_path_factory):
     """Ten pictures of motion JPEG, at 50 a second."""
     path = tmp_path_factory.mktemp("clip") / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 50, SIZE[::-1])
@@ -62,13 +58,11 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def watched() -> Iterator[Callable[..., Taker]]:
+def watched():
     """Makes takers. At the end of a test all cameras and their processes have ended."""
     takers: list[Taker] = []
 
-    def watch(
-        url: str, *, password: str | None = None, has_room: bool = True, is_open: bool = True, **given: Any
-    ) -> Taker:
+    def watch(url, *, password=None, has_room=True, is_open=True, **given):
         takers.append(Taker(section(url, **given), password, has_room, is_open))
         return takers[-1]
 

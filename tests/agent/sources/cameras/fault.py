@@ -21,16 +21,12 @@ import ctypes
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agent.sources.cameras.pictures import source as pictures
 from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
-
-if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import CameraConnection, PictureSource
 
 PERIOD_S = 0.02
 LAG_S = 3.0
@@ -39,12 +35,12 @@ NO_JPEG = b"\xff\xd8\xff\xc4 no picture at all \xff\xd9"
 
 
 class FaultSource:
-    def __init__(self, connection: CameraConnection) -> None:
+    def __init__(self, connection):
         self._connection = connection
         self._path = Path(connection.place)
         self._number = 0
 
-    def open(self, deadline: float) -> None:
+    def open(self, deadline):
         del deadline
         word = self._word()
         if word == "refuse":
@@ -52,7 +48,7 @@ class FaultSource:
         if word == "hang":
             _hang()
 
-    def read(self, deadline: float) -> Snapshot | None:
+    def read(self, deadline):
         time.sleep(min(PERIOD_S, max(deadline - time.monotonic(), 0.0)))
         word = self._word()
         match word:
@@ -73,14 +69,14 @@ class FaultSource:
         picture = np.full((*SIZE, 3), self._number % 256, np.uint8)
         return Snapshot(picture, time.monotonic() - (LAG_S if word == "lag" else 0.0))
 
-    def close(self) -> None:
+    def close(self):
         """There is nothing to close."""
 
-    def _word(self) -> str:
+    def _word(self):
         return self._path.read_text().strip()
 
 
-def _hang() -> None:
+def _hang():
     """Hang in C with the interpreter's lock held, as a faulty driver does."""
     while True:
         ctypes.PyDLL(None).pause()
@@ -89,7 +85,7 @@ def _hang() -> None:
 real_source_of = pictures.source_of
 
 
-def source_of(connection: CameraConnection) -> PictureSource:
+def source_of(connection):
     return FaultSource(connection) if connection.scheme == "fault" else real_source_of(connection)
 
 

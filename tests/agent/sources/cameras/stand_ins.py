@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import cv2
@@ -27,8 +27,7 @@ from tests.agent.sources.cameras import fault
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from agent.sources.base import Arrival
-    from agent.subject import SourceStatus, Subject
+    from agent.subject import Subject
 
 process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__name__}\n{process.BOOT}"
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
@@ -36,19 +35,19 @@ SIZE = (48, 64)
 PERIOD_S = 0.02
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """True if the process runs and is no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     return False
 
 
-def picture(number: int) -> np.ndarray[Any, Any]:
+def picture(number):
     """Grey, and brighter with each number."""
     return np.full((*SIZE, 3), number % 256, np.uint8)
 
 
-def section(url: str, **given: Any) -> CameraSection:
+def section(url, **given):
     """A camera of a line file; a `fault:` url is put in past the check."""
     folder = Path("/")
     checked = "file:clip.avi" if url.startswith("fault:") else url
@@ -63,7 +62,7 @@ class MjpegCamera:
     given a login); move (the stream is elsewhere, at ``moved_to``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.word = "stream"
         self.login: str | None = None
         self.moved_to = ""
@@ -71,11 +70,11 @@ class MjpegCamera:
         camera = self
 
         class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 camera.viewers += 1
                 camera.answer(self)
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, *_):
                 """Nothing is printed."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
@@ -83,7 +82,7 @@ class MjpegCamera:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/video"
 
-    def answer(self, to: BaseHTTPRequestHandler) -> None:
+    def answer(self, to):
         if self.word == "refuse":
             to.send_error(404)
         elif self.word == "move":
@@ -102,7 +101,7 @@ class MjpegCamera:
             with suppress(OSError):
                 self._stream(to)
 
-    def _stream(self, to: BaseHTTPRequestHandler) -> None:
+    def _stream(self, to):
         number = 0
         while self.word != "drop":
             time.sleep(PERIOD_S)
@@ -114,7 +113,7 @@ class MjpegCamera:
             to.wfile.write(content + b"\r\n")
             to.wfile.flush()
 
-    def close(self) -> None:
+    def close(self):
         self.word = "drop"
         self._server.shutdown()
         self._server.server_close()
@@ -123,7 +122,7 @@ class MjpegCamera:
 class TlsFront:
     """TLS proxy at a port of ``host`` in front of ``url``. ``heard``: blocks that were handed on."""
 
-    def __init__(self, authority: Path, url: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, authority, url, host="127.0.0.1"):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(authority / "server.pem", authority / "server.key")
         parts = urlsplit(url)
@@ -132,7 +131,7 @@ class TlsFront:
         front = self
 
         class CameraConnection(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
+            def handle(self):
                 with suppress(OSError), context.wrap_socket(self.request, server_side=True) as outer:
                     front.serve(outer)
 
@@ -142,19 +141,19 @@ class TlsFront:
         address = f"{host}:{self._server.server_address[1]}"
         self.url = parts._replace(scheme=f"{parts.scheme}s", netloc=address).geturl()
 
-    def serve(self, outer: socket.socket) -> None:
+    def serve(self, outer):
         with socket.create_connection(self._behind) as inner:
             threading.Thread(target=_pump, args=(inner, outer), daemon=True).start()
             while content := outer.recv(65536):
                 self.heard += 1
                 inner.sendall(content)
 
-    def close(self) -> None:
+    def close(self):
         self._server.shutdown()
         self._server.server_close()
 
 
-def _pump(source: socket.socket, to: socket.socket) -> None:
+def _pump(source, to):
     with suppress(OSError):
         while content := source.recv(65536):
             to.sendall(content)
@@ -163,12 +162,12 @@ def _pump(source: socket.socket, to: socket.socket) -> None:
 class FailingCamera:
     """File of a `fault:` url, changed in one step."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
         self.url = f"fault:{path}"
         self.say("stream")
 
-    def say(self, word: str) -> None:
+    def say(self, word):
         fresh = self._path.with_suffix(".new")
         fresh.write_text(word)
         os.replace(fresh, self._path)
@@ -185,9 +184,7 @@ class Taker:
 
     config = SimpleNamespace(boards=dict.fromkeys(("main", "other")), layouts=dict.fromkeys(("main", "other")))
 
-    def __init__(
-        self, section: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True
-    ) -> None:
+    def __init__(self, section, password=None, has_room=True, is_open=True):
         self.frames: list[Frame] = []
         self.lost: list[tuple[Subject, str]] = []
         self.is_free = has_room
@@ -197,34 +194,34 @@ class Taker:
         self.camera = CameraSource(section, password, self)
         self.camera.start()
 
-    def has_room(self, _: CameraSource) -> bool:
+    def has_room(self, _):
         return self.is_free
 
-    def offer_image(self, arrival: Arrival, source: CameraSource) -> None:
+    def offer_image(self, arrival, source):
         self.door.wait()
         self.frames.append(Frame(arrival.subject, arrival.image))
         source.verdict_committed(arrival.subject, Verdict.OK, None)
 
-    def refuse_subject(self, subject: Subject, reason: str, source: CameraSource) -> None:
+    def refuse_subject(self, subject, reason, source):
         self.door.wait()
         self.lost.append((subject, reason))
         source.verdict_committed(subject, Verdict.UNKNOWN, reason)
 
-    def release_key(self, key: str) -> None: ...
+    def release_key(self, key): ...
 
     @property
-    def now(self) -> SourceStatus:
+    def now(self):
         return self.camera.status()
 
     @property
-    def process(self) -> int | None:
+    def process(self):
         child = self.camera._child
         return None if child is None else child.pid
 
-    def until_state(self, state: str) -> SourceStatus:
+    def until_state(self, state):
         return until(lambda: (found := self.now).state == state and found, lambda: f"{state}, but {self.now}")
 
-    def streaming(self) -> int:
+    def streaming(self):
         """Number of the camera's process, once its frames come."""
         self.until_state("STREAMING")
         return until(lambda: self.process)

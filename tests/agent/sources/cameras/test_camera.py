@@ -26,8 +26,6 @@ from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import (
     WAIT_S,
-    FailingCamera,
-    MjpegCamera,
     Taker,
     is_alive,
     section,
@@ -36,18 +34,17 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from agent.sources.cameras.process import Heard
-    from tests.agent.sources.cameras.stand_ins import Frame
 
 Watch = Callable[..., Taker]
 STALL_S = 1.0  # as short as a busy machine lets a camera be
 
 
-def brightness(frame: Frame) -> int:
+def brightness(frame):
     """Number of a stand-in's picture: each is brighter than the one before."""
     return int(read_image(frame.content, frame.subject.key)[0, 0, 0])
 
 
-def children() -> set[str]:
+def children():
     """Child processes, zombies included."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -57,14 +54,14 @@ def children() -> set[str]:
     return found
 
 
-def refused(call: Callable[[], object]) -> OrderRefused:
+def refused(call):
     with pytest.raises(OrderRefused) as told:
         call()
     return told.value
 
 
 class TestFreeRun:
-    def test_every_camera_s_frames_are_taken(self, watched: Watch, clip: Path, mjpeg: MjpegCamera) -> None:
+    def test_every_camera_s_frames_are_taken(self, watched, clip, mjpeg):
         takers = [watched(f"file:{clip}", loop=True, board_type="main"), watched(mjpeg.url)]
         for taker in takers:
             until(lambda taker=taker: len(taker.frames) >= 3)
@@ -80,9 +77,7 @@ class TestFreeRun:
                 frame.subject.arrived_at for frame in taker.frames
             )
 
-    def test_without_room_frames_are_dropped_and_counted_and_then_the_latest_is_taken(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_without_room_frames_are_dropped_and_counted_and_then_the_latest_is_taken(self, watched, failing):
         taker = watched(failing.url, has_room=False)
         until(lambda: taker.now.dropped >= 20)
         after_twenty = datetime.now(UTC)
@@ -92,22 +87,20 @@ class TestFreeRun:
         until(lambda: taker.frames)
         assert taker.frames[0].subject.arrived_at > after_twenty  # none of those that had waited for longest
 
-    def test_each_frame_of_a_clip_is_taken_or_counted(self, watched: Watch, clip: Path) -> None:
+    def test_each_frame_of_a_clip_is_taken_or_counted(self, watched, clip):
         taker = watched(f"file:{clip}", frames_per_s=200.0)
         ended = until(lambda: (found := taker.now).alarm is not None and "ended" in found.alarm and found)
         assert (ended.state, ended.reconnects) == ("OFFLINE", 0)
         assert until(lambda: (found := taker.now).received + found.dropped == 10 and found).received >= 1
 
-    def test_it_cannot_be_triggered(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_it_cannot_be_triggered(self, watched, failing):
         error = refused(watched(failing.url).camera.trigger)
         assert (error.reason, error.retry_s) == (Refusing.NOT_NOW, None)
         assert "mode: triggered" in str(error)
 
 
 class TestTriggered:
-    def test_each_trigger_gets_a_frame_of_its_own_that_came_after_it(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_each_trigger_gets_a_frame_of_its_own_that_came_after_it(self, watched, failing):
         taker = watched(failing.url, mode="triggered", board_type="main")
         taker.until_state("STREAMING")
         began = time.time()
@@ -121,9 +114,7 @@ class TestTriggered:
         assert all(frame.subject.arrived_at.timestamp() >= began - 0.001 for frame in taker.frames)
         assert (taker.now.received, taker.now.dropped, taker.now.lost, taker.now.waiting) == (3, 0, 0, 0)
 
-    def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(self, watched, failing):
         taker = watched(failing.url, mode="triggered", stall_timeout_s=WAIT_S)
         taker.until_state("STREAMING")
         failing.say("stall")
@@ -134,7 +125,7 @@ class TestTriggered:
         until(lambda: taker.frames)
         assert taker.frames[0].subject.arrived_at > triggered_at
 
-    def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched, failing):
         """An admitted trigger gets its frame; another is refused at once and leaves nothing behind."""
         taker = watched(failing.url, mode="triggered", queue=2, is_open=False)
         taker.until_state("STREAMING")
@@ -149,9 +140,7 @@ class TestTriggered:
         until(lambda: len(taker.frames) == 3)
         assert [frame.subject.key for frame in taker.frames] == keys
 
-    def test_the_interval_triggers_and_what_meets_a_full_queue_is_told_as_lost(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_the_interval_triggers_and_what_meets_a_full_queue_is_told_as_lost(self, watched, failing):
         taker = watched(failing.url, mode="triggered", interval_s=0.05, queue=2)
         until(lambda: len(taker.frames) >= 3)
         taker.door.clear()
@@ -168,7 +157,7 @@ class TestTriggered:
         )
         assert ended == list(range(1, len(ended) + 1))
 
-    def test_those_whose_camera_stalls_are_lost_and_say_why(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_those_whose_camera_stalls_are_lost_and_say_why(self, watched, failing):
         taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0)
         taker.until_state("STREAMING")
         failing.say("stall")  # one picture may be on its way
@@ -180,9 +169,7 @@ class TestTriggered:
         assert taker.now.lost == len(taker.lost) >= 3
         assert until(lambda: taker.now.waiting == 0)
 
-    def test_one_that_is_waited_for_when_the_process_dies_is_served_by_the_next(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_one_that_is_waited_for_when_the_process_dies_is_served_by_the_next(self, watched, failing):
         taker = watched(failing.url, mode="triggered", stall_timeout_s=30.0)
         before = taker.streaming()
         failing.say("stall")
@@ -193,7 +180,7 @@ class TestTriggered:
         until(lambda: taker.frames)
         assert taker.frames[0].subject.key == key
 
-    def test_one_that_waits_when_the_agent_ends_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_one_that_waits_when_the_agent_ends_is_told_as_lost(self, watched, failing):
         taker = watched(failing.url, mode="triggered", stall_timeout_s=30.0)
         taker.until_state("STREAMING")
         failing.say("stall")
@@ -203,7 +190,7 @@ class TestTriggered:
         assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "camera top: the agent ended")]
         assert refused(taker.camera.trigger).reason is Refusing.STOPPING
 
-    def test_one_that_does_not_stream_refuses_and_says_why(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_one_that_does_not_stream_refuses_and_says_why(self, watched, failing):
         failing.say("refuse")
         taker = watched(failing.url, mode="triggered")
         until(lambda: taker.now.alarm)
@@ -213,7 +200,7 @@ class TestTriggered:
 
 
 class TestFaults:
-    def test_a_stream_that_stalls_is_killed_and_connected_anew(self, watched: Watch, mjpeg: MjpegCamera) -> None:
+    def test_a_stream_that_stalls_is_killed_and_connected_anew(self, watched, mjpeg):
         """Over HTTP, without the connection ending."""
         taker = watched(mjpeg.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
@@ -227,7 +214,7 @@ class TestFaults:
         taken = len(taker.frames)
         until(lambda: len(taker.frames) > taken)
 
-    def test_one_that_hangs_in_c_is_killed_and_connected_anew(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_one_that_hangs_in_c_is_killed_and_connected_anew(self, watched, failing):
         """No thread of its process runs any more; nothing but SIGKILL ends it."""
         taker = watched(failing.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
@@ -237,9 +224,7 @@ class TestFaults:
         failing.say("stream")
         assert taker.streaming() != before
 
-    def test_shutdown_takes_less_than_five_seconds_while_one_hangs(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+    def test_shutdown_takes_less_than_five_seconds_while_one_hangs(self, watched, failing):
         """Before the stall is noticed, and while a frame is requested."""
         taker = watched(failing.url, stall_timeout_s=600.0)
         before = taker.streaming()
@@ -251,8 +236,8 @@ class TestFaults:
         assert (taker.now.state, taker.process) == ("OFFLINE", None)
 
     def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
+        self, watched, failing
+    ):
         taker = watched(failing.url, has_room=False)
         before = taker.streaming()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -268,9 +253,7 @@ class TestFaults:
         until(lambda: taker.frames)
 
     @pytest.mark.parametrize("mode", ["free_run", "triggered"])
-    def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(
-        self, watched: Watch, failing: FailingCamera, mode: str
-    ) -> None:
+    def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(self, watched, failing, mode):
         taker = watched(failing.url, mode=mode, stall_timeout_s=STALL_S)
         taker.until_state("STREAMING")
         failing.say("garble")
@@ -282,9 +265,7 @@ class TestFaults:
         if mode == "triggered":
             until(lambda: len(taker.frames) + len(taker.lost) == 1)
 
-    def test_a_password_is_nowhere_to_be_seen(
-        self, watched: Watch, mjpeg: MjpegCamera, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_password_is_nowhere_to_be_seen(self, watched, mjpeg, caplog):
         caplog.set_level(logging.DEBUG)
         mjpeg.word = "lock"
         taker = watched(mjpeg.url, user="line", password="s3cret/word")
@@ -297,16 +278,16 @@ class TestFaults:
         for text in (caplog.text, str(taker.now), repr(taker.camera._connection)):
             assert "s3cret" not in text
 
-    def test_a_password_that_a_library_tells_is_taken_out(self, watched: Watch, failing: FailingCamera) -> None:
+    def test_a_password_that_a_library_tells_is_taken_out(self, watched, failing):
         failing.say("leak")
         taker = watched(failing.url, user="line", password="s3cret")
         assert until(lambda: taker.now.alarm) == "cannot go on with line:***@camera"
 
 
-def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing: FailingCamera) -> None:
+def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing):
     """Processes that are told to end, killed, or end by themselves, each while a frame is requested."""
 
-    def once(end: str) -> None:
+    def once(end):
         heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
         failing.say("stream")
         process = ChildProcess(connection_of(section(failing.url), None), heard.put)
@@ -321,7 +302,7 @@ def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process
             process.kill()
         assert process.join(WAIT_S)
 
-    def left() -> tuple[int, int, set[str]]:
+    def left():
         return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
 
     once("stream")
@@ -341,7 +322,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("word", ["stream", "hang"])
-def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing: FailingCamera, word: str) -> None:
+def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing, word):
     with subprocess.Popen(
         [sys.executable, "-c", AGENT, failing.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as agent:
@@ -354,15 +335,15 @@ def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing: Failin
 
 
 class TestProbe:
-    def test_a_camera_that_sends_a_frame_has_nothing_wrong(self, clip: Path, mjpeg: MjpegCamera) -> None:
+    def test_a_camera_that_sends_a_frame_has_nothing_wrong(self, clip, mjpeg):
         assert [probe(section(url), None, WAIT_S) for url in (f"file:{clip}", mjpeg.url)] == [None, None]
 
-    def test_one_that_hangs_takes_no_longer_than_it_may(self, failing: FailingCamera) -> None:
+    def test_one_that_hangs_takes_no_longer_than_it_may(self, failing):
         failing.say("hang")
         began = time.monotonic()
         assert "no frame within 1 s" in (probe(section(failing.url), None, 1.0) or "")
         assert time.monotonic() - began < 10
 
-    def test_one_that_dies_says_how(self, failing: FailingCamera) -> None:
+    def test_one_that_dies_says_how(self, failing):
         failing.say("die")
         assert "SIGSEGV" in (probe(section(failing.url), None, WAIT_S) or "")

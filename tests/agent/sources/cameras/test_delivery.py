@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,36 +12,31 @@ from tests.agent.sources.cameras.stand_ins import WAIT_S
 from tests.lines import subject
 from tests.waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from agent.subject import Subject
-
-
-def frame(number: int) -> Subject:
+def frame(number):
     return subject(f"top@{number}")
 
 
 class Hands:
     """A delivery of a triggered camera and its output; callbacks wait until the door is opened."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit):
         self.out: list[str] = []
         self.door = threading.Event()
         self.faults = 0  # so often the door breaks
         self.one = Delivery("top", self._take, self._tell_lost, lambda: True, limit, None)
         self.one.thread.start()
 
-    def _take(self, given: Subject, content: bytes) -> None:
+    def _take(self, given, content):
         assert content == b"png"
         self._pass()
         self.out.append(given.key)
 
-    def _tell_lost(self, given: Subject, reason: str) -> None:
+    def _tell_lost(self, given, reason):
         self._pass()
         self.out.append(f"{given.key} lost: {reason}")
 
-    def _pass(self) -> None:
+    def _pass(self):
         self.door.wait()
         if self.faults:
             self.faults -= 1
@@ -50,7 +44,7 @@ class Hands:
 
 
 @pytest.fixture
-def hands() -> Iterator[Hands]:
+def hands():
     made = Hands(2)
     yield made
     made.door.set()
@@ -60,7 +54,7 @@ def hands() -> Iterator[Hands]:
     assert not made.one.thread.is_alive()
 
 
-def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: Hands) -> None:
+def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands):
     assert [hands.one.admit() for _ in range(3)] == [True, True, False]
     hands.one.put(frame(1), b"png")
     hands.one.overflow(frame(3), "full")
@@ -73,7 +67,7 @@ def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: H
     assert hands.one.admit()
 
 
-def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
+def test_what_overflows_is_bounded_and_the_pause_is_told(hands):
     """No trigger is dropped silently."""
     for number in range(OVERFLOW_MAXIMUM):
         assert hands.one.can_overflow()
@@ -86,9 +80,7 @@ def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
     assert hands.one.alarm is None
 
 
-def test_a_door_that_breaks_is_told_once_and_costs_no_other_frame(
-    hands: Hands, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_door_that_breaks_is_told_once_and_costs_no_other_frame(hands, caplog):
     hands.one.stop()  # it waits for nothing then
     hands.faults = 3
     for number in range(4):

@@ -7,19 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
 from experts.images import read_image
-from tests.agent.sources.cameras.stand_ins import WAIT_S, FailingCamera, Taker
+from tests.agent.sources.cameras.stand_ins import WAIT_S, Taker
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.agent.sources.cameras.stand_ins import Frame
 
 Watch = Callable[..., Taker]
 PERIOD_S = 0.04
@@ -33,14 +29,14 @@ class Stream:
 
     DELAY_S = 0.03
 
-    def __init__(self, *, is_one_behind: bool = False, rate: float = 1.0) -> None:
+    def __init__(self, *, is_one_behind=False, rate=1.0):
         self.clock = PresentationClock(is_one_behind=is_one_behind)
         self.is_one_behind = is_one_behind
         self.rate = rate  # of the camera's clock
         self.ahead_s = 5000.0  # of ours
         self.taken_at = 100.0
 
-    def send(self, late_s: float = 0.0, has_waited: bool = True) -> float:
+    def send(self, late_s=0.0, has_waited=True):
         """Send the next frame, read ``late_s`` after it came; returns the age that the clock gives it."""
         self.taken_at += PERIOD_S
         presented_s = self.taken_at * self.rate + self.ahead_s
@@ -48,12 +44,12 @@ class Stream:
         self.clock.learn(presented_s, now, has_waited)
         return now - self.clock.came_at(presented_s, now)
 
-    def settle(self) -> None:
+    def settle(self):
         until(lambda: self.send() < float("inf"))
 
 
 @pytest.mark.parametrize("is_one_behind", [False, True])
-def test_a_backlog_is_told_to_the_frame(is_one_behind: bool) -> None:
+def test_a_backlog_is_told_to_the_frame(is_one_behind):
     """Also while reads wait: the camera or the network then holds the backlog."""
     stream = Stream(is_one_behind=is_one_behind)
     stream.settle()
@@ -63,7 +59,7 @@ def test_a_backlog_is_told_to_the_frame(is_one_behind: bool) -> None:
         assert stream.send(late_s, has_waited) == pytest.approx(late_s + own_s, abs=0.01)
 
 
-def test_nothing_is_said_of_frames_that_lay_there_at_the_start() -> None:
+def test_nothing_is_said_of_frames_that_lay_there_at_the_start():
     """Two seconds of frames are read at five times their rate, with waits in between."""
     stream = Stream()
     ages = [stream.send(2.0 - number * 0.8 * PERIOD_S, has_waited=number % 10 == 9) for number in range(62)]
@@ -73,7 +69,7 @@ def test_nothing_is_said_of_frames_that_lay_there_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -3.0, 3.0, 3600.0, -(2**32) / 90_000])
-def test_a_clock_that_jumps_is_learned_anew(jump_s: float) -> None:
+def test_a_clock_that_jumps_is_learned_anew(jump_s):
     stream = Stream()
     stream.settle()
     stream.ahead_s += jump_s
@@ -85,7 +81,7 @@ def test_a_clock_that_jumps_is_learned_anew(jump_s: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [1 - 3e-4, 1 + 3e-4])
-def test_a_clock_that_goes_wrong_by_little_is_followed(rate: float) -> None:
+def test_a_clock_that_goes_wrong_by_little_is_followed(rate):
     """In an hour such a drift is a second of lag, or hides one."""
     stream = Stream(rate=rate)
     stream.settle()
@@ -95,7 +91,7 @@ def test_a_clock_that_goes_wrong_by_little_is_followed(rate: float) -> None:
     assert stream.send(1.0) == pytest.approx(1.0, abs=0.01)
 
 
-def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing: FailingCamera) -> None:
+def test_late_frames_are_an_alarm_and_their_age_is_true(watched, failing):
     taker = watched(failing.url, stall_timeout_s=WAIT_S)
     until(lambda: taker.frames)
     failing.say("lag")
@@ -108,7 +104,7 @@ def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing:
     until(lambda: len(taker.frames) > known)
 
 
-def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: FailingCamera) -> None:
+def test_frames_from_before_a_trigger_do_not_answer_it(watched, failing):
     """Although they reach the agent after the trigger."""
     taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0, max_lag_s=WAIT_S)
     taker.until_state("STREAMING")
@@ -123,7 +119,7 @@ def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: 
 
 
 @pytest.fixture
-def busy() -> Iterator[None]:
+def busy():
     """Keep every core busy."""
     with ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
@@ -132,7 +128,7 @@ def busy() -> Iterator[None]:
         yield
 
 
-def drawn_at(frame: Frame) -> float:
+def drawn_at(frame):
     """Time shown in the picture, by ``time.monotonic``."""
     picture = read_image(frame.content, frame.subject.key)
     assert picture.shape == (1080, 1920, 3)
@@ -140,12 +136,12 @@ def drawn_at(frame: Frame) -> float:
     return sum(1 << bit for bit, level in enumerate(middles) if level > 127) / 1000
 
 
-def came_at(frame: Frame) -> float:
+def came_at(frame):
     """Time given by the agent, by ``time.monotonic``."""
     return frame.subject.arrived_at.timestamp() - time.time() + time.monotonic()
 
 
-def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched: Watch, rtsp: str, busy: None) -> None:
+def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched, rtsp, busy):
     """1080p on a busy box; the reader is stopped for a while and the camera goes on."""
     taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
     process = taker.streaming()

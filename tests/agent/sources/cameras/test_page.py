@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,15 +19,15 @@ CAMERAS = [camera for example in EXAMPLES if isinstance(example, list) for camer
 
 
 @pytest.mark.parametrize("camera", CAMERAS, ids=lambda camera: str(camera["url"]))
-def test_a_camera_of_the_page_is_one_of_a_line_file(camera: dict[str, Any]) -> None:
+def test_a_camera_of_the_page_is_one_of_a_line_file(camera):
     CameraSection.model_validate(camera, context={"folder": Path("/line")})
 
 
-def test_the_layout_of_the_page_is_one() -> None:
+def test_the_layout_of_the_page_is_one():
     (layout,) = (LayoutSections.model_validate(example) for example in EXAMPLES if isinstance(example, dict))
     assert (layout.size, list(layout.parts)) == ((3000, 4000), ["R1", "R2"])
 
 
-def test_each_kind_and_each_state_is_on_the_page() -> None:
+def test_each_kind_and_each_state_is_on_the_page():
     assert [scheme for scheme in CAMERA_SCHEMES if f"`{scheme}:" not in TEXT] == []
     assert [state for state in CameraState if f"| {state} |" not in TEXT] == []

@@ -7,7 +7,6 @@ import shutil
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import av
 import cv2
@@ -17,39 +16,36 @@ import pytest
 from agent.sources.cameras.grabber import encode
 from agent.sources.cameras.pictures.capture import whole_jpeg
 from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
-from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource
+from agent.sources.cameras.pictures.source import CameraConnection
 from experts.errors import CameraFailed
 from experts.images import read_image
 from tests.agent.sources.cameras.fault import source_of
 from tests.agent.sources.cameras.stand_ins import WAIT_S, MjpegCamera, TlsFront, picture
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 NOTHING = "127.0.0.1:1"  # nobody listens there
 has_genicam = importlib.util.find_spec("harvesters") is not None
 
 
-def connection(url: str, **given: Any) -> CameraConnection:
+def connection(url, **given):
     return CameraConnection(
         **{"url": url, "open_timeout_s": WAIT_S, "stall_timeout_s": 5.0, "max_pixels": 10**7, **given}
     )
 
 
-def opened(url: str, **given: Any) -> PictureSource:
+def opened(url, **given):
     source = source_of(connection(url, **given))
     source.open(time.monotonic() + WAIT_S)
     return source
 
 
-def next_picture(source: PictureSource) -> Picture:
+def next_picture(source):
     deadline = time.monotonic() + WAIT_S
     while (found := source.read(time.monotonic() + 1)) is None:
         assert time.monotonic() < deadline
     return found.picture
 
 
-def pixels(found: Picture) -> np.ndarray[Any, Any]:
+def pixels(found):
     """Pixels as an expert sees them."""
     content = encode(found, 10**7)
     assert content is not None
@@ -57,7 +53,7 @@ def pixels(found: Picture) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture(params=["file", "http", "rtsp", "genicam", "fault"])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(request, monkeypatch):
     """One camera of each kind that can run on this machine."""
     kind = request.param
     if kind == "file":
@@ -70,7 +66,7 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def virtual_genicam(monkeypatch: pytest.MonkeyPatch) -> str:
+def virtual_genicam(monkeypatch):
     """The virtual camera of the genicam package, through the real harvesters."""
     if not has_genicam:
         pytest.skip("harvesters is not installed: pip install 'coserve[genicam]'")
@@ -82,30 +78,30 @@ def virtual_genicam(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def source(url: str) -> Iterator[PictureSource]:
+def source(url):
     with closing(opened(url)) as one:
         yield one
 
 
 class TestTheContract:
-    def test_pictures_come_that_an_expert_can_see(self, source: PictureSource) -> None:
+    def test_pictures_come_that_an_expert_can_see(self, source):
         for _ in range(3):
             seen = pixels(next_picture(source))
             assert seen.dtype == np.uint8
             assert seen.shape in {(48, 64, 3), (400, 400, 3)}
 
-    def test_a_picture_that_was_handed_out_does_not_change(self, source: PictureSource) -> None:
+    def test_a_picture_that_was_handed_out_does_not_change(self, source):
         first = next_picture(source)
         before = encode(first, 10**7)
         for _ in range(5):
             next_picture(source)
         assert encode(first, 10**7) == before
 
-    def test_a_read_whose_time_is_over_returns(self, source: PictureSource) -> None:
+    def test_a_read_whose_time_is_over_returns(self, source):
         next_picture(source)
         source.read(time.monotonic() - 1)  # whatever it says: that it returns is what is asked
 
-    def test_it_may_be_closed_without_having_been_opened_and_opened_anew(self, url: str) -> None:
+    def test_it_may_be_closed_without_having_been_opened_and_opened_anew(self, url):
         source_of(connection(url)).close()
         for _ in range(2):
             with closing(opened(url)) as one:
@@ -123,31 +119,31 @@ class TestTheContract:
         ("unheard-of:", "nothing reads from"),
     ],
 )
-def test_one_that_cannot_be_opened_says_why(url: str, words: str) -> None:
+def test_one_that_cannot_be_opened_says_why(url, words):
     with pytest.raises(CameraFailed, match=words):
         opened(url, open_timeout_s=5.0)
 
 
 @pytest.mark.skipif(has_genicam, reason="harvesters is installed: nothing is missing")
-def test_genicam_without_its_extra_names_it() -> None:
+def test_genicam_without_its_extra_names_it():
     with pytest.raises(CameraFailed, match=r"coserve\[genicam\]"):
         opened("genicam:12345")
 
 
-def test_genicam_says_which_cameras_there_are(virtual_genicam: str) -> None:
+def test_genicam_says_which_cameras_there_are(virtual_genicam):
     with pytest.raises(CameraFailed, match="there are 0, 1, 2"):
         opened("genicam:12345")
     assert virtual_genicam
 
 
-def test_genicam_without_a_producer_says_so(virtual_genicam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_genicam_without_a_producer_says_so(virtual_genicam, monkeypatch):
     monkeypatch.setenv("GENICAM_GENTL64_PATH", "/no/such/folder")
     with pytest.raises(CameraFailed, match="no GenTL producer"):
         opened(virtual_genicam)
 
 
 class TestAClip:
-    def test_ends_for_good(self, clip: Path) -> None:
+    def test_ends_for_good(self, clip):
         with closing(opened(f"file:{clip}", frames_per_s=1000.0)) as one:
             seen = [next_picture(one) for _ in range(10)]
             with pytest.raises(CameraFailed, match="loop: true") as told:
@@ -155,21 +151,21 @@ class TestAClip:
         assert told.value.is_final
         assert [round(float(pixels(each).mean()) / 20) for each in seen] == list(range(1, 11))
 
-    def test_begins_again_where_it_loops(self, clip: Path) -> None:
+    def test_begins_again_where_it_loops(self, clip):
         with closing(opened(f"file:{clip}", frames_per_s=1000.0, loop=True)) as one:
             seen = [pixels(next_picture(one)) for _ in range(25)]
         assert np.array_equal(seen[0], seen[10])
         assert np.array_equal(seen[4], seen[24])
 
     @pytest.mark.parametrize(("frames_per_s", "period_s"), [(None, 1 / 50), (10.0, 1 / 10)])
-    def test_never_comes_early(self, clip: Path, frames_per_s: float | None, period_s: float) -> None:
+    def test_never_comes_early(self, clip, frames_per_s, period_s):
         with closing(opened(f"file:{clip}", frames_per_s=frames_per_s)) as one:
             began = time.monotonic()
             for _ in range(4):
                 next_picture(one)
         assert time.monotonic() - began >= 3 * period_s - 0.005
 
-    def test_what_holds_no_picture_says_so(self, tmp_path: Path) -> None:
+    def test_what_holds_no_picture_says_so(self, tmp_path):
         path = tmp_path / "clip.avi"
         with closing(av.open(str(path), "w")) as clip:
             stream = clip.add_stream("mpeg4", rate=5)
@@ -186,19 +182,19 @@ class TestAClip:
 
 
 class TestMotionJpeg:
-    def test_is_handed_through_as_it_was_sent(self, mjpeg: MjpegCamera) -> None:
+    def test_is_handed_through_as_it_was_sent(self, mjpeg):
         with closing(opened(mjpeg.url)) as one:
             seen = next_picture(one)
         assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
 
-    def test_a_connection_that_ends_is_told(self, mjpeg: MjpegCamera) -> None:
+    def test_a_connection_that_ends_is_told(self, mjpeg):
         with closing(opened(mjpeg.url)) as one:
             next_picture(one)
             mjpeg.word = "drop"
             with pytest.raises(CameraFailed, match="ended the stream"):
                 list(iter(lambda: next_picture(one), None))  # what was sent before still comes
 
-    def test_a_login_reaches_the_camera(self, mjpeg: MjpegCamera) -> None:
+    def test_a_login_reaches_the_camera(self, mjpeg):
         mjpeg.word = "lock"
         given = connection(mjpeg.url, user="line", password="p@ss:word/?#")
         with closing(source_of(given)) as one:
@@ -214,26 +210,26 @@ class TestMotionJpeg:
             ("stream", "rtsp:", "no video of this kind - correct the scheme"),
         ],
     )
-    def test_what_the_camera_answers_is_told(self, mjpeg: MjpegCamera, word: str, scheme: str, words: str) -> None:
+    def test_what_the_camera_answers_is_told(self, mjpeg, word, scheme, words):
         mjpeg.word = word
         with pytest.raises(CameraFailed, match=words):
             opened(mjpeg.url.replace("http:", scheme))
 
-    def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg: MjpegCamera) -> None:
+    def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg):
         with closing(MjpegCamera()) as other:
             mjpeg.word, mjpeg.moved_to = "move", other.url
             with pytest.raises(CameraFailed):
                 opened(mjpeg.url)
             assert other.viewers == 0
 
-    def test_cut_packets_are_none_and_padded_ones_are_whole(self) -> None:
+    def test_cut_packets_are_none_and_padded_ones_are_whole(self):
         whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
         assert whole_jpeg(whole + bytes(5)) == whole
         assert whole_jpeg(whole[:-2]) is None
         assert whole_jpeg(whole[2:]) is None
         assert whole_jpeg(b"") is None
 
-    def test_one_without_its_tables_is_decoded(self) -> None:
+    def test_one_without_its_tables_is_decoded(self):
         """Many USB cameras send such files, which other readers could not decode."""
         whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
         bare = without_tables(whole)
@@ -243,7 +239,7 @@ class TestMotionJpeg:
         assert np.array_equal(seen, cv2.imdecode(np.frombuffer(whole, np.uint8), cv2.IMREAD_COLOR))
 
 
-def without_tables(jpeg: bytes) -> bytes:
+def without_tables(jpeg):
     """A baseline JPEG whose Huffman tables, the standard's own, are left out."""
     kept, at = jpeg[:2], 2
     while jpeg[at + 1] != 0xDA:
@@ -258,18 +254,16 @@ class TestTls:
     """A camera whose certificate, of an authority of our own, is for localhost and 127.0.0.1."""
 
     @pytest.fixture(params=["http", "rtsp"])
-    def plain(self, request: pytest.FixtureRequest) -> str:
+    def plain(self, request):
         if request.param == "http":
             return request.getfixturevalue("mjpeg").url
         return f"{request.getfixturevalue('rtsp')}/h264"
 
-    def sees(self, url: str, **given: Any) -> bool:
+    def sees(self, url, **given):
         with closing(opened(url, **given)) as one:
             return pixels(next_picture(one)).shape == (48, 64, 3)
 
-    def test_one_that_an_authority_vouches_for_is_seen(
-        self, plain: str, authority: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_an_authority_vouches_for_is_seen(self, plain, authority, monkeypatch):
         with closing(TlsFront(authority, plain)) as front:
             assert self.sees(front.url, ca=str(authority / "ca.pem"))
             monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))  # as the system's
@@ -277,8 +271,8 @@ class TestTls:
 
     @pytest.mark.parametrize(("host", "names_authority"), [("127.0.0.1", False), ("127.0.0.2", True)])
     def test_one_that_nobody_vouches_for_by_this_name_is_told_nothing_unless_that_is_wanted(
-        self, plain: str, authority: Path, host: str, names_authority: bool
-    ) -> None:
+        self, plain, authority, host, names_authority
+    ):
         ca = str(authority / "ca.pem") if names_authority else None
         with closing(TlsFront(authority, plain, host)) as front:
             with pytest.raises(CameraFailed, match="no TLS connection - is its certificate for 127"):
@@ -290,26 +284,26 @@ class TestTls:
 class TestEncoding:
     @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
     @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-    def test_loses_nothing(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def test_loses_nothing(self, shape, dtype):
         original = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, shape).astype(dtype)
         content = encode(original, 100)
         assert content is not None
         decoded = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
         assert np.array_equal(decoded, original)
 
-    def test_leaves_a_jpeg_as_it_is(self) -> None:
+    def test_leaves_a_jpeg_as_it_is(self):
         content = cv2.imencode(".jpg", picture(3))[1].tobytes()
         assert encode(content, 10_000) == content
         assert encode(content[: len(content) // 2], 10_000) is None
 
     @pytest.mark.parametrize("of", [picture(3), cv2.imencode(".jpg", picture(3))[1].tobytes()])
-    def test_refuses_what_is_too_large_and_says_both(self, of: Picture) -> None:
+    def test_refuses_what_is_too_large_and_says_both(self, of):
         with pytest.raises(CameraFailed, match="64 x 48 pixels are more than max_pixels 3000"):
             encode(of, 3000)
 
 
 class TestGenicamPixels:
-    def test_grey_is_scaled_to_its_full_range(self) -> None:
+    def test_grey_is_scaled_to_its_full_range(self):
         rows = np.array([[0, 1, 4095]], np.uint16)
         assert pixels_of(rows, "Mono12", 3).tolist() == [[0, 16, 65520]]
         assert pixels_of(rows.astype(np.uint8), "Mono8", 3).tolist() == [[0, 1, 255]]
@@ -317,11 +311,11 @@ class TestGenicamPixels:
     @pytest.mark.parametrize(
         ("data_format", "sent"), [("RGB8", [1, 2, 3]), ("BGR8", [3, 2, 1]), ("RGBa8", [1, 2, 3, 9])]
     )
-    def test_colours_become_bgr(self, data_format: str, sent: list[int]) -> None:
+    def test_colours_become_bgr(self, data_format, sent):
         assert pixels_of(np.array([sent * 2], np.uint8), data_format, 2).tolist() == [[[3, 2, 1], [3, 2, 1]]]
 
     @pytest.mark.parametrize("data_format", ["BayerRG8", "BayerGR8", "BayerGB8", "BayerBG8"])
-    def test_mosaics_are_told_apart(self, data_format: str) -> None:
+    def test_mosaics_are_told_apart(self, data_format):
         """A red area: only the pixels under the red filter are bright."""
         mosaic = np.zeros((8, 8), np.uint8)
         row, column = {"RG": (0, 0), "GR": (0, 1), "GB": (1, 0), "BG": (1, 1)}[data_format[5:7]]
@@ -330,18 +324,18 @@ class TestGenicamPixels:
         assert (blue.max(), green.max()) == (0, 0)
         assert red.min() == 200
 
-    def test_what_cannot_be_shown_is_told_with_what_can(self) -> None:
+    def test_what_cannot_be_shown_is_told_with_what_can(self):
         with pytest.raises(CameraFailed, match=r"YUV422_8 - set its PixelFormat to one of Mono8"):
             pixels_of(np.zeros((2, 4), np.uint8), "YUV422_8", 2)
 
-    def test_a_buffer_s_pixels_are_copied(self) -> None:
+    def test_a_buffer_s_pixels_are_copied(self):
         for data_format in ("Mono8", "BGR8"):
             rows = np.ones((2, 6), np.uint8)
             seen = pixels_of(rows, data_format, 2)
             rows[:] = 0
             assert np.asarray(seen).min() == 1
 
-    def test_producers_are_found_in_folders_and_by_name(self, tmp_path: Path) -> None:
+    def test_producers_are_found_in_folders_and_by_name(self, tmp_path):
         (tmp_path / "maker.cti").touch()
         (tmp_path / "readme.txt").touch()
         named = str(tmp_path / "maker.cti")

@@ -11,7 +11,6 @@ from agent.sources.cameras.supervision import (
     Action,
     CameraSignal,
     CameraState,
-    Event,
     FramesCame,
     ProcessEnded,
     ProcessOrder,
@@ -29,24 +28,24 @@ STREAMING = (CameraSignal.READY, CameraSignal.CONNECTED, FramesCame())
 class Desk:
     """A supervisor, a clock, and the actions so far."""
 
-    def __init__(self, evenly: float = 0.5) -> None:
+    def __init__(self, evenly=0.5):
         self.now = 0.0
         self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
         self.done: list[Action] = []
         self.say(CameraSignal.START)
 
-    def say(self, *events: Event) -> list[Action]:
+    def say(self, *events):
         """Actions that the events lead to."""
         actions = [action for event in events for action in self.one.decide(self.now, event)]
         self.done += actions
         return actions
 
-    def wait(self) -> list[Action]:
+    def wait(self):
         """Let time pass until the next deadline; the actions that this leads to."""
         self.now = self.one.deadline
         return self.say(CameraSignal.TIME_PASSED)
 
-    def fail(self) -> float:
+    def fail(self):
         """Let the process fail and end; the pause until the next start."""
         self.say(CameraSignal.READY, REFUSED, ENDED)
         began = self.now
@@ -54,15 +53,15 @@ class Desk:
         return self.now - began
 
     @property
-    def tellings(self) -> list[Tell]:
+    def tellings(self):
         return [action for action in self.done if isinstance(action, Tell)]
 
 
-def shown(actions: list[Action]) -> list[ProcessOrder | type[Tell]]:
+def shown(actions):
     return [Tell if isinstance(action, Tell) else action for action in actions]
 
 
-def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -> None:
+def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew():
     desk = Desk()
     desk.say(*STREAMING)
     assert shown(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
@@ -81,7 +80,7 @@ def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -
     assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
 
 
-def test_no_next_process_is_started_before_the_killed_one_has_ended() -> None:
+def test_no_next_process_is_started_before_the_killed_one_has_ended():
     desk = Desk()
     desk.say(*STREAMING)
     desk.wait()
@@ -101,9 +100,7 @@ def test_no_next_process_is_started_before_the_killed_one_has_ended() -> None:
         ((*STREAMING, CameraSignal.UNANSWERED), CameraState.STALLED, supervision.UNANSWERED),
     ],
 )
-def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(
-    said: tuple[Event, ...], state: CameraState, reason: str
-) -> None:
+def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(said, state, reason):
     desk = Desk()
     desk.say(*said)
     if ProcessOrder.KILL not in desk.done:
@@ -113,7 +110,7 @@ def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(
     assert (desk.one.state, desk.one.alarm) == (state, reason)
 
 
-def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seconds() -> None:
+def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seconds():
     assert [Desk(evenly).fail() for evenly in (0.0, 1.0)] == [0.375, 0.625]  # jittered
     desk = Desk()
     assert [desk.fail() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -129,7 +126,7 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
 
 
 @pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.TELLINGS_MAXIMUM)])
-def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons: int, most: int) -> None:
+def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons, most):
     """A day of faults, also with reasons that change each time."""
     desk, number = Desk(), 0
     while desk.now < 86_400:
@@ -140,7 +137,7 @@ def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reason
     assert (spans - 2) * most <= len(desk.tellings) <= (spans + 1) * most
 
 
-def test_to_stop_is_to_ask_then_to_kill() -> None:
+def test_to_stop_is_to_ask_then_to_kill():
     desk = Desk()
     desk.say(*STREAMING)
     assert desk.say(CameraSignal.STOP) == [ProcessOrder.CLOSE]
@@ -155,7 +152,7 @@ EVENTS = st.sampled_from([*SIGNALS, FramesCame(), REFUSED, Failed("ended", is_fi
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=60))
-def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said: list[tuple[Event, float]]) -> None:
+def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said):
     desk, processes, is_stopped = Desk(), 1, False
     for event, later_s in said:
         desk.now += later_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.sources.cameras.takes import NEVER, Interval
 
 
-def test_the_interval_fires_while_frames_come_and_makes_up_for_nothing() -> None:
+def test_the_interval_fires_while_frames_come_and_makes_up_for_nothing():
     interval = Interval(2.0)
     assert not interval.is_due(0.0, is_streaming=False)
     assert interval.deadline == NEVER

@@ -10,7 +10,7 @@ import pytest
 from agent.sources.cameras import wire
 
 
-def test_a_frame_travels_beside_its_message_and_nobody_can_change_it() -> None:
+def test_a_frame_travels_beside_its_message_and_nobody_can_change_it():
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     content = os.urandom(3_000_000)
     with ends[0], ends[1]:

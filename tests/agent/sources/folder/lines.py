@@ -39,7 +39,7 @@ WAIT_S = 30.0
 ROOT = Path(__file__).parents[4]
 
 
-def encoded(image_format: str, **options: Any) -> bytes:
+def encoded(image_format, **options):
     buffer = io.BytesIO()
     Image.fromarray(PIXELS).save(buffer, image_format, **options)
     return buffer.getvalue()
@@ -59,18 +59,18 @@ class Unread:
 
     waiting, held_bytes, alarm = 0, 0, None
 
-    def __init__(self, read_image: Callable[[ClaimedImage], None]) -> None:
+    def __init__(self, read_image):
         self.read_image = read_image
 
-    def start(self) -> None: ...
+    def start(self): ...
 
-    def release_bytes(self, size_bytes: int) -> None: ...
+    def release_bytes(self, size_bytes): ...
 
 
 class Line:
     """A folder under a virtual clock, and the images that it claimed and refused."""
 
-    def __init__(self, root: Path, owner: str = "demo", **keys: Any) -> None:
+    def __init__(self, root, owner="demo", **keys):
         self.root = root
         self.now = 0.0
         self.room = 10_000
@@ -86,79 +86,79 @@ class Line:
         self.source._clock = lambda: self.now
         self.source._reader = Unread(self.arrivals.append)
 
-    def expects(self, subject: Subject, source: Any) -> bool:
+    def expects(self, subject, source):
         return True
 
-    def refuse_subject(self, subject: Subject, reason: str, source: Any) -> None:
+    def refuse_subject(self, subject, reason, source):
         """Settle the refusal at once, unless the test does."""
         self.refusals.append(Refusal(subject, reason))
         if self.stores_refusals:
             source.verdict_committed(subject, Verdict.UNKNOWN, reason)
 
-    def name_by(self, naming: Naming) -> None:
+    def name_by(self, naming):
         self.source._claimer.naming = naming
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds):
         """Turn the clock, with a step each tenth of a second."""
         for _ in range(round(seconds * 10) + 1):
             self.source.step(self.now)
             self.now = round(self.now + 0.1, 3)
 
-    def write(self, *names: str) -> None:
+    def write(self, *names):
         for name in names:
             (self.root / name).write_bytes(PNG)
 
-    def arrive(self, *names: str) -> ClaimedImage:
+    def arrive(self, *names):
         """Write files whole, and turn the clock until they are offered; the last of these."""
         self.write(*names)
         self.run(5)
         return self.arrivals[-1]
 
-    def settle(self, verdict: Verdict = Verdict.OK, seconds: float = 5) -> None:
+    def settle(self, verdict=Verdict.OK, seconds=5):
         """Store this verdict of all that was offered, and turn the clock."""
         for arrival in self.arrivals:
             self.source.verdict_committed(arrival.subject, verdict, None)
         self.run(seconds)
 
     @property
-    def offered(self) -> list[str]:
+    def offered(self):
         return [arrival.subject.image for arrival in self.arrivals]
 
     @property
-    def refused(self) -> dict[str, str]:
+    def refused(self):
         return {refusal.subject.image: refusal.reason for refusal in self.refusals}
 
     @property
-    def stale(self) -> set[str]:
+    def stale(self):
         return self.source._waiting.stale
 
-    def files(self) -> set[str]:
+    def files(self):
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
 
 
 class LiveLine(Line):
     """The same with its thread, real events and a real clock."""
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self):
         self.came: queue.Queue[ClaimedImage] = queue.Queue()
         self.source._clock = time.monotonic
         self.source._reader = Unread(self.came.put)
         self.source.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.source.close(WAIT_S)
 
-    def next(self) -> ClaimedImage:
+    def next(self):
         return self.came.get(timeout=WAIT_S)
 
 
-def told(board: str | None, component: str | None, ref: str | None, board_type: str | None) -> dict[str, str | None]:
+def told(board, component, ref, board_type):
     """Fields that a name or a sidecar gives."""
     return {"board": board, "component": component, "ref": ref, "board_type": board_type}
 
 
-def told_of(subject: Subject) -> dict[str, str | None]:
+def told_of(subject):
     return told(subject.board, subject.component, subject.ref, subject.board_type)
 
 
@@ -172,7 +172,7 @@ if os.geteuid() == 0:
 """
 
 
-def printed_by_another_user(steps: str, **config: str) -> list[str]:
+def printed_by_another_user(steps, **config):
     """Lines printed by these steps on a ``line``, under a user whom permissions bind."""
     script = f"{ANOTHER_USER}\nline = Line(Path(sys.argv[1]), **{config})\n{dedent(steps)}"
     with TemporaryDirectory(dir="/tmp") as folder:  # each start of pytest closes its own folders to other users

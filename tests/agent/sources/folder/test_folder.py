@@ -16,14 +16,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
+from agent.sources.folder.files.inbox import Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
 from agent.sources.folder.folder import FolderSource
@@ -48,14 +47,14 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Line:
+def line(tmp_path):
     return Line(tmp_path / "inbox")
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_tells_board_component_and_ref() -> None:
+def test_a_name_tells_board_component_and_ref():
     assert NAMING.read("sub/b1_r_R7.png") == told("b1", "r", "R7", "main")
     constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
     assert constant.read("b1/R7.png") == told("b1", "r", "R7", None)
@@ -69,7 +68,7 @@ SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
 
 
 @pytest.mark.parametrize("relpath", [*HIDDEN, *UNFINISHED, *SHELVED])
-def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath: str) -> None:
+def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath):
     assert is_ignored(relpath)
     assert not is_ignored("sub/done/x.png")
 
@@ -78,7 +77,7 @@ def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath: str) -
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
-def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line, suffix: str) -> None:
+def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line, suffix):
     content = IMAGES[suffix]
     with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
         for part in range(10):
@@ -94,9 +93,7 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
-def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(
-    line: Line, suffix: str
-) -> None:
+def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(line, suffix):
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
@@ -110,7 +107,7 @@ def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_
     assert line.arrivals == []
 
 
-def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_path):
     line = Line(tmp_path / "inbox", ready="rename")
     (line.root / "b1_r_R1.png").write_bytes(PNG[: len(PNG) // 2])
     (line.root / "b1_r_R2.png").touch()
@@ -121,7 +118,7 @@ def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_p
 
 @pytest.mark.parametrize("suffix", IMAGES)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
-def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Line, suffix: str, kept: float) -> None:
+def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line, suffix, kept):
     content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
     file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
     line.run(3)
@@ -132,7 +129,7 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Li
     assert line.arrivals[0].file.path.read_bytes() == content
 
 
-def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
+def test_a_file_that_its_writer_holds_open_is_not_offered(line):
     with (line.root / "b1_r_R7.png").open("wb") as file:
         file.write(PNG)
         file.flush()
@@ -145,7 +142,7 @@ def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
     assert line.offered == ["b1_r_R7.png"]
 
 
-def test_readers_hold_nobody_up(line: Line) -> None:
+def test_readers_hold_nobody_up(line):
     (line.root / "b1_r_R7.png").write_bytes(PNG)
     with (line.root / "b1_r_R7.png").open("rb"):
         line.run(3)
@@ -155,10 +152,10 @@ def test_readers_hold_nobody_up(line: Line) -> None:
 # --- what was there before, and in which order ----------------------------------------------------------------------
 
 
-def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line: Line) -> None:
+def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line):
     """Before the first start, and between two; the oldest first, however they are called."""
 
-    def write(name: str, age_s: int) -> None:
+    def write(name, age_s):
         (line.root / name).write_bytes(PNG)
         os.utime(line.root / name, (1_000_000 - age_s, 1_000_000 - age_s))
 
@@ -177,7 +174,7 @@ def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line
     assert (len(waiting), ages) == (25, sorted(ages))
 
 
-def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
+def test_files_from_before_the_start_may_be_ignored(tmp_path):
     line = Line(tmp_path / "inbox", ignore_existing=True)
     for number in (1, 2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -187,7 +184,7 @@ def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["move", "keep"])
-def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path: Path, after: str) -> None:
+def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path, after):
     line = Line(tmp_path / "inbox", after=after)
     first, second = (line.arrive("b1_r_R1.png") for _ in range(2))
     assert first.subject.key != second.subject.key
@@ -201,7 +198,7 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path: Path, after:
 
 
 @pytest.mark.parametrize("after", ["keep", "move"])
-def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: Path, after: str) -> None:
+def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path, after):
     line = Line(tmp_path / "inbox", after=after)
     first = line.arrive("b1_r_R7.png")
     first.file.path.write_bytes(PNG + PNG)
@@ -218,13 +215,11 @@ def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: P
     assert (len(line.arrivals), line.source.held) == (3, 0)
 
 
-def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
-    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(line, caplog, monkeypatch):
     first = line.arrive("b1_r_R7.png")
     unclaim = Inbox.unclaim
 
-    def refused(*_: object) -> None:
+    def refused(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Inbox, "unclaim", refused)
@@ -237,12 +232,10 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
     assert [arrival.subject.image for arrival in line.arrivals] == [first.subject.image] * 2
 
 
-def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(
-    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(line, caplog, monkeypatch):
     claim, tries = Inbox.claim, []
 
-    def refusing(inbox: Inbox, relpath: str, sighting: Sighting) -> Any:
+    def refusing(inbox, relpath, sighting):
         if relpath == "locked/b1_r_R1.png":
             tries.append(line.now)
             raise OSError(errno.EACCES, "Permission denied")
@@ -260,7 +253,7 @@ def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_ofte
     assert max(later - earlier for earlier, later in pairwise(tries)) < 64
 
 
-def test_without_room_files_wait_where_they_are(line: Line) -> None:
+def test_without_room_files_wait_where_they_are(line):
     line.room = 1
     for number in range(5):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -279,20 +272,20 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
 class Exhaustive:
     """What `WaitingFiles` answers, found by asking the rule about every file at every step."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule):
         self.rule = rule
         self.candidates: dict[str, WaitingFile] = {}
         self.stale: set[str] = set()
 
-    def put(self, candidate: WaitingFile, is_new: bool) -> None:
+    def put(self, candidate, is_new):
         self.candidates[candidate.relpath] = candidate
         self.stale -= {candidate.relpath} if is_new else set()
 
-    def first_due(self, now: float) -> WaitingFile | None:
+    def first_due(self, now):
         due = [one for one in self.candidates.values() if self.rule.is_due(one, now)]
         return min(due, key=lambda one: (one.sighting.mtime_ns, one.relpath), default=None)
 
-    def find_stale(self, now: float) -> tuple[str, ...]:
+    def find_stale(self, now):
         at = {name: self.rule.stale_at(one) for name, one in self.candidates.items()}
         news = {name for name, stale_at in at.items() if stale_at is not None and stale_at <= now} - self.stale
         self.stale |= news
@@ -307,7 +300,7 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
-def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[str, int, int]], mode: str) -> None:
+def test_waiting_answers_as_if_it_had_asked_about_every_file(steps, mode):
     rule = Rule(mode, stale_after_s=6.0)
     waiting, exhaustive, now = WaitingFiles(rule), Exhaustive(rule), 0.0
     for what, number, amount in steps:
@@ -335,12 +328,12 @@ def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[s
             assert waiting.stale == exhaustive.stale
 
 
-def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
+def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line):
     """The clock advances by a second with each reading: each scan lasts one."""
     scans, scan = [], line.source._inbox.scan
     line.source._inbox.scan = lambda: scans.append(line.now) or scan()
 
-    def clock() -> float:
+    def clock():
         line.now += 1.0
         return line.now
 
@@ -355,7 +348,7 @@ def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line
     assert 90 <= len(scans) <= 100
 
 
-def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
+def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
     line = Line(tmp_path / "inbox", ready="marker", poll_s=60)
     for number in (1, 2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -375,7 +368,7 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line: Line, tmp_path: Path) -> None:
+def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line, tmp_path):
     """Empty, a name that is not UTF-8, links, pipes; a name that tells nothing."""
     outside = tmp_path / "secret.png"
     outside.write_bytes(PNG)
@@ -410,7 +403,7 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
     assert line.source.status().received == 1 + len(reasons)
 
 
-def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
+def test_a_refused_file_stays_until_its_verdict_is_stored(line):
     line.stores_refusals = False
     (line.root / "noname.png").write_bytes(PNG)
     line.run(5)
@@ -423,7 +416,7 @@ def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
     assert again.source.held == 0
 
 
-def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line: Line) -> None:
+def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line):
     line.stores_refusals = False
     (line.root / "b1_r_R1.png").touch()
     line.run(70)
@@ -435,7 +428,7 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
     assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
-def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
+def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
     (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
     (line.root / "b7_nobody_R1.png").write_bytes(PNG)
     (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
@@ -449,7 +442,7 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> 
     assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 
 
-def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long() -> None:
+def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
     """EACCES, under a user whom permissions bind."""
     steps = """
         for number in (1, 2, 3):
@@ -470,7 +463,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long() 
 # --- crashes, other agents, and a filesystem that says no -----------------------------------------------------------
 
 
-def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line: Line) -> None:
+def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line):
     (line.root / "sub").mkdir()
     for name in ("b1_r_R1.png", "sub/b1_r_R2.png"):
         (line.root / name).write_bytes(PNG)
@@ -489,7 +482,7 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
     assert third.arrivals == []
 
 
-def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> None:
+def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line):
     line.arrive("b1_r_R1.png")
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
@@ -501,7 +494,7 @@ def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> Non
     assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
 
 
-def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Line) -> None:
+def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line):
     line.arrive("b1_r_R1.png")
     again = Line(line.root)
     again.name_by(replace(NAMING, components=frozenset({"c"})))
@@ -510,7 +503,7 @@ def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Lin
     assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
 
 
-def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> None:
+def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path):
     lines = [Line(tmp_path / "inbox", owner=owner) for owner in ("one", "two")]
     for number in range(200):
         (lines[0].root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -528,7 +521,7 @@ def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> No
     assert sorted(restarted.offered) == sorted(lines[0].offered)
 
 
-def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
+def test_a_folder_that_vanishes_is_offline_and_resumes(line):
     """What was judged meanwhile is put away once the folder is back."""
     line.arrive("b1_r_R1.png")
     moved = line.root.with_name("unmounted")
@@ -547,12 +540,10 @@ def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("of the program's own")])
-def test_any_error_between_a_claim_and_its_offer_delays_the_file(
-    line: Line, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypatch, error):
     sighting, failures = Inbox.sighting, [error]
 
-    def fail_once(inbox: Inbox, claimed: Claimed) -> Sighting:
+    def fail_once(inbox, claimed):
         if failures:
             raise failures.pop()
         return sighting(inbox, claimed)
@@ -566,7 +557,7 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(
     assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
 
 
-def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
+def test_what_is_in_anybodys_hands_is_never_offered_again(line):
     """In flight, waiting for room after a restart, or settled and not to be put away."""
     (line.root / "done").write_text("a file where the shelf should be")
     for number in range(6):
@@ -585,7 +576,7 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
     assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
 
 
-def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
     """No more are taken than there is room for."""
     (line.root / "done").write_text("a file where the shelf should be")
     line.has_room = lambda _: line.source.held < 4
@@ -604,7 +595,7 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, cap
 # --- the thread, and real events ------------------------------------------------------------------------------------
 
 
-def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
+def test_files_arrive_by_every_way_each_once(tmp_path):
     root, beside = tmp_path / "inbox", tmp_path / "beside"
     beside.mkdir()
     for number in range(6):
@@ -632,7 +623,7 @@ def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
     assert service.source.status().state == "stopped"
 
 
-def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
+def test_the_agents_own_folders_tell_nothing(tmp_path):
     """An agent's own moves give no hint under a real watch; moves of others do."""
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
@@ -641,7 +632,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
     if watch.is_polled:
         pytest.skip("this system tells no changes")
 
-    def next_hint() -> Hint:
+    def next_hint():
         return hints.get(timeout=WAIT_S)
 
     try:
@@ -667,14 +658,12 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
         watch.stop(SourceState.STOPPED)
 
 
-def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(tmp_path, monkeypatch):
     """As with a kernel queue of sixteen events."""
     root, told = tmp_path / "inbox", []
     note = FolderSource._note
 
-    def overflowing(source: FolderSource, hint: Hint) -> None:
+    def overflowing(source, hint):
         told.append(hint)
         if len(told) <= 16:
             note(source, hint)
@@ -725,7 +714,7 @@ print(line.source._watch.state, line.offered, sorted(line.files()), line.refused
 """
 
 
-def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) -> None:
+def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
     """A real mount: a claimed file is offered again under its key, and nothing is left on the bare mount point."""
     (tmp_path / "inbox").mkdir()
     script = MOUNTED.format(root=str(Path(__file__).parents[4]), folder=str(tmp_path / "inbox"))
@@ -747,12 +736,12 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) ->
     ]
 
 
-def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path) -> None:
+def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path):
     file = tmp_path / "x.png"
     file.write_bytes(PNG)
     stop = threading.Event()
 
-    def write_again_and_again() -> None:
+    def write_again_and_again():
         while not stop.is_set():
             with file.open("r+b"):
                 pass
@@ -768,7 +757,7 @@ def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path)
         writer.join()
 
 
-def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
+def test_a_part_is_held_as_long_as_its_image(tmp_path):
     """Found by the image's key, and by the key of each part, whatever its ref."""
     line = Line(tmp_path / "inbox", after="keep")
     name = "b1_r_R#1@2-3-4#.png"
@@ -783,7 +772,7 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
-def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: str) -> None:
+def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path, away):
     """Otherwise old rows would be removed, and the file judged again when the share is back."""
     line = Line(tmp_path / "inbox", after="keep")
     for number in range(2):

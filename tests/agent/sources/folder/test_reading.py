@@ -7,7 +7,6 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,16 +18,12 @@ from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 CONTENT = b"what a camera wrote"
 WAIT_S = 30.0
 
 
-def arrival_of(path: Path, *, is_ours: bool = True) -> ClaimedImage:
+def arrival_of(path, *, is_ours=True):
     status = path.lstat()
     seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
     return ClaimedImage(subject(path.name), Claimed(path.name, seen, path, is_ours))
@@ -48,7 +43,7 @@ class Desk:
     unreadable: list[str] = field(default_factory=list)
     large: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         answers = ReaderCallbacks(
             lambda arrival, content: self.read.append((arrival.subject.key, content)),
             lambda arrival: self.changed.append(arrival.subject.key),
@@ -58,19 +53,19 @@ class Desk:
         )
         self.reader = ImageReader("inbox", answers, budget_bytes=self.budget_bytes)
 
-    def read_file(self, arrival: ClaimedImage, max_pixels: int) -> bytes:
+    def read_file(self, arrival, max_pixels):
         self.tries.append(self.now)
         if self.trouble is not None:
             raise self.trouble
         return read_as_seen(arrival, max_pixels)
 
     @contextmanager
-    def _during_large(self, arrival: ClaimedImage) -> Iterator[None]:
+    def _during_large(self, arrival):
         before = len(self.tries)
         yield
         self.large.append(f"{arrival.subject.key} read {len(self.tries) - before} times")
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds):
         """Turn the clock from one due step to the next."""
         until = self.now + seconds
         while self.now < until:
@@ -79,14 +74,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(monkeypatch):
     made = Desk()
     monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", made.read_file)
     return made
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "b1_r_R1.png"
     path.write_bytes(CONTENT)
     return path
@@ -95,7 +90,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN]
 )
-def test_what_the_filesystem_says_is_no_word_on_the_image(desk: Desk, file: Path, code: int) -> None:
+def test_what_the_filesystem_says_is_no_word_on_the_image(desk, file, code):
     desk.trouble = OSError(code, os.strerror(code))
     desk.reader.read_image(arrival_of(file))
     desk.run(5.0)
@@ -107,7 +102,7 @@ def test_what_the_filesystem_says_is_no_word_on_the_image(desk: Desk, file: Path
     assert (desk.reader.waiting, desk.reader.alarm) == (0, None)
 
 
-def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk: Desk, file: Path) -> None:
+def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk, file):
     desk.trouble = OSError(errno.EIO, "Input/output error")
     desk.reader.read_image(arrival_of(file))
     desk.run(PATIENCE_S - 1)
@@ -119,7 +114,7 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk: De
     assert len(desk.tries) == tries
 
 
-def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk: Desk, file: Path) -> None:
+def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk, file):
     """Only time in which the folder could be read counts against a file."""
     desk.trouble, desk.is_sound = OSError(errno.EHOSTDOWN, "Host is down"), False
     desk.reader.read_image(arrival_of(file))
@@ -132,7 +127,7 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk: D
     assert desk.read == [(file.name, CONTENT)]
 
 
-def test_what_anything_else_raises_stays_with_its_own_file(desk: Desk, file: Path) -> None:
+def test_what_anything_else_raises_stays_with_its_own_file(desk, file):
     good = arrival_of(file)
     lost = replace(good.file, path=None)  # type: ignore[arg-type]  # stands for an error of the program
     broken = replace(good, file=lost)
@@ -143,7 +138,7 @@ def test_what_anything_else_raises_stays_with_its_own_file(desk: Desk, file: Pat
     assert desk.reader.waiting == 1
 
 
-def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file: Path) -> None:
+def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file):
     desk = Desk()
     arrival = arrival_of(file, is_ours=False)
     file.unlink()
@@ -152,12 +147,12 @@ def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file: Path) -> None:
     assert (desk.changed, desk.unreadable) == ([file.name], [])
 
 
-def rewritten(file: Path) -> None:
+def rewritten(file):
     file.write_bytes(CONTENT.upper())
     os.utime(file, ns=(1, 1))
 
 
-def replaced(file: Path) -> None:
+def replaced(file):
     other = file.with_name("other")
     other.write_bytes(CONTENT)
     status = file.stat()
@@ -165,34 +160,34 @@ def replaced(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def linked(file: Path) -> None:
+def linked(file):
     file.rename(file.with_name("elsewhere"))
     file.symlink_to("elsewhere")
 
 
-def piped(file: Path) -> None:
+def piped(file):
     file.unlink()
     os.mkfifo(file)
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, linked, piped])
-def test_another_file_in_its_place_is_not_read(file: Path, change: Callable[[Path], None]) -> None:
+def test_another_file_in_its_place_is_not_read(file, change):
     arrival = arrival_of(file, is_ours=False)
     change(file)
     with pytest.raises(FileChanged):
         read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
-def test_what_was_claimed_may_have_another_inode_where_the_filesystem_makes_them_up(file: Path) -> None:
+def test_what_was_claimed_may_have_another_inode_where_the_filesystem_makes_them_up(file):
     arrival = arrival_of(file)
     replaced(file)
     assert read_as_seen(arrival, DEFAULT_MAX_PIXELS) == CONTENT
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file, monkeypatch):
     arrival, fstat, looks = arrival_of(file, is_ours=False), os.fstat, []
 
-    def written_after_the_first_look(descriptor: int) -> os.stat_result:
+    def written_after_the_first_look(descriptor):
         looks.append(fstat(descriptor))
         if len(looks) == 1:
             with file.open("r+b") as writer:
@@ -205,7 +200,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file: Path, mon
         read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
-def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(tmp_path: Path) -> None:
+def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(tmp_path):
     huge = tmp_path / "huge.png"
     with huge.open("wb") as stream:
         stream.truncate(50_000_000_000)
@@ -220,7 +215,7 @@ def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(t
     ]
 
 
-def test_a_large_file_is_announced_while_it_is_read(desk: Desk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_announced_while_it_is_read(desk, file, monkeypatch):
     monkeypatch.setattr("agent.sources.folder.reading.LARGE_BYTES", len(CONTENT))
     larger = file.with_name("larger")
     larger.write_bytes(CONTENT + b".")
@@ -230,7 +225,7 @@ def test_a_large_file_is_announced_while_it_is_read(desk: Desk, file: Path, monk
     assert (len(desk.read), desk.large) == (2, ["larger read 1 times"])
 
 
-def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_the_last(tmp_path: Path) -> None:
+def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_the_last(tmp_path):
     desk = Desk(budget_bytes=25)
     for number in range(5):
         path = tmp_path / f"{number}.png"

@@ -20,11 +20,11 @@ ID = "1a-2b-3c~"
 
 
 @pytest.fixture
-def inbox(tmp_path: Path) -> Inbox:
+def inbox(tmp_path):
     return Inbox(tmp_path, "demo")
 
 
-def write(inbox: Inbox, relpath: str, mtime_ns: int = 1_000_000_000) -> Sighting:
+def write(inbox, relpath, mtime_ns=1000000000):
     file = inbox.root / relpath
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"bytes of " + os.fsencode(relpath))
@@ -46,9 +46,7 @@ NUMBER = st.integers(0, 2**64 - 1)
 @example([f".{ID}", "x"], 1, 1, 1)
 @example([ID, f"{ID}x"], 2**64 - 1, 2**64 - 1, -(2**63))
 @example([ID, ID, "R" * 240], 1, 1, 1)
-def test_any_name_with_any_identity_comes_back_from_its_claim(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[str], inode: int, size_bytes: int, mtime_ns: int
-) -> None:
+def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, parts, inode, size_bytes, mtime_ns):
     """Also sizes, inodes and times that no file of this filesystem has."""
     relpath, sighting = "/".join(parts), Sighting(inode, size_bytes, mtime_ns)
     if is_ignored(relpath) or any(len(os.fsencode(part)) > NAME_BYTES for part in parts):
@@ -70,7 +68,7 @@ def test_any_name_with_any_identity_comes_back_from_its_claim(
 @pytest.mark.parametrize(
     ("name", "levels"), [("d" * NAME_BYTES, 20), pytest.param("ddd", 1100, marks=pytest.mark.slow)]
 )
-def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox: Inbox, name: str, levels: int) -> None:
+def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox, name, levels):
     write(inbox, "1.png")
     above = os.open(inbox.root, os.O_RDONLY)
     for _ in range(levels):
@@ -86,7 +84,7 @@ def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox: Inb
 
 
 @pytest.mark.parametrize("length", range(NAME_BYTES - 20, NAME_BYTES + 1))
-def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox: Inbox, length: int) -> None:
+def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox, length):
     names = [f"{'R' * (length - 5)}{number}.png" for number in range(3)]
     explained = set()
     for again in range(2):  # a second time, their names are taken
@@ -110,7 +108,7 @@ def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox: I
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.sampled_from(["", ".error.json", "~1-2-3.png"])
 )
-def test_a_name_that_is_cut_fits_and_keeps_its_ending(name: str, ending: str) -> None:
+def test_a_name_that_is_cut_fits_and_keeps_its_ending(name, ending):
     cut = fitted(name, ending, NAME_BYTES)
     assert len(cut.encode()) <= NAME_BYTES
     assert cut.endswith(ending)
@@ -119,7 +117,7 @@ def test_a_name_that_is_cut_fits_and_keeps_its_ending(name: str, ending: str) ->
     assert fitted(one, ending, NAME_BYTES) != fitted(other, ending, NAME_BYTES)
 
 
-def test_a_name_that_is_not_utf_8_is_cut_too() -> None:
+def test_a_name_that_is_not_utf_8_is_cut_too():
     name = os.fsdecode(b"\xff" * 250)
     assert len(os.fsencode(fitted(name, ".error.json", NAME_BYTES))) <= NAME_BYTES
 
@@ -127,7 +125,7 @@ def test_a_name_that_is_not_utf_8_is_cut_too() -> None:
 # --- what is left behind --------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_takes_nothing_of_anybody(inbox: Inbox, tmp_path: Path) -> None:
+def test_who_leaves_takes_nothing_of_anybody(inbox, tmp_path):
     other = Inbox(tmp_path, "other")
     mine, theirs = (one.claim(name, write(one, name)) for one, name in ((inbox, "1.png"), (other, "2.png")))
     inbox.leave()
@@ -144,13 +142,11 @@ def test_who_leaves_takes_nothing_of_anybody(inbox: Inbox, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
-def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
-    inbox: Inbox, monkeypatch: pytest.MonkeyPatch, is_seen: bool
-) -> None:
+def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(inbox, monkeypatch, is_seen):
     """After `.work` was made, or between the checks that it exists and that it is a folder."""
     mkdir, met = os.mkdir, []
 
-    def removed_at_once(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    def removed_at_once(path, mode=511, *, dir_fd=None):
         is_met = Path(path).name == ".work" and len(met) < 3
         if is_met:
             met.append(path)
@@ -166,7 +162,7 @@ def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
     assert claimed.path.exists()
 
 
-def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path):
     inbox = Inbox(tmp_path / "share", "demo")
     with pytest.raises(FileNotFoundError) as raised:
         inbox.claim("1.png", Sighting(1, 1, 1))
@@ -178,15 +174,13 @@ class TestWhoeverWritesToTheFolder:
     """Links that lie in a watched folder lead to no file of the agent's."""
 
     @pytest.fixture
-    def database(self, tmp_path: Path) -> Path:
+    def database(self, tmp_path):
         state = tmp_path / "state"
         state.mkdir()
         (state / "results.db").write_bytes(b"verdicts")
         return state / "results.db"
 
-    def test_an_explanation_is_not_written_through_a_link_at_the_name_of_its_draft(
-        self, inbox: Inbox, database: Path
-    ) -> None:
+    def test_an_explanation_is_not_written_through_a_link_at_the_name_of_its_draft(self, inbox, database):
         placed = inbox.put_away(inbox.claim("a.png", write(inbox, "a.png")), "failed", "1")
         for name in (".a.png.error.json.tmp", "a.png.error.json"):
             (placed.parent / name).symlink_to(database)
@@ -196,7 +190,7 @@ class TestWhoeverWritesToTheFolder:
         assert sorted(os.listdir(placed.parent)) == ["a.png", "a.png.error.json"]
 
     @pytest.mark.parametrize("shelf", ["failed", "done/2026-05-01"])
-    def test_nothing_is_put_away_through_a_link(self, inbox: Inbox, database: Path, shelf: str) -> None:
+    def test_nothing_is_put_away_through_a_link(self, inbox, database, shelf):
         claimed = inbox.claim("a.png", write(inbox, "a.png"))
         (inbox.root / shelf.partition("/")[0]).symlink_to(database.parent)
         with pytest.raises(NotADirectoryError, match="is a link"):
@@ -204,7 +198,7 @@ class TestWhoeverWritesToTheFolder:
         assert os.listdir(database.parent) == ["results.db"]
         assert claimed.path.exists(), "it is tried again once the link is gone"
 
-    def test_nothing_is_claimed_through_or_into_a_link(self, inbox: Inbox, database: Path) -> None:
+    def test_nothing_is_claimed_through_or_into_a_link(self, inbox, database):
         sighting = write(inbox, "sub/results.db")
         (inbox.root / "sub" / "results.db").unlink()
         (inbox.root / "sub").rmdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -27,35 +26,32 @@ from tests.agent.sources.folder.lines import (
 )
 from tests.waiting import until
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SAID = {"board": "B1", "component": "r", "ref": "R7"}
 B1 = told("B1", "r", "R7", "main")
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Line:
+def line(tmp_path):
     return sidecar_line(tmp_path / "inbox")
 
 
-def sidecar_line(root: Path, **config: Any) -> Line:
+def sidecar_line(root, **config):
     return Line(root, identity="sidecar", **config)
 
 
-def arrive(line: Line, stem: str = "x", **changes: Any) -> None:
+def arrive(line, stem="x", **changes):
     """An image and its sidecar come, and are offered."""
     (line.root / f"{stem}.png").write_bytes(PNG)
     say(line, f"{stem}.json", **changes)
     line.run(5)
 
 
-def say(line: Line, name: str = "x.json", **changes: Any) -> None:
+def say(line, name="x.json", **changes):
     said = {key: value for key, value in {**SAID, **changes}.items() if value is not None}
     (line.root / name).write_text(json.dumps(said))
 
 
-def told_by(line: Line) -> list[dict[str, str | None]]:
+def told_by(line):
     return [told_of(one.subject) for one in line.arrivals]
 
 
@@ -64,9 +60,7 @@ def told_by(line: Line) -> list[dict[str, str | None]]:
 
 @pytest.mark.parametrize("ready", ["auto", "rename", "marker", "stable"])
 @pytest.mark.parametrize("is_sidecar_first", [True, False])
-def test_an_image_is_taken_once_both_are_there_whichever_comes_first(
-    tmp_path: Path, ready: str, is_sidecar_first: bool
-) -> None:
+def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, ready, is_sidecar_first):
     line = sidecar_line(tmp_path / "inbox", ready=ready)
     steps = [lambda: say(line), lambda: (line.root / "x.png").write_bytes(PNG)]
     for step in steps if is_sidecar_first else reversed(steps):
@@ -79,7 +73,7 @@ def test_an_image_is_taken_once_both_are_there_whichever_comes_first(
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 @pytest.mark.parametrize("after", ["move", "delete", "keep"])
-def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Verdict) -> None:
+def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
     line = sidecar_line(tmp_path / "inbox", after=after)
     (line.root / "sub").mkdir()
     (line.root / "sub" / "x.png").write_bytes(PNG)
@@ -102,7 +96,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     assert (len(line.arrivals), line.refusals) == (1, [])
 
 
-def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line: Line) -> None:
+def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line):
     (line.root / "x.png").write_bytes(PNG)
     line.run(59)
     assert line.refusals == []
@@ -135,9 +129,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("content", "reason"), WRONG.items(), ids=range(len(WRONG)))
-def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(
-    line: Line, content: str, reason: str
-) -> None:
+def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(line, content, reason):
     """Both go to failed/ together."""
     (line.root / "x.png").write_bytes(PNG)
     (line.root / "x.json").write_text(content)
@@ -150,7 +142,7 @@ def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(
 
 
 @pytest.mark.parametrize("content", [b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", b"\xc3\x28"])
-def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line: Line, content: bytes) -> None:
+def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line, content):
     (line.root / "x.png").write_bytes(PNG)
     (line.root / "x.json").write_bytes(content)
     line.run(58)
@@ -161,7 +153,7 @@ def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line: Line, 
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_what_is_no_file_is_no_sidecar(line: Line, tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_is_no_sidecar(line, tmp_path, kind):
     """A link could lead out of the folder."""
     (tmp_path / "secret.json").write_text(json.dumps(SAID))
     place = line.root / "x.json"
@@ -178,7 +170,7 @@ def test_what_is_no_file_is_no_sidecar(line: Line, tmp_path: Path, kind: str) ->
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
-def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content: bytes) -> None:
+def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content):
     try:
         said = said_in(content)
     except (ValueError, SidecarUnfinished):
@@ -187,14 +179,14 @@ def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content: bytes) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(SAID)), st.text(min_size=1, max_size=20), min_size=1))
-def test_no_beginning_of_a_sidecar_says_anything(said: dict[str, str]) -> None:
+def test_no_beginning_of_a_sidecar_says_anything(said):
     content = json.dumps(said).encode()
     for end in range(len(content)):
         with pytest.raises(SidecarUnfinished):
             said_in(content[:end])
 
 
-def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
+def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told():
     """EACCES, under a user whom permissions bind."""
     steps = f"""
         for name in ("x", "y"):
@@ -212,7 +204,7 @@ def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
     ]
 
 
-def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line: Line) -> None:
+def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line):
     line.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
     for name, component, board_type in (("a", None, "top"), ("b", "c", "bottom"), ("c", "r", "top"), ("d", "c", None)):
         arrive(line, name, component=component, type=board_type)
@@ -226,7 +218,7 @@ def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line: L
     }
 
 
-def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line: Line) -> None:
+def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line):
     """Its board learns of it."""
     (line.root / "x.png").write_bytes(PNG[:-20])
     say(line)
@@ -236,7 +228,7 @@ def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line: Line) 
     assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
 
 
-def test_two_images_of_one_stem_cannot_both_be_meant(line: Line) -> None:
+def test_two_images_of_one_stem_cannot_both_be_meant(line):
     for suffix in ("png", "jpg"):
         (line.root / f"x.{suffix}").write_bytes(IMAGES[suffix])
     say(line)
@@ -247,7 +239,7 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line: Line) -> None:
 # --- names that come again, and crashes -----------------------------------------------------------------------------
 
 
-def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Line) -> None:
+def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
     """New bytes under an old name are a new inspection, with a sidecar of its own."""
     arrive(line)
     (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
@@ -265,7 +257,7 @@ def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Lin
     assert sorted(boards.values()) == ["B1", "B2"]
 
 
-def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path: Path) -> None:
+def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     line = sidecar_line(tmp_path / "inbox", after="keep")
     arrive(line)
     (line.root / "x.png").write_bytes(PNG + b"")
@@ -280,12 +272,10 @@ def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path: Path)
     assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it anew"}
 
 
-def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(line, monkeypatch):
     claim = Inbox.claim
 
-    def rewriting(inbox: Inbox, *arguments: Any) -> Any:
+    def rewriting(inbox, *arguments):
         if not line.arrivals and json.loads((line.root / "x.json").read_text())["board"] == "B1":
             say(line, board="B22")
         return claim(inbox, *arguments)
@@ -299,7 +289,7 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(
 
 
 @pytest.mark.parametrize("length", [10, 240, 250])
-def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, length: int) -> None:
+def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length):
     """A restart reads it again, also where another of its name has come meanwhile."""
     stem = (length - 4) * "x"
     for name in (f"{stem}.png", "y.png"):
@@ -322,7 +312,7 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, l
     }  # fmt: skip
 
 
-def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
+def test_a_crash_between_the_two_claims_is_repaired(line):
     (line.root / "x.png").write_bytes(PNG)
     say(line)
     inbox = Inbox(line.root, "demo", has_sidecars=True)
@@ -335,7 +325,7 @@ def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("is_linked", [False, True])
-def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool, is_linked: bool) -> None:
+def test_a_crash_while_both_are_put_away_is_repaired(line, is_taken, is_linked):
     """After the sidecar's move and before the image's, or between the two halves of the sidecar's."""
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
@@ -362,7 +352,7 @@ def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool,
         assert again.files() == expected | taken
 
 
-def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> None:
+def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line):
     arrive(line)
     line.arrivals[0].file.path.write_bytes(PNG + PNG)
     line.source._image_changed(line.arrivals[0])
@@ -374,7 +364,7 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> No
 # --- real events ----------------------------------------------------------------------------------------------------
 
 
-def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> None:
+def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path):
     with LiveLine(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
         until(lambda: service.source._watch.state is SourceState.ONLINE)
         if service.source._watch.is_polled:
