@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from agent.runtime.weights.transfer import TransferStatistics
     from agent.service.desk.line_desk import LineParts
     from agent.service.inspections.admission import Admission
+    from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
     from agent.web.readings import Distribution, Labels
 
@@ -125,8 +126,9 @@ RESULTS: Table[Path] = (
 class LineMetrics:
     """Keeps ``agent.web.readings.Line``."""
 
-    def __init__(self, parts: LineParts) -> None:
+    def __init__(self, parts: LineParts, upkeep: Upkeep) -> None:
         self._line = parts
+        self._upkeep = upkeep
         self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
 
     def condition(self) -> Condition:
@@ -142,8 +144,8 @@ class LineMetrics:
         watched = [source for source in sources if source.kind == "folder"]
         folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers = {one.receiver: one for one in self._line.upkeep.deliveries.statistics()}
-        ages = {receiver: _age_s(since) for receiver, since in self._line.upkeep.deliveries.oldest().items()}
+        receivers = {one.receiver: one for one in self._upkeep.deliveries.statistics()}
+        ages = {receiver: _age_s(since) for receiver, since in self._upkeep.deliveries.oldest().items()}
         return [
             *self._identity(),
             *self._counts(),
@@ -169,7 +171,7 @@ class LineMetrics:
                 ("receiver",),
             ),
             *_told(STORE, line.store.statistics()),
-            *_told(IMAGES, self._line.upkeep.images.statistics()),
+            *_told(IMAGES, self._upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
         ]
 

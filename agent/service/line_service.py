@@ -97,14 +97,14 @@ class LineService:
         self._phase: str | None = "it starts"
         parts = LineParts(
             self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts,
-            self._tally, self._upkeep, self._source_views, self._trigger, self._reload, self._alarms,
+            self._tally, self._source_views, self._trigger, self._reload, self._alarms,
             phase=lambda: self._phase,
         )  # fmt: skip
         self.desk = LineDesk(parts)
         self.api = _api_of(config, self.desk) if config.api.grpc else None
         self._openai: OpenAiEndpoint | None = None
         self._applications: list[Application] = []
-        self.web = self._web(LineMetrics(parts)) if config.api.http else None
+        self.web = self._web(LineMetrics(parts, self._upkeep)) if config.api.http else None
         self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts, as the Engine calls them, that are to be packed anew

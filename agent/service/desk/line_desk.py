@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from agent.service.inspections.tally import Tally
     from agent.service.inspections.verdicts import Verdicts
     from agent.service.texts.text_door import TextDoor, TextStatistics
-    from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
     from experts.catalog import Catalog
 
@@ -73,7 +72,6 @@ class LineParts:
     store: ResultStore
     texts: TextDoor
     tally: Tally
-    upkeep: Upkeep
     sources: Callable[[], Sequence[SourceStatus]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
