@@ -3,16 +3,16 @@
 Wishes are claimed in this order whenever something may have come free:
 
     overdue          heads of queues with a request that has waited beyond the overtaking bound, oldest first; a memory
-                     where one of them lacks room is *full*: nothing younger takes what comes free there
+                     where one of them lacks room is *full*: no younger claim takes room that comes free there
     the heads        of all queues, before their executors are idle where the policy overlaps; a memory where one finds
                      no room is *short*
     the next groups  prefetch, while a link that could serve one of them is free; free room only in a short memory
-    spare room       of memories neither full nor short: experts that may follow what runs now (speculation), then the
+    spare room       of memories neither full nor short: experts that may follow a running one (speculation), then the
                      placement at the start (section 4.1)
 
-The head of a queue is its first group that is not passed over. ``Claim`` lists how strong each claim to room is.
+The head of a queue is its first group that is not passed over. The table of claims lists how strong each claim is.
 A copy that was loaded for a request of idle precedence, and that no queue waits for, is *spare*: it leaves first. While
-such a request runs or loads in a memory, nothing else leaves that memory.
+such a request runs or loads in a memory, no other copy leaves that memory.
 
 Guarantees: each move is reserved in the pool's ledger before its effect, evictions before the load that needs their
 room; at most ``loads_in_flight`` loads from one source at a time; a copy whose load failed is loaded again once its
@@ -23,10 +23,12 @@ over, is loaded for spare room.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from agent.core import turns
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, EvictionCandidate, victims
 from agent.core.performance import SSD
@@ -48,7 +50,7 @@ PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has
 class Evicts(Enum):
     """Which copies a claim may evict, of those that are not in use and not pinned."""
 
-    ANY = auto()  # but those at the head of another queue
+    ANY = auto()
     USED_LATER = auto()  # not queued, or queued for later than the claim's own group
     NOT_QUEUED = auto()
     LESS_USED = auto()  # not queued, and of a lower usage probability; any, for a policy that ranks by time
@@ -57,35 +59,41 @@ class Evicts(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One way of asking for room; the constants below stand from strong to weak."""
+    """A row of the table of claims to room.
+
+    ``by_cache``: copies for a device go through the memory in front of it. ``stages``: while the device lacks room, the
+    copy goes into that memory only. ``makes_short``: without room, its memory is short.
+    ``spares_heads``: evicts no copy that the head of another queue runs on.
+    """
 
     evicts: Evicts
-    by_cache: bool = False  # copies for a device go through the memory in front of it
-    stages: bool = False  # while the device lacks room, only into the memory in front of it
-    is_partial: bool = False  # evicts bit by bit, even before there is room enough
+    by_cache: bool = False
+    stages: bool = False
+    makes_short: bool = False
     spares_heads: bool = True
 
 
-# Head of a queue beyond the overtaking bound: spares only the heads that are older still, keeps its place on the link
-# and reserves what it will take once that is not in use, so that executors that take turns cannot keep it for ever.
-OVERDUE = Claim(Evicts.ANY, by_cache=True, is_partial=True)
-DEMAND = Claim(Evicts.ANY, by_cache=True)  # head of a queue
-PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that would go first
-PREFETCH = Claim(Evicts.USED_LATER, by_cache=True, stages=True)  # a later group
-BYPASS = Claim(Evicts.NOT_QUEUED, by_cache=True, stages=True)  # a later group, past one that waits for a busy link
+# The table of claims, from strong to weak.
+# Head of a queue beyond the overtaking bound. It spares only heads that are older still, keeps its place on the link,
+# evicts bit by bit, and reserves copies in use: executors that take turns on a copy cannot keep it for ever.
+OVERDUE = Claim(Evicts.ANY, by_cache=True)
+DEMAND = Claim(Evicts.ANY, by_cache=True, makes_short=True)  # head of a queue
+PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that ranks first
+PREFETCH = Claim(Evicts.USED_LATER, by_cache=True, stages=True, makes_short=True)  # a later group
+BYPASS = Claim(Evicts.NOT_QUEUED, by_cache=True, stages=True, makes_short=True)  # passes a group at a busy link
 STAGE = Claim(Evicts.NOT_QUEUED, spares_heads=False)  # a later group's copy, for the host while the device is full
 CACHE = Claim(Evicts.LESS_USED, spares_heads=False)  # a copy for the host on its way to the device
 PINNED = Claim(Evicts.NOT_QUEUED)  # an expert that stays in memory and is not there
-EARLY = Claim(Evicts.NOTHING)  # any group of a short queue that has other work first: its victim is chosen later
+EARLY = Claim(Evicts.NOTHING)  # a group of a short queue that has other work first: its victim is chosen later
 SPARE = Claim(Evicts.NOTHING)  # initial placement of others, speculation, experts on probation
-IDLE = Claim(Evicts.NOTHING)  # head of a queue, of idle precedence; takes no place on the link
+IDLE = Claim(Evicts.NOTHING, makes_short=True)  # head of a queue, of idle precedence; takes no place on the link
 
 
 class Answer(Enum):
     HERE = auto()  # resident, or being loaded
     STARTED = auto()
     NO_ROOM = auto()
-    BUSY = auto()  # as many loads as may be are under way from there
+    BUSY = auto()  # ``loads_in_flight`` loads from that source are under way
     WAIT = auto()  # the copy is on its way to the host, or its failed load pauses
 
 
@@ -93,30 +101,33 @@ class Answer(Enum):
 
 
 def demands(queues: Iterable[ExecutorQueue]) -> list[Wish]:
-    """The head of every queue, oldest first."""
-    heads = [(head.opened_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
-    return [_wish(spec, group) for _, spec, group in sorted(heads, key=lambda each: (each[0], each[1].id))]
+    """The head of every queue, the one that was opened first first."""
+    return [_wish(queue, head) for queue, head in _heads(queues, lambda head: head.opened_s)]
 
 
 def overdue(queues: Iterable[ExecutorQueue], until_s: float) -> list[Wish]:
     """The heads with a request that has waited since ``until_s`` or before, oldest first."""
-    heads = [(head.oldest_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
-    late = sorted((each for each in heads if each[0] <= until_s), key=lambda each: (each[0], each[1].id))
-    return [_wish(spec, group) for _, spec, group in late]
+    heads = _heads(queues, lambda head: head.oldest_s)
+    return [_wish(queue, head) for queue, head in heads if head.oldest_s <= until_s]
 
 
 def upcoming(queues: Iterable[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
     """Copies that are not there yet of ``depth`` groups behind each head: by place, then by executor."""
-    fronts = [(queue.spec, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
+    fronts = [(queue, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
     for _ in range(depth):
-        fronts = [(spec, pool, group.next) for spec, pool, group in fronts if group.next is not None]
-        for spec, pool, group in fronts:
+        fronts = [(queue, pool, group.next) for queue, pool, group in fronts if group.next is not None]
+        for queue, pool, group in fronts:
             if pool.entry(group.profile.copy) is None and not group.is_passed_over:
-                yield _wish(spec, group)
+                yield _wish(queue, group)
 
 
-def _wish(spec: ExecutorSpec, group: Group) -> Wish:
-    return Wish(spec, group.expert, group.profile, group.oldest_s, group.starts_s)
+def _heads(queues: Iterable[ExecutorQueue], age_s: Callable[[Group], float]) -> list[tuple[ExecutorQueue, Group]]:
+    heads = [(queue, head) for queue in queues if (head := queue.front) is not None]
+    return sorted(heads, key=lambda each: (age_s(each[1]), each[0].spec.id))
+
+
+def _wish(queue: ExecutorQueue, group: Group) -> Wish:
+    return Wish(queue.spec, group.expert, group.profile, group.oldest_s, group.starts_s)
 
 
 # -- wishes for spare room --
@@ -124,32 +135,26 @@ def _wish(spec: ExecutorSpec, group: Group) -> Wish:
 
 def initial_placement(
     usage: dict[str, float], executors: Sequence[ExecutorSpec], runs_on: Mapping[str, Mapping[str, ExpertProfile]]
-) -> list[tuple[ExecutorSpec, str]]:
+) -> Iterator[tuple[ExecutorSpec, str]]:
     """Experts dealt round-robin to the pools, in descending usage probability (section 4.1).
 
     ``runs_on[processor]``: experts that can run there. One executor stands for its pool; an expert that the pool
     whose turn it is cannot run goes to the next pool that can.
     """
-    pools = list({spec.pool: spec for spec in reversed(executors)}.values())[::-1]
-    dealt = []
-    turn = 0
+    pools = deque([*{spec.pool: spec for spec in reversed(executors)}.values()][::-1])
     for expert in sorted(usage, key=lambda name: (-usage[name], name)):
-        for offset in range(len(pools)):
-            spec = pools[(turn + offset) % len(pools)]
-            if expert in runs_on[spec.processor]:
-                dealt.append((spec, expert))
-                turn += offset + 1
-                break
-    return dealt
+        able = next((place for place, spec in enumerate(pools) if expert in runs_on[spec.processor]), None)
+        if able is not None:
+            yield pools[able], expert
+            pools.rotate(-able - 1)
 
 
 def place(state: State, expert: str, spec: ExecutorSpec) -> None:
-    profile = state.line.matrix.experts[spec.processor][expert]
-    state.placements.append(Wish(spec, expert, profile, state.now, state.now))
+    state.placements.append(_spare_wish(state, spec, expert))
 
 
 def place_pinned(state: State, expert: str) -> bool:
-    """Place a pinned expert at its home; False for any other, which is loaded when it is asked."""
+    """Place a pinned expert at its home; False for any other, which is loaded when a request needs it."""
     home = state.line.homes.get(expert)
     if home is not None:
         place(state, expert, home)
@@ -176,23 +181,21 @@ def change_line(state: State, line: ServedLine) -> None:
         waiting.clear()
         waiting.extend(staying)
     if not state.is_draining:
-        known, at_home = before.graph.experts, line.homes.keys() - before.homes.keys()
-        wishes = first_wishes(state)
-        state.placements.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
+        old = before.graph.experts - (line.homes.keys() - before.homes.keys())
+        state.placements.extend(wish for wish in first_wishes(state) if wish.expert not in old)
 
 
 def pin_copies(state: State) -> None:
     """Pin the copies of pinned experts at their homes, but none that a memory merely caches for another."""
-    line = state.line
-    rows = line.matrix.experts
+    rows = state.line.matrix.experts
     copies = {row.copy for column in rows.values() for row in column.values()}
-    state.setbacks = {place: setback for place, setback in state.setbacks.items() if place[1] in copies}
+    state.setbacks = {where: setback for where, setback in state.setbacks.items() if where[1] in copies}
     state.presence = +state.presence
     state.pinned = frozenset(
         (home.pool, rows[queue.spec.processor][name].copy)
-        for name, home in line.homes.items()
-        for queue in state.queues
-        if queue.spec.pool == home.pool and name in rows[queue.spec.processor]
+        for name, home in state.line.homes.items()
+        for queue in state.users[home.pool]
+        if name in rows[queue.spec.processor]
     )
     for pool in state.pools.values():
         for entry in pool.entries():
@@ -201,21 +204,25 @@ def pin_copies(state: State) -> None:
 
 def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
     """Wish for the experts that may follow one that runs."""
-    if not state.policy.overlapping:
-        return
-    for name in state.line.graph.subsequents(expert):
-        profile = state.line.matrix.experts[spec.processor].get(name)
-        if profile is not None:
-            state.speculations.append(Wish(spec, name, profile, state.now, state.now))
+    if state.policy.overlapping:
+        able = state.line.matrix.experts[spec.processor]
+        following = (name for name in state.line.graph.subsequents(expert) if name in able)
+        state.speculations.extend(_spare_wish(state, spec, name) for name in following)
 
 
 def first_wishes(state: State) -> Iterator[Wish]:
+    """Pinned experts at their homes, then those that the policy places before the first request."""
     line, executors = state.line, [queue.spec for queue in state.queues]
-    pinned = [(spec, expert) for expert, spec in line.homes.items()]
-    usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in line.graph.placed - line.retired}
-    placed = initial_placement(usage, executors, line.matrix.experts) if state.policy.placing else []
-    for spec, expert in pinned + placed:
-        yield Wish(spec, expert, line.matrix.experts[spec.processor][expert], state.now, state.now)
+    for expert, spec in line.homes.items():
+        yield _spare_wish(state, spec, expert)
+    if state.policy.placing:
+        usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in line.graph.placed - line.retired}
+        for spec, expert in initial_placement(usage, executors, line.matrix.experts):
+            yield _spare_wish(state, spec, expert)
+
+
+def _spare_wish(state: State, spec: ExecutorSpec, expert: str) -> Wish:
+    return Wish(spec, expert, state.line.matrix.experts[spec.processor][expert], state.now, state.now)
 
 
 # -- claims, whenever something may have come free --
@@ -223,31 +230,23 @@ def first_wishes(state: State) -> Iterator[Wish]:
 
 def claim_overdue(state: State) -> None:
     """Claim for overdue heads, and find the memories that are full."""
-    state.kept_free.clear()
-    state.reserved.clear()
-    state.all_queued.clear()
-    state.full.clear()
-    state.short.clear()
+    for found in (state.kept_free, state.reserved, state.all_queued, state.full, state.short):
+        found.clear()
     if state.policy.bounded:
         for wish in overdue(state.queues, state.now - state.limits.max_overtake_s):
             _claim_overdue_one(state, wish)
 
 
-def claim(state: State, is_anything_runnable: Callable[[ExecutorQueue], bool]) -> None:
+def claim(state: State) -> None:
     """Claim for all other wishes, once every batch that can has started."""
     is_idle = state.queued_idle is not None
     for wish in demands(state.queues):
         if state.policy.overlapping or wish.spec.id not in state.running:
-            _claim_one(state, wish, IDLE if is_idle else _head_claim(state, wish, is_anything_runnable))
+            _claim_one(state, wish, IDLE if is_idle else _head_claim(state, wish))
     if state.policy.overlapping:
         _prefetch(state)
     _load_speculations(state)
     _load_placements(state)
-
-
-def may_use(state: State, pool: ModelPool, copy: str) -> bool:
-    """Is the copy resident, and not reserved for an overdue claim?"""
-    return pool.is_resident(copy) and copy not in state.reserved.get(pool.name, ())
 
 
 def switch_s(state: State, spec: ExecutorSpec, profile: ExpertProfile) -> float:
@@ -267,18 +266,18 @@ def executors_to_spare(state: State, expert: str) -> set[int]:
     return able
 
 
-def _head_claim(state: State, wish: Wish, is_anything_runnable: Callable[[ExecutorQueue], bool]) -> Claim:
-    """Claim of a queue's head. Behind a batch that is queued ahead, a head asks as a later group."""
+def _head_claim(state: State, wish: Wish) -> Claim:
+    """Claim of a queue's head. Behind a batch that is queued ahead, a head claims as a later group."""
     executor = wish.spec.id
     if executor in state.queued_ahead:
         return EARLY if _has_time(state, wish) else PREFETCH
     if not state.policy.overlapping or executor not in state.running or not _has_time(state, wish):
         return DEMAND
-    return EARLY if is_anything_runnable(state.queue_of[executor]) else PATIENT
+    return EARLY if turns.is_anything_runnable(state, state.queue_of[executor]) else PATIENT
 
 
 def _has_time(state: State, wish: Wish) -> bool:
-    """Is the wish young and its queue short? Its victim is chosen later then, when more of the queue is known.
+    """Is the wish young and its queue short? Then its victim is chosen later, when more of the queue is known.
 
     Never on a device with a memory in front of it: its early loads come from there, not from the SSD.
     """
@@ -307,7 +306,7 @@ def _claim_one(state: State, wish: Wish, claim: Claim) -> Answer:
     if wish.spec.pool in state.full:
         return _stage(state, wish, claim)
     answer = _bring(state, wish, claim)
-    if answer is Answer.NO_ROOM and claim not in (OVERDUE, EARLY, PATIENT):
+    if answer is Answer.NO_ROOM and claim.makes_short:
         state.short.add(wish.spec.pool)
     return answer
 
@@ -329,10 +328,8 @@ def _may_prefetch(state: State) -> bool:
     if not _is_busy(state, SSD):
         return True
     lacking = state.full | state.short
-    return any(
-        pool.spec.cache is not None and pool.name not in lacking and not _is_busy(state, pool.spec.cache)
-        for pool in state.pools.values()
-    )
+    caches = (pool.spec.cache for pool in state.pools.values() if pool.name not in lacking)
+    return any(cache is not None and not _is_busy(state, cache) for cache in caches)
 
 
 def _take_free(state: State, wish: Wish, claim: Claim) -> Answer:
@@ -353,8 +350,8 @@ def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
 def _load_speculations(state: State) -> None:
     while state.speculations:
         wish = state.speculations.popleft()
-        if not _lacks_room(state, wish) and _may_load(state, wish.expert):
-            _bring(state, wish, SPARE)
+        if _may_load(state, wish.expert):
+            _take_spare(state, wish, SPARE)
 
 
 def _load_placements(state: State) -> None:
@@ -364,9 +361,7 @@ def _load_placements(state: State) -> None:
         if not _may_load(state, wish.expert):
             continue
         is_pinned = wish.expert in state.line.homes
-        answer = Answer.NO_ROOM
-        if not _lacks_room(state, wish):
-            answer = _bring(state, wish, PINNED if is_pinned else SPARE)
+        answer = _take_spare(state, wish, PINNED if is_pinned else SPARE)
         if answer is Answer.BUSY:
             state.placements.appendleft(wish)
             return
@@ -374,8 +369,9 @@ def _load_placements(state: State) -> None:
             state.placements.append(wish)
 
 
-def _lacks_room(state: State, wish: Wish) -> bool:
-    return wish.spec.pool in state.full or wish.spec.pool in state.short
+def _take_spare(state: State, wish: Wish, claim: Claim) -> Answer:
+    lacks_room = wish.spec.pool in state.full or wish.spec.pool in state.short
+    return Answer.NO_ROOM if lacks_room else _bring(state, wish, claim)
 
 
 def _may_load(state: State, expert: str) -> bool:
@@ -408,9 +404,9 @@ def _bring(state: State, wish: Wish, claim: Claim) -> Answer:
 
 def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim) -> Answer:
     copy = wish.profile.copy
-    setback = state.setbacks.get((pool.name, copy))
     if _is_busy(state, source):
         return Answer.BUSY
+    setback = state.setbacks.get((pool.name, copy))
     if setback is not None and state.now < setback.pause.until_s:
         return Answer.WAIT
     if not _make_room(state, pool, wish, claim):
@@ -453,41 +449,33 @@ def _source_of(state: State, pool: ModelPool, copy: str) -> str:
 
 
 def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
+    """Evict spare copies, oldest first, then what the claim may evict; False if the copy has no room even so."""
     footprint = wish.profile.footprint
     short = pool.needed_bytes(footprint) - pool.free_bytes
-    if short > 0 and pool.has_spare:
-        short = _evict_spare(state, pool, wish)
-        if short > 0 and any(entry.is_spare and not entry.is_evictable for entry in pool.entries()):
-            return False
+    for entry in _spare_copies(state, pool) if short > 0 else ():
+        decision = EvictionDecision(wish.profile.copy, short, (_candidate(state, entry, None),))
+        _evict(state, pool, entry, decision, STAGE_BY_RANK)
+        short = pool.needed_bytes(footprint) - pool.free_bytes
+        if short <= 0:
+            break
     if short <= 0:
         return True
+    if pool.has_spare and any(entry.is_spare and not entry.is_evictable for entry in pool.entries()):
+        return False
     if claim.evicts is Evicts.NOTHING or (claim is STAGE and pool.name in state.all_queued):
         return False
     strategy = STRATEGIES[state.policy.evicting]
     ranked = strategy.ranked(_candidates(state, pool, wish, claim))
     if claim is STAGE and not ranked:
-        state.all_queued.add(pool.name)  # until the next look loads only begin, which makes nothing less queued
-    kept = frozenset(shared.id for shared in footprint.shared)
-    chosen = victims(ranked, short, pool.holders, kept)
+        state.all_queued.add(pool.name)  # only loads begin in this look, which makes nothing less queued
+    chosen = victims(ranked, short, pool.holders, frozenset(shared.id for shared in footprint.shared))
     if claim is PATIENT and chosen is not None and not all(pool.is_evictable(each.copy) for each in chosen):
         return False
-    leaving = chosen if chosen is not None else tuple(ranked) if claim.is_partial else ()
+    leaving = chosen if chosen is not None else tuple(ranked) if claim is OVERDUE else ()
     decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
     for victim in leaving:
-        _evict(state, pool, victim, strategy.stage(victim), decision)
+        _evict(state, pool, victim, decision, strategy.stage(victim))
     return pool.can_reserve(footprint)
-
-
-def _evict_spare(state: State, pool: ModelPool, wish: Wish) -> int:
-    """Evict spare copies, oldest first, until there is room; returns the bytes that lack still, 0 or less."""
-    footprint = wish.profile.footprint
-    for entry in _spare_copies(state, pool):
-        short = pool.needed_bytes(footprint) - pool.free_bytes
-        if short <= 0:
-            break
-        candidate = _candidate(state, entry, None)
-        _evict(state, pool, candidate, STAGE_BY_RANK, EvictionDecision(wish.profile.copy, short, (candidate,)))
-    return pool.needed_bytes(footprint) - pool.free_bytes
 
 
 def _spare_copies(state: State, pool: ModelPool) -> list[PoolEntry]:
@@ -521,14 +509,14 @@ def _candidates(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> Iter
 def _soon_free(state: State, pool: ModelPool) -> frozenset[str]:
     """Copies that become evictable once their present use is over, if no request comes for them.
 
-    None while a copy lies there unused since it was loaded: its usage probability was too high, so a copy that was just
-    used is no worse a victim.
+    None while a loaded copy there went unused: its usage probability was too high, so a copy that was just used is no
+    worse a victim.
     """
     awaited = _awaited(state, pool)
-    if any(entry.is_untouched and entry.expert not in awaited for entry in pool.entries()):
+    unawaited = [entry for entry in pool.entries() if entry.expert not in awaited]
+    if any(entry.is_untouched for entry in unawaited):
         return frozenset()
-    in_use = (entry for entry in pool.entries() if entry.uses and not entry.pinned)
-    return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
+    return frozenset(entry.copy for entry in unawaited if entry.uses and not entry.pinned)
 
 
 def _awaited(state: State, pool: ModelPool) -> Collection[str]:
@@ -590,7 +578,9 @@ def _lacks_preliminary(state: State, expert: str) -> bool:
     return bool(preliminaries) and not any(state.presence[name] > 0 or state.is_awaited(name) for name in preliminaries)
 
 
-def _evict(state: State, pool: ModelPool, victim: EvictionCandidate, stage: int, decision: EvictionDecision) -> None:
+def _evict(
+    state: State, pool: ModelPool, victim: EvictionCandidate | PoolEntry, decision: EvictionDecision, stage: int
+) -> None:
     freed = pool.evict(victim.copy)
     state.presence[victim.expert] -= 1
     state.counts[f"evictions_stage_{stage}"] += 1
@@ -598,26 +588,25 @@ def _evict(state: State, pool: ModelPool, victim: EvictionCandidate, stage: int,
 
 
 def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
-    """Evict in order of rank, until no more than ``to_bytes`` lie there or no further copy may go."""
+    """Evict in order of rank, until no more than ``to_bytes`` are used there or no further copy may go."""
     strategy = STRATEGIES[state.policy.evicting]
     evictable = [entry for entry in pool.entries() if entry.is_evictable]
-    candidates = [_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable]
+    ranked = strategy.ranked(_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable)
     spare = {entry.copy for entry in _spare_copies(state, pool)}
-    ranked = sorted(strategy.ranked(candidates), key=lambda each: each.copy not in spare)
+    ranked.sort(key=lambda each: each.copy not in spare)
     for victim in ranked:
         short = pool.used_bytes - to_bytes
         if short <= 0:
             return
-        _evict(state, pool, victim, strategy.stage(victim), EvictionDecision("", short, tuple(ranked)))
+        _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked)), strategy.stage(victim))
 
 
 def discard(state: State, expert: str) -> None:
-    """Evict an expert that is not to be asked from every memory where no batch and no load uses it."""
+    """Evict an expert that no request may use from every memory where no batch and no load uses it."""
     for pool in state.pools.values():
         for entry in [entry for entry in pool.entries() if entry.expert == expert]:
             if entry.uses == 0 and entry.is_resident:
-                candidate = _candidate(state, entry, _next_use_s(state, pool, entry))
-                _evict(state, pool, candidate, STAGE_BY_RANK, EvictionDecision(entry.copy, 0, ()))
+                _evict(state, pool, entry, EvictionDecision(entry.copy, 0, ()), STAGE_BY_RANK)
 
 
 def discard_if_gone(state: State, expert: str) -> None:

@@ -25,7 +25,6 @@ before, or needs a larger lease, and never more than the most that was named whe
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core import demand, events, failures, requests, running, turns
@@ -117,7 +116,7 @@ def _advance(state: State) -> None:
         turns.look_again(state)
     demand.claim_overdue(state)
     running.start_batches(state)
-    demand.claim(state, partial(turns.is_anything_runnable, state))
+    demand.claim(state)
 
 
 # -- transitions: each returns whether something may be able to move now --

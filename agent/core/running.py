@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from agent.core import turns
-from agent.core.demand import may_use, speculate
+from agent.core.demand import speculate
 from agent.core.effects import StartBatch
 from agent.core.request import IMAGE, Batch, Portion
 
@@ -127,7 +127,7 @@ def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
     if len(group.requests) < size or performance.workspace_for(size) > running.workspace_bytes:
         return 0
     copy = group.profile.copy
-    if pool.name in state.full or not may_use(state, pool, copy):
+    if pool.name in state.full or not state.may_use(pool, copy):
         return 0
     may_stay = copy == running.copy or pool.name not in state.short
     return size if may_stay and state.images.are_begun(islice(group.requests, size)) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.performance import SSD
 from agent.core.pool import Leases
@@ -109,9 +109,11 @@ class Load:
     is_idle: bool = False  # for a request of idle precedence
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A copy that is wanted in an executor's memory. ``since_s``: when its group's oldest request was queued."""
+class Wish(NamedTuple):
+    """A copy that is wanted in an executor's memory. ``since_s``: when its group's oldest request was queued.
+
+    A tuple: dozens are made for each decision.
+    """
 
     spec: ExecutorSpec
     expert: str
@@ -208,6 +210,10 @@ class State:
             row = self.line.matrix.experts[queue.spec.processor].get(expert)
             if row is not None:
                 yield queue.spec, row
+
+    def may_use(self, pool: ModelPool, copy: str) -> bool:
+        """Is the copy resident, and not reserved for an overdue claim?"""
+        return pool.is_resident(copy) and copy not in self.reserved.get(pool.name, ())
 
     def is_awaited(self, expert: str) -> bool:
         return any(queue.first_group(expert) is not None for queue in self.queues)

@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from agent.core.demand import may_use
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -135,7 +133,7 @@ def _is_kin(state: State, queue: ExecutorQueue, other: Group, group: Group) -> b
     if other.profile.copy == group.profile.copy:
         return True
     is_kin = other.profile.family is not None and other.profile.family == group.profile.family
-    return is_kin and may_use(state, state.pools[queue.spec.pool], other.profile.copy)
+    return is_kin and state.may_use(state.pools[queue.spec.pool], other.profile.copy)
 
 
 def _joining(state: State, queue: ExecutorQueue, group: Group) -> list[Group]:
@@ -168,7 +166,7 @@ def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | N
 
 def _first(state: State, queue: ExecutorQueue) -> Group | None:
     front = queue.front
-    if front is not None and may_use(state, state.pools[queue.spec.pool], front.profile.copy):
+    if front is not None and state.may_use(state.pools[queue.spec.pool], front.profile.copy):
         return front
     return _next_runnable(state, queue) if state.policy.overlapping else None
 
@@ -201,7 +199,7 @@ def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
         group
         for group in here
         if group.profile.performance.runs_in_quanta
-        and may_use(state, pool, group.profile.copy)
+        and state.may_use(pool, group.profile.copy)
         and not _riders(state, queue, group)
         and group.oldest_s < _passed_s(state, here, group) + state.overtake_s
     )
@@ -224,7 +222,7 @@ def _first_within_bound(
     state: State, queue: ExecutorQueue, groups: Sequence[Group], here: Sequence[Group]
 ) -> Group | None:
     pool = state.pools[queue.spec.pool]
-    runnable = (group for group in groups if may_use(state, pool, group.profile.copy))
+    runnable = (group for group in groups if state.may_use(pool, group.profile.copy))
     first = min(runnable, key=lambda group: group.order, default=None)
     if first is None or state.overtake_s == math.inf:
         return first
@@ -247,7 +245,7 @@ def _passed_s(state: State, here: Sequence[Group], group: Group) -> float:
 
 def _longest_without_turn(state: State, queue: ExecutorQueue) -> Group | None:
     pool = state.pools[queue.spec.pool]
-    able = (group for group in queue.ongoing.values() if may_use(state, pool, group.profile.copy))
+    able = (group for group in queue.ongoing.values() if state.may_use(pool, group.profile.copy))
     return min(able, key=lambda group: group.order, default=None)
 
 
