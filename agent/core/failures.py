@@ -72,18 +72,16 @@ def put_in_quarantine(state: State, expert: str, reason: str) -> None:
 
 
 def expert_ran(state: State, expert: str) -> None:
-    """A batch went well."""
     state.failed_batches.pop(expert, None)
     state.batch_pauses.pop(expert, None)
-    if _release(state, expert):
+    if expert in state.probations:
         _serve_again(state, expert, "a batch went well")
 
 
 def expert_loaded(state: State, expert: str, copy: str) -> None:
-    """A load went well, which releases an expert whose loads of this copy failed."""
+    """Release an expert that is on probation as its loads of this copy failed."""
     probation = state.probations.get(expert)
     if probation is not None and probation.copy == copy:
-        _release(state, expert)
         _serve_again(state, expert, "a load went well")
 
 
@@ -94,24 +92,22 @@ def forget_all_but(state: State, experts: frozenset[str]) -> None:
 
 
 def _serve_again(state: State, expert: str, reason: str) -> None:
+    _release(state, expert)
     state.effects.append(StandingChanged(expert, Standing.SERVING, reason))
     demand.place_pinned(state, expert)
 
 
-def _release(state: State, expert: str) -> bool:
+def _release(state: State, expert: str, then: Probation | None = None) -> None:
+    """End an expert's probation, or begin another one in its place."""
     probation = state.probations.pop(expert, None)
     if probation is not None and probation.trial is not None:
         del state.trials[probation.trial]
-    return probation is not None
+    if then is not None:
+        state.probations[expert] = then
 
 
-def _put_on_probation(state: State, expert: str, probation: Probation) -> Probation:
-    _release(state, expert)
-    state.probations[expert] = probation
-    return probation
-
-
-def _tell_probation(state: State, expert: str, probation: Probation) -> None:
+def _announce_probation(state: State, expert: str) -> None:
+    probation = state.probations[expert]
     retry_s = probation.retry_s - state.now
     state.effects.append(StandingChanged(expert, Standing.PROBATION, probation.reason, retry_s))
     _empty_queues(state, expert)
@@ -139,7 +135,7 @@ def load_failed(state: State, load: Load, event: LoadFailed) -> None:
     pool = state.pools[load.pool]
     pool.load_failed(load.copy)
     state.presence[load.expert] -= 1
-    setback = _set_back_load(state, load, is_away=event.is_away)
+    setback = _set_back(state, load.pool, load.copy, is_away=event.is_away)
     if load.is_idle:
         requests.end_idle(state, f"{load.expert}: {event.reason}")
     if event.permanent:
@@ -159,34 +155,30 @@ def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) 
     if expert in state.quarantined or setback.attempts < LOAD_ATTEMPTS:
         demand.place_pinned(state, expert)
         return
-    told = f"{_in_a_row(setback.attempts, 'load')}, last: {reason}"
+    reason = f"{_in_a_row(setback.attempts, 'load', 'loads')}, last: {reason}"
     if _fails_in_batches(state, expert):  # a load that goes well would prove nothing
-        probation = Probation(told, max(state.probations[expert].retry_s, retry_s))
+        probation = Probation(reason, max(state.probations[expert].retry_s, retry_s))
     else:
-        probation = Probation(told, retry_s, copy=load.copy)
-    _tell_probation(state, expert, _put_on_probation(state, expert, probation))
+        probation = Probation(reason, retry_s, copy=load.copy)
+    _release(state, expert, probation)
+    _announce_probation(state, expert)
 
 
-def _set_back_load(state: State, load: Load, *, is_away: bool) -> Setback:
-    """Count a failed load. ``is_away``: its file was missing, which counts only after AWAY_S of that."""
-    before = state.setbacks.get((load.pool, load.copy))
-    is_waited_for = is_away and state.now - _failing_since_s(state, load.pool, load.copy) < AWAY_S
-    attempts = (before.attempts if before else 0) + (not is_waited_for)
-    return _set_back(state, load.pool, load.copy, attempts, LONGEST_AWAY_PAUSE_S if is_away else LONGEST_PAUSE_S)
+def _set_back(state: State, pool: str, copy: str, attempts: int | None = None, *, is_away: bool = False) -> Setback:
+    """Count a failed attempt at a copy in a memory; ``attempts``: count so many in all.
 
-
-def _set_back(state: State, pool: str, copy: str, attempts: int, longest_s: float = LONGEST_PAUSE_S) -> Setback:
+    ``is_away``: its file was missing, which counts only after AWAY_S of that. AWAY_S without a failure end a run.
+    """
     before = state.setbacks.get((pool, copy))
-    pause = Pause.after(before.pause if before else None, Backoff(LOAD_BACKOFF_S, longest_s), state.now)
-    setback = Setback(attempts, pause, _failing_since_s(state, pool, copy))
+    is_new = before is None or state.now - before.pause.until_s > AWAY_S
+    since_s = state.now if before is None or is_new else before.since_s
+    if attempts is None:
+        is_waited_for = is_away and state.now - since_s < AWAY_S
+        attempts = (before.attempts if before else 0) + (not is_waited_for)
+    backoff = Backoff(LOAD_BACKOFF_S, LONGEST_AWAY_PAUSE_S if is_away else LONGEST_PAUSE_S)
+    setback = Setback(attempts, Pause.after(before.pause if before else None, backoff, state.now), since_s)
     state.setbacks[pool, copy] = setback
     return setback
-
-
-def _failing_since_s(state: State, pool: str, copy: str) -> float:
-    """When the present run of failures began; AWAY_S without a failure ends a run."""
-    before = state.setbacks.get((pool, copy))
-    return state.now if before is None or state.now - before.pause.until_s > AWAY_S else before.since_s
 
 
 def next_wakeup_s(state: State) -> float | None:
@@ -213,14 +205,14 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
     if event.out_of_memory and not is_idle:
         for portion, _ in portions:
             state.splitter.ran_out_of_memory(portion.expert, batch.executor, len(batch.requests))
-    probation = _probation_for(state, batch, event)
+    is_on_probation = _count_failed_batch(state, batch, event)
     for portion, profile in sorted(portions, key=lambda each: _age_of(state, each[0]), reverse=True):
         retried = [request for request in portion.requests if _may_retry(state, request, portion, batch, event)]
         _give_back(state, portion.expert, batch, profile, retried)  # each goes in front of the others
     if event.out_of_memory and is_lone and not is_idle:  # no batch is smaller: the weights there have to be fewer
         _lack_workspace(state, batch, event.reason)
-    if probation is not None:
-        _tell_probation(state, batch.expert, probation)
+    if is_on_probation:
+        _announce_probation(state, batch.expert)
     for portion, _ in portions:
         if _fails_in_batches(state, portion.expert):
             demand.discard(state, portion.expert)  # a trial reads its bytes anew
@@ -231,38 +223,35 @@ def _age_of(state: State, portion: Portion) -> tuple[float, int]:
     return min((state.tickets[request].queued_s, request) for request in portion.requests)
 
 
-def _probation_for(state: State, batch: Batch, event: BatchFailed) -> Probation | None:
-    """Count a lone batch that failed through no fault of its memory; the probation that this means, if any."""
+def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
+    """Count a lone batch that failed through no fault of its memory; True if its expert is on probation for that."""
     request, expert = batch.requests[0], batch.expert
     if event.out_of_memory or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
-        return None
+        return False
     count = state.failed_batches[expert] = state.failed_batches.get(expert, 0) + 1
     stays = expert in state.probations and request not in state.trials  # it ran when the probation began
     if expert in state.quarantined or stays or count < EXPERT_FAILURES:
-        return None
+        return False
     pause = Pause.after(state.batch_pauses.get(expert), Backoff(PROBATION_S, LONGEST_PAUSE_S), state.now)
     state.batch_pauses[expert] = pause
-    probation = Probation(f"{_in_a_row(count, 'batch')}, last: {event.reason}", pause.until_s)
-    return _put_on_probation(state, expert, probation)
+    reason = f"{_in_a_row(count, 'batch', 'batches')}, last: {event.reason}"
+    _release(state, expert, Probation(reason, pause.until_s))
+    return True
 
 
 def _may_retry(state: State, request: int, portion: Portion, batch: Batch, event: BatchFailed) -> bool:
-    """True for a request that gets another try, alone; ends any other."""
+    """True for a request that gets another try, alone; ends or moves any other."""
     ticket = state.tickets[request]
     ticket.attempts += 1
     if ticket.is_cancelled:
         return requests.fail(state, request, CANCELLED)
-    ran_alone = len(batch.requests) == 1 and not event.out_of_memory
-    is_idle = request == state.idle_request
-    if ran_alone or is_idle or ticket.attempts >= BATCH_ATTEMPTS:
-        if (
-            event.out_of_memory
-            and not is_idle
-            and _moves_elsewhere(state, request, portion, batch.executor, event.reason)
-        ):
-            return False
-        return requests.fail(state, request, f"{portion.expert}: {event.reason}")
-    return True
+    is_idle, ran_alone = request == state.idle_request, len(batch.requests) == 1 and not event.out_of_memory
+    if not (ran_alone or is_idle or ticket.attempts >= BATCH_ATTEMPTS):
+        return True
+    may_move = event.out_of_memory and not is_idle
+    if may_move and _moves_elsewhere(state, request, portion, batch.executor, event.reason):
+        return False
+    return requests.fail(state, request, f"{portion.expert}: {event.reason}")
 
 
 def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, retried: list[int]) -> None:
@@ -359,14 +348,12 @@ def relieve(state: State) -> bool:
     due = [name for name, pause in state.lowered.items() if pause.until_s <= state.now]
     for name in due:
         pool, pause = state.pools[name], state.lowered.pop(name)
-        if pool.missing_bytes or pool.missing_lease_bytes:
-            is_little = pool.missing_bytes <= _least_bytes(state, pool)
-            _set_budget(
-                state, pool, pool.spec.expert_bytes - (0 if is_little else pool.missing_bytes // 2), NO_SHORTAGE
-            )
-            is_little = pool.missing_lease_bytes <= pool.spec.lease_bytes // LITTLE
-            kept_bytes = 0 if is_little else pool.missing_lease_bytes // 2
-            _set_leases(state, pool, pool.spec.lease_bytes - kept_bytes, NO_SHORTAGE)
+        lacking, lacking_leases = pool.missing_bytes, pool.missing_lease_bytes
+        if lacking or lacking_leases:
+            kept = 0 if lacking <= _least_bytes(state, pool) else lacking // 2
+            kept_leases = 0 if lacking_leases <= pool.spec.lease_bytes // LITTLE else lacking_leases // 2
+            _set_budget(state, pool, pool.spec.expert_bytes - kept, NO_SHORTAGE)
+            _set_leases(state, pool, pool.spec.lease_bytes - kept_leases, NO_SHORTAGE)
             state.lowered[name] = Pause.after(pause, Backoff(BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S), state.now)
     return bool(due)
 
@@ -451,6 +438,5 @@ def _least_bytes(state: State, pool: ModelPool) -> int:
     return least_bytes(footprints_in(pool.name, users, state.line.matrix.experts, state.line.homes))
 
 
-def _in_a_row(count: int, what: str) -> str:
-    plural = {"batch": "batches", "load": "loads"}[what]
-    return f"1 {what} failed" if count == 1 else f"{count} {plural} in a row failed"
+def _in_a_row(count: int, one: str, many: str) -> str:
+    return f"1 {one} failed" if count == 1 else f"{count} {many} in a row failed"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from agent.core.effects import Forget, Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.performance import PerformanceMatrix, PreparedForm
@@ -65,11 +65,11 @@ class _Place:
     """A group's images: ``waiting`` in the order in which they run, and how many are ``begun``."""
 
     group: Group
-    line: _QueueImages
+    queue: ExecutorQueue
     due_s: float  # predicted start of its next batch
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     begun: int = 0
-    is_listed: bool = False  # in its line's heap
+    is_listed: bool = False  # in its queue's heap
 
     @property
     def next_due_s(self) -> float:
@@ -77,30 +77,13 @@ class _Place:
 
     @property
     def is_near(self) -> bool:
-        return self.group is self.line.queue.front and self.begun < self.group.profile.performance.max_batch
+        return self.group is self.queue.front and self.begun < self.group.profile.performance.max_batch
 
     @property
     def form(self) -> PreparedForm:
         form = self.group.profile.prepared
         assert form is not None, "a place is made for a form"
         return form
-
-
-@dataclass(slots=True, eq=False)
-class _QueueImages:
-    """One queue, and its places with waiting images as a heap."""
-
-    queue: ExecutorQueue
-    waiting: list[tuple[int, int, _Place]] = field(default_factory=list)
-
-    def first_waiting(self) -> _Place | None:
-        while self.waiting:
-            place = self.waiting[0][2]
-            if place.waiting:
-                return place
-            place.is_listed = False
-            heappop(self.waiting)
-        return None
 
 
 @dataclass(slots=True)
@@ -114,7 +97,6 @@ class _Image:
     expert: str
     wanted: Later
     place: _Place | None = None
-    is_ahead: bool = False  # in a batch that is queued ahead
     form: str | None = None
     own_bytes: int = 0
     later: Later = NOTHING_LATER
@@ -132,7 +114,8 @@ class PreparedImages:
     """Images of one Engine. Methods with ``effects`` append what the shell is told."""
 
     def __init__(self, queues: Sequence[ExecutorQueue], budget_bytes: int) -> None:
-        self._lines = {queue.spec.id: _QueueImages(queue) for queue in queues}
+        self._queues = {queue.spec.id: queue for queue in queues}
+        self._waiting: dict[int, list[tuple[int, int, _Place]]] = {executor: [] for executor in self._queues}  # heaps
         self._budget_bytes = budget_bytes
         self._far_bytes = int(budget_bytes * FAR_SHARE)
         self._used_bytes = self._later_bytes = 0
@@ -146,11 +129,11 @@ class PreparedImages:
     def is_on(self) -> bool:
         return self._budget_bytes > 0
 
-    def later(self, graph: ExpertGraph, matrix: PerformanceMatrix, component: str | None, step: int) -> Later:
+    def later(self, graph: ExpertGraph, matrix: PerformanceMatrix, component: str, step: int) -> Later:
         """Forms that an image may be needed in after a step of its route, as far as they may be kept."""
         columns, forms = matrix.experts.values(), {}
         experts: list[str] = []
-        for expert in () if component is None else graph.experts_after(component, step):
+        for expert in graph.experts_after(component, step):
             row = next((column[expert] for column in columns if expert in column), None)
             if row is not None and row.prepared is not None and row.prepared.name not in forms:
                 forms[row.prepared.name] = row.prepared.size_bytes
@@ -187,7 +170,7 @@ class PreparedImages:
         """A request left its queue."""
         image = self._images.get(request)
         if image is not None and image.place is not None:
-            self._leave(request, image, image.place)
+            self._leave(request, image)
 
     def started(self, requests: Iterable[int], now: float, effects: list[Effect]) -> None:
         """Requests run from now on; their own forms are the batch's. Prepares images that are not begun."""
@@ -195,7 +178,7 @@ class PreparedImages:
             image = self._images.get(request)
             if image is None:
                 continue
-            place = self._place_left(request, image)
+            place = self._leave(request, image)
             if image.form is None:
                 self._begun_late += 1
                 has_room = self._used_bytes + image.wanted.size_bytes <= self._budget_bytes
@@ -203,7 +186,7 @@ class PreparedImages:
                 effects.append(self._prepare(request, image, place, now))
             else:
                 self._keep(image, image.form, 0, image.later)
-            place.due_s = place.line.queue.next_start_s(now)  # the others run after this batch
+            place.due_s = place.queue.next_start_s(now)  # the others run after this batch
         self._has_changed = True
 
     def are_begun(self, requests: Iterable[int]) -> bool:
@@ -213,10 +196,8 @@ class PreparedImages:
     def queued_ahead(self, requests: Iterable[int], now: float) -> None:
         """Requests stand in a batch behind the running one, and still count."""
         for request in requests:
-            image = self._images[request]
-            place = self._place_left(request, image)
-            image.is_ahead = True
-            place.due_s = place.line.queue.next_start_s(now)
+            place = self._leave(request, self._images[request])
+            place.due_s = place.queue.next_start_s(now)
         self._has_changed = True
 
     def run(self, requests: Iterable[int]) -> None:
@@ -224,7 +205,6 @@ class PreparedImages:
         for request in requests:
             image = self._images[request]
             assert image.form is not None, "a batch is queued ahead once its images are begun"
-            image.is_ahead = False
             self._keep(image, image.form, 0, image.later)
         self._has_changed = True
 
@@ -233,7 +213,7 @@ class PreparedImages:
         image = self._images.pop(request, None)
         if image is not None:
             if image.place is not None:
-                self._leave(request, image, image.place)
+                self._leave(request, image)
             self._release(image)
 
     def advance(self, effects: list[Effect]) -> None:
@@ -241,26 +221,23 @@ class PreparedImages:
         if not self._has_changed:
             return
         self._has_changed = False
-        firsts = [
-            (place.next_due_s, number, place)
-            for number, line in self._lines.items()
-            if (place := line.first_waiting()) is not None
-        ]
+        firsts = [(place.next_due_s, each, place) for each in self._waiting if (place := self._first_waiting(each))]
         heapify(firsts)
         while firsts:
-            due_s, number, place = firsts[0]
-            following = self._lines[number].first_waiting() if self._begin(place, due_s, effects) else None
+            due_s, executor, place = firsts[0]
+            following = self._first_waiting(executor) if self._begin(place, due_s, effects) else None
             if following is None:
                 heappop(firsts)
             else:
-                heapreplace(firsts, (following.next_due_s, number, following))
+                heapreplace(firsts, (following.next_due_s, executor, following))
 
     def statistics(self) -> PreparedStatistics:
         return PreparedStatistics(
             self._budget_bytes, self._used_bytes, self._later_bytes, self._begun_ahead, self._begun_late
         )
 
-    def check_invariants(self, in_flight: Iterable[int]) -> None:
+    def check_invariants(self, in_flight: Collection[int], ahead: Collection[int]) -> None:
+        """``ahead``: requests in batches that are queued ahead."""
         images = self._images
         assert images.keys() <= set(in_flight), "an image is kept for a request that has its outcome"
         assert self._used_bytes == sum(image.size_bytes for image in images.values()), "prepared bytes miscounted"
@@ -269,7 +246,7 @@ class PreparedImages:
         for request, image in images.items():
             place = image.place
             if place is None:
-                assert image.is_ahead or image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
+                assert request in ahead or image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
                 continue
             assert self._places[place.group] is place, "a place is lost"
             assert request in place.group.requests, f"request {request} stands where it is not queued"
@@ -334,34 +311,40 @@ class PreparedImages:
     def _place_of(self, group: Group, executor: int, now: float) -> _Place:
         place = self._places.get(group)
         if place is None:
-            line = self._lines[executor]
-            place = self._places[group] = _Place(group, line, self._predicted_s(group, line.queue, now))
+            queue = self._queues[executor]
+            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now))
         return place
 
     def _wait(self, request: int, place: _Place) -> None:
         place.waiting[request] = None
         if not place.is_listed:
             place.is_listed = True
-            heappush(place.line.waiting, (place.group.order, next(self._number), place))
+            heappush(self._waiting[place.queue.spec.id], (place.group.order, next(self._number), place))
 
-    def _place_left(self, request: int, image: _Image) -> _Place:
-        place = image.place
+    def _first_waiting(self, executor: int) -> _Place | None:
+        heap = self._waiting[executor]
+        while heap:
+            place = heap[0][2]
+            if place.waiting:
+                return place
+            place.is_listed = False
+            heappop(heap)
+        return None
+
+    def _leave(self, request: int, image: _Image) -> _Place:
+        place, image.place = image.place, None
         assert place is not None, "a request of a new batch was queued"
-        self._leave(request, image, place)
-        return place
-
-    def _leave(self, request: int, image: _Image, place: _Place) -> None:
-        image.place = None
         if request in place.waiting:
             del place.waiting[request]
         else:
             place.begun -= 1
         if not (place.waiting or place.begun):
             del self._places[place.group]
+        return place
 
     def _prepare(self, request: int, image: _Image, place: _Place, due_s: float) -> Prepare:
-        executor = place.line.queue.spec.id
-        return Prepare(request, image.expert, image.later.experts, image.later.size_bytes, due_s, executor)
+        later, executor = image.later, place.queue.spec.id
+        return Prepare(request, image.expert, later.experts, later.size_bytes, due_s, executor)
 
     def _predicted_s(self, group: Group, queue: ExecutorQueue, now: float) -> float:
         """Start of a group's first batch: behind the group before it, where that was predicted, too."""

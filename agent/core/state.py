@@ -297,7 +297,8 @@ def check_invariants(state: State) -> None:
     _check_batches(state)
     _check_uses(state)
     _check_leases(state)
-    state.images.check_invariants(state.tickets)
+    ahead = [request for number in state.queued_ahead.values() for request in state.batches[number].requests]
+    state.images.check_invariants(state.tickets, ahead)
     idle = [each.id for each in state.batches.values() if state.idle_request in each.requests]
     assert len(idle) + sum(load.is_idle for load in state.loads.values()) <= 2, "idle work is more than one request's"
 
