@@ -40,16 +40,11 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.policy import Policy
-    from agent.core.queue import ExecutorQueue
-    from agent.core.request import Batch, Portion, Work
-    from agent.core.state import EngineStatistics, Load
-    from experts.expert import Prediction
+    from agent.core.request import Batch
+    from agent.core.state import EngineStatistics
     from experts.graph import ExpertGraph
-
-    Ended = tuple[tuple[int, Prediction | Rejected], ...]  # by request
-    Left = tuple[tuple[int, Work], ...]
 
 
 class Engine:
@@ -159,19 +154,14 @@ def _loaded(state: State, event: events.Loaded) -> bool:
     demand.load_over(state, load)
     state.pools[load.pool].loaded(load.copy)
     state.setbacks.pop((load.pool, load.copy), None)
-    if not load.is_idle and any(_waits_for(state, queue, load) for queue in state.users[load.pool]):
-        state.counts["switches"] += 1
+    for queue in () if load.is_idle else state.users[load.pool]:
+        waits = queue.spec.id not in state.running or queue.is_overtaken  # for this load, not for its executor
+        if queue.front is not None and queue.front.profile.copy == load.copy and waits:
+            state.counts["switches"] += 1
+            break
     failures.expert_loaded(state, load.expert, load.copy)
     demand.discard_if_gone(state, load.expert)
     return True
-
-
-def _waits_for(state: State, queue: ExecutorQueue, load: Load) -> bool:
-    """Does the head of this queue wait for this load, and not for its executor?"""
-    head = queue.front
-    if head is None or head.profile.copy != load.copy:
-        return False
-    return queue.spec.id not in state.running or queue.is_overtaken
 
 
 def _load_failed(state: State, event: events.LoadFailed) -> bool:
@@ -182,55 +172,48 @@ def _load_failed(state: State, event: events.LoadFailed) -> bool:
     return True
 
 
-def _finished(state: State, event: events.Finished) -> bool:
-    batch = state.batch_under_way(event.batch)
-    if batch is None:
-        return _unexpected(state)
-    if len(event.results) != len(batch.requests):
-        reason = f"{len(event.results)} results for {len(batch.requests)} images"
-        return _batch_failed(state, events.BatchFailed(event.batch, reason))
-    return _batch_ran(state, batch, tuple(zip(batch.requests, event.results, strict=True)), ())
-
-
-def _progressed(state: State, event: events.Progressed) -> bool:
+def _batch_ran(state: State, event: events.Finished | events.Progressed) -> bool:
     batch = state.batch_under_way(event.batch)
     if batch is None:
         return _unexpected(state)
     reason = _mismatch(event, batch)
     if reason is not None:
         return _batch_failed(state, events.BatchFailed(event.batch, reason))
-    return _batch_ran(state, batch, event.finished, event.unfinished)
-
-
-def _batch_ran(state: State, batch: Batch, finished: Ended, unfinished: Left) -> bool:
+    if isinstance(event, events.Finished):
+        finished, unfinished = dict(zip(batch.requests, event.results, strict=True)), {}
+    else:
+        finished, unfinished = dict(event.finished), dict(event.unfinished)
     profiles = running.end(state, batch)
     if batch.quantum_s is not None:
-        for request, _ in finished:
+        for request in finished:
             state.leases.end(request)
-    if not batch.portions:
-        _portion_ran(state, batch, (batch.all_portions[0], profiles[0]), finished, unfinished)
-        return True
-    for portion, profile in zip(batch.portions, profiles, strict=True):
-        own = frozenset(portion.requests)
-        ended = tuple(each for each in finished if each[0] in own)
-        _portion_ran(state, batch, (portion, profile), ended, tuple(each for each in unfinished if each[0] in own))
+    for portion, profile in zip(batch.all_portions, profiles, strict=True):
+        expert = portion.expert
+        ended = {request: result for request, result in finished.items() if request in portion.requests}
+        left = {request: work for request, work in unfinished.items() if request in portion.requests}
+        state.splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
+        state.setbacks.pop((state.queue_of[batch.executor].spec.pool, portion.copy), None)
+        if left or any(not isinstance(result, Rejected) for result in ended.values()):
+            failures.expert_ran(state, expert)
+        if left:
+            requests.go_on(state, expert, batch.executor, profile, left)
+        for request, result in ended.items():
+            requests.step_done(state, request, expert, result)
+        demand.discard_if_gone(state, expert)
     return True
 
 
-def _portion_ran(
-    state: State, batch: Batch, ran: tuple[Portion, ExpertProfile], ended: Ended, unfinished: Left
-) -> None:
-    portion, profile = ran
-    expert = portion.expert
-    state.splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
-    state.setbacks.pop((state.queue_of[batch.executor].spec.pool, portion.copy), None)
-    if unfinished or any(not isinstance(result, Rejected) for _, result in ended):
-        failures.expert_ran(state, expert)
-    if unfinished:
-        requests.go_on(state, expert, batch.executor, profile, dict(unfinished))
-    for request, result in ended:
-        requests.step_done(state, request, expert, result)
-    demand.discard_if_gone(state, expert)
+def _mismatch(event: events.Finished | events.Progressed, batch: Batch) -> str | None:
+    """Reason why an answer does not fit its batch, if it does not."""
+    if isinstance(event, events.Finished):
+        images, results = len(batch.requests), len(event.results)
+        return f"{results} results for {images} images" if results != images else None
+    answered = [request for request, _ in (*event.finished, *event.unfinished)]
+    if sorted(answered) != sorted(batch.requests):
+        return f"it ended with requests {sorted(answered)}, and began with {sorted(batch.requests)}"
+    if event.unfinished and batch.quantum_s is None:
+        return f"{len(event.unfinished)} of {len(answered)} images are not done, and images have no quantum"
+    return None
 
 
 def _batch_failed(state: State, event: events.BatchFailed) -> bool:
@@ -268,27 +251,18 @@ def _preempted(state: State, event: events.Preempted) -> bool:
     return True
 
 
-def _quarantined(state: State, event: events.Quarantined) -> bool:
-    if event.expert not in state.line.graph.experts:
+def _expert_named(state: State, event: events.Quarantined | events.Wanted | events.Unwanted) -> bool:
+    expert, homes = event.expert, state.line.homes
+    if expert not in state.line.graph.experts:
         return _unexpected(state)
-    failures.put_in_quarantine(state, event.expert, event.reason)
-    return True
-
-
-def _wanted(state: State, event: events.Wanted) -> bool:
-    if event.expert not in state.line.graph.experts:
-        return _unexpected(state)
-    spec = next((spec for spec, _ in state.rows_of(event.expert)), None)
-    if spec is not None and not state.is_draining:
-        demand.place(state, event.expert, state.line.homes.get(event.expert, spec))
-    return True
-
-
-def _unwanted(state: State, event: events.Unwanted) -> bool:
-    if event.expert not in state.line.graph.experts:
-        return _unexpected(state)
-    if not (state.is_awaited(event.expert) or event.expert in state.line.homes):
-        demand.discard(state, event.expert)
+    if isinstance(event, events.Quarantined):
+        failures.put_in_quarantine(state, expert, event.reason)
+    elif isinstance(event, events.Wanted):
+        spec = next((spec for spec, _ in state.rows_of(expert)), None)
+        if spec is not None and not state.is_draining:
+            demand.place(state, expert, homes.get(expert, spec))
+    elif not (state.is_awaited(expert) or expert in homes):
+        demand.discard(state, expert)
     return True
 
 
@@ -305,10 +279,6 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     return True
 
 
-def _ticked(state: State, _: events.Tick) -> bool:
-    return True
-
-
 def _drained(state: State, _: events.Drain) -> bool:
     state.is_draining = True
     state.placements.clear()
@@ -322,30 +292,19 @@ def _unexpected(state: State) -> bool:
     return False
 
 
-def _mismatch(event: events.Progressed, batch: Batch) -> str | None:
-    told = [request for request, _ in event.finished] + [request for request, _ in event.unfinished]
-    if sorted(told) != sorted(batch.requests):
-        return f"it ended with requests {sorted(told)}, and began with {sorted(batch.requests)}"
-    if event.unfinished and batch.quantum_s is None:
-        return f"{len(event.unfinished)} of {len(told)} images are not done, and images have no quantum"
-    return None
-
-
 _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.Started: _started,
     events.Arrived: _arrived,
     events.Loaded: _loaded,
     events.LoadFailed: _load_failed,
-    events.Finished: _finished,
-    events.Progressed: _progressed,
+    events.Finished: _batch_ran,
+    events.Progressed: _batch_ran,
     events.BatchFailed: _batch_failed,
     events.Cancelled: _cancelled,
     events.Preempted: _preempted,
-    events.Quarantined: _quarantined,
-    events.Wanted: _wanted,
-    events.Unwanted: _unwanted,
+    **dict.fromkeys((events.Quarantined, events.Wanted, events.Unwanted), _expert_named),
     events.LineChanged: _line_changed,
-    events.Tick: _ticked,
+    events.Tick: lambda *_: True,
     events.Drain: _drained,
 }
 
