@@ -232,9 +232,21 @@ def claim_overdue(state: State) -> None:
     """Claim for overdue heads, and find the memories that are full."""
     for found in (state.kept_free, state.reserved, state.all_queued, state.full, state.short):
         found.clear()
-    if state.policy.bounded:
-        for wish in overdue(state.queues, state.now - state.limits.max_overtake_s):
-            _claim_overdue_one(state, wish)
+    if not state.policy.bounded:
+        return
+    for wish in overdue(state.queues, state.now - state.limits.max_overtake_s):
+        pool, copy = state.pools[wish.spec.pool], wish.profile.copy
+        if pool.entry(copy) is not None:
+            continue
+        is_first = pool.name not in state.full
+        answer = _claim_one(state, wish, OVERDUE)
+        if answer in (Answer.NO_ROOM, Answer.BUSY):
+            state.full.add(pool.name)
+            state.kept_free[_source_of(state, pool, copy)] += 1
+        if answer is Answer.NO_ROOM and is_first:
+            heads = _spared_heads(state, pool, wish, OVERDUE)
+            copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.copy not in heads)
+            state.reserved[pool.name] = frozenset(copies)
 
 
 def claim(state: State) -> None:
@@ -245,7 +257,10 @@ def claim(state: State) -> None:
             _claim_one(state, wish, IDLE if is_idle else _head_claim(state, wish))
     if state.policy.overlapping:
         _prefetch(state)
-    _load_speculations(state)
+    while state.speculations:
+        wish = state.speculations.popleft()
+        if _may_load(state, wish.expert):
+            _take_spare(state, wish, SPARE)
     _load_placements(state)
 
 
@@ -287,24 +302,12 @@ def _has_time(state: State, wish: Wish) -> bool:
     return state.now - wish.since_s < PATIENCE * bound_s and length_s <= min(bound_s, LONG_QUEUE_S)
 
 
-def _claim_overdue_one(state: State, wish: Wish) -> None:
-    pool, copy = state.pools[wish.spec.pool], wish.profile.copy
-    if pool.entry(copy) is not None:
-        return
-    is_first = pool.name not in state.full
-    answer = _claim_one(state, wish, OVERDUE)
-    if answer in (Answer.NO_ROOM, Answer.BUSY):
-        state.full.add(pool.name)
-        state.kept_free[_source_of(state, pool, copy)] += 1
-    if answer is Answer.NO_ROOM and is_first:
-        heads = _spared_heads(state, pool, wish, OVERDUE)
-        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.copy not in heads)
-        state.reserved[pool.name] = frozenset(copies)
-
-
-def _claim_one(state: State, wish: Wish, claim: Claim) -> Answer:
-    if wish.spec.pool in state.full:
-        return _stage(state, wish, claim)
+def _claim_one(state: State, wish: Wish, claim: Claim, *, is_later: bool = False) -> Answer:
+    """A full memory gives no room, and a short one gives later groups free room only; both may stage."""
+    is_full, is_short = wish.spec.pool in state.full, is_later and wish.spec.pool in state.short
+    if is_full or is_short:
+        staged = _stage(state, wish, claim)
+        return staged if is_full or staged not in (Answer.HERE, Answer.NO_ROOM) else _bring(state, wish, SPARE)
     answer = _bring(state, wish, claim)
     if answer is Answer.NO_ROOM and claim.makes_short:
         state.short.add(wish.spec.pool)
@@ -312,12 +315,11 @@ def _claim_one(state: State, wish: Wish, claim: Claim) -> Answer:
 
 
 def _prefetch(state: State) -> None:
-    """Load for the groups behind the heads while a link is free; in a short memory evict nothing for them."""
+    """Load for the groups behind the heads while a link is free."""
     passed: set[str] = set()  # memories where an earlier group waits for a busy link
     for wish in upcoming(state.queues, PREFETCH_GROUPS, state.pools):
         claim = EARLY if _has_time(state, wish) else BYPASS if wish.spec.pool in passed else PREFETCH
-        answer = _take_free(state, wish, claim) if wish.spec.pool in state.short else _claim_one(state, wish, claim)
-        if answer is Answer.BUSY:
+        if _claim_one(state, wish, claim, is_later=True) is Answer.BUSY:
             if not _may_prefetch(state):
                 return
             passed.add(wish.spec.pool)
@@ -332,12 +334,6 @@ def _may_prefetch(state: State) -> bool:
     return any(cache is not None and not _is_busy(state, cache) for cache in caches)
 
 
-def _take_free(state: State, wish: Wish, claim: Claim) -> Answer:
-    """Load into free room of a short memory, through the memory in front as far as that has room."""
-    staged = _stage(state, wish, claim)
-    return staged if staged not in (Answer.HERE, Answer.NO_ROOM) else _bring(state, wish, SPARE)
-
-
 def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
     """Have a copy in the memory in front of the wish's pool, while that pool is full."""
     pool, copy = state.pools[wish.spec.pool], wish.profile.copy
@@ -345,13 +341,6 @@ def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
         return Answer.NO_ROOM
     cache = state.pools[pool.spec.cache]
     return Answer.HERE if cache.entry(copy) is not None else _start(state, cache, SSD, wish, STAGE)
-
-
-def _load_speculations(state: State) -> None:
-    while state.speculations:
-        wish = state.speculations.popleft()
-        if _may_load(state, wish.expert):
-            _take_spare(state, wish, SPARE)
 
 
 def _load_placements(state: State) -> None:
