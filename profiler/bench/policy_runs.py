@@ -42,7 +42,7 @@ from profiler.bench.rows import (
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import sharing_speedups
-from profiler.simulation.simulator import PASSES, simulator_of
+from profiler.simulation.simulator import PASSES, Simulator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -297,7 +297,7 @@ def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_
     }
     links = {} if agent.stored is None else agent.stored.link_bytes_per_s
     speedups = {} if agent.stored is None else sharing_speedups(agent.stored)
-    simulation = simulator_of(
+    simulation = Simulator(
         agent.setup,
         lambda request, expert: seen.get((request, expert), PASSES),
         links | {SSD: ssd_bytes_per_s},

@@ -111,11 +111,11 @@ class DecodingTimes:
         time = self.time(scenario, setup)
         alone = _alone(scenario, setup)
         changes = {
-            "images of half the pixels": time.decoding_in(time.decoding_s / 2),
-            _smaller_words(self.refusing): time.decoding_in(_of_all(self.smaller, scenario)),
+            "images of half the pixels": replace(time, decoding_s=time.decoding_s / 2),
+            _smaller_words(self.refusing): replace(time, decoding_s=_of_all(self.smaller, scenario)),
         }
         found = [Help(change, min(each.images_per_s, alone)) for change, each in changes.items()]
-        found.append(Help("a further core", time.on(time.cores + 1).images_per_s))
+        found.append(Help("a further core", replace(time, cores=time.cores + 1).images_per_s))
         worth = [each for each in found if each.images_per_s >= LEAST * time.images_per_s]
         return DecodingLoad(
             time, scenario.images_asked, alone, tuple(sorted(worth, key=lambda each: -each.images_per_s))
@@ -129,9 +129,7 @@ def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes 
         return None
     return DecodingTimes(
         images=images,
-        smaller=ImageTimes.known(
-            images.cores, {each.expert: each.scaled_s / each.images for each in profile.decodings}
-        ),
+        smaller=ImageTimes(images.cores, {each.expert: each.scaled_s / each.images for each in profile.decodings}),
         refusing=tuple(each.expert for each in profile.decodings if each.smaller and not each.agrees),
     )
 

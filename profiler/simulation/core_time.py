@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.request import IMAGE
@@ -44,12 +44,6 @@ class CoreTime:
     def decoding_share(self) -> float:
         spent_s = self.decoding_s + self.compute_s
         return self.decoding_s / spent_s if spent_s > 0.0 else 0.0
-
-    def decoding_in(self, decoding_s: float) -> CoreTime:
-        return replace(self, decoding_s=decoding_s)
-
-    def on(self, cores: int) -> CoreTime:
-        return replace(self, cores=cores)
 
 
 def core_time(requests: Sequence[RequestSteps], resources: Resources, cores: int, decoding_s: float) -> CoreTime:

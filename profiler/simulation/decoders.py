@@ -35,19 +35,13 @@ ROUNDING = 1e-9  # cores: fewer count as none
 
 @dataclass(frozen=True, slots=True)
 class ImageTimes:
-    """Core seconds to prepare an image: by expert, and ``others_s`` for experts without samples."""
+    """Core seconds to prepare an image, by expert, for one at least; experts without samples take the mean."""
 
     cores: int
     image_s: Mapping[str, float]
-    others_s: float
-
-    @classmethod
-    def known(cls, cores: int, image_s: Mapping[str, float]) -> ImageTimes:
-        """Times of at least one expert; other experts take their mean."""
-        return cls(cores, image_s, fmean(image_s.values()))
 
     def of(self, expert: str) -> float:
-        return self.image_s.get(expert, self.others_s)
+        return self.image_s[expert] if expert in self.image_s else fmean(self.image_s.values())
 
 
 def core_share(cores: int, cpu_executors: int) -> float:

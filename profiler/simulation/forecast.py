@@ -22,7 +22,7 @@ from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import NOTHING_FOUND, Prediction
 from profiler.simulation.bounds import RequestSteps, Resources
 from profiler.simulation.decoders import ImageTimes
-from profiler.simulation.simulator import simulator_of
+from profiler.simulation.simulator import Simulator
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -155,7 +155,7 @@ def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Trac
 
 def image_times(profile: StoredProfile) -> ImageTimes | None:
     image_s = {each.expert: each.image_s for each in profile.decodings}
-    return ImageTimes.known(profile.box.cores, image_s) if image_s else None
+    return ImageTimes(profile.box.cores, image_s) if image_s else None
 
 
 def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
@@ -195,7 +195,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
     _refuse_unable(scenario, setup)
     _refuse_too_long(scenario, setup)
     try:
-        simulator = simulator_of(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups, scenario.images)
+        simulator = Simulator(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups, scenario.images)
     except MemoryExceeded as error:
         raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
     simulation = simulator.run(scenario.trace)

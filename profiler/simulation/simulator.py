@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import Engine
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
+    from agent.core.performance import ExpertProfile
     from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
     from profiler.simulation.decoders import ImageTimes
@@ -64,11 +64,6 @@ class Simulation:
     def waits_s(self, trace: Sequence[TracedArrival]) -> tuple[float, ...]:
         """Waits from arrival to outcome, in the order of the simulated trace."""
         return tuple(self.finished_s[number] - arrival.at_s for number, arrival in enumerate(trace))
-
-
-def always_passes(request: int, expert: str) -> Prediction:
-    """Passes any route whose steps pass ``ok``: for simulations of time only."""
-    return PASSES
 
 
 @dataclass(slots=True)
@@ -116,25 +111,25 @@ class SharedProcessor:
 
 @dataclass(slots=True)
 class Simulator:
-    """Runs one Engine once. ``predict(request, expert)``: an expert's prediction. The other arguments: see the module.
+    """Runs a new Engine once. ``predict(request, expert)``: an expert's prediction. For the others see the module.
 
     ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``).
+    Raises MemoryExceeded for memories that are too small.
     """
 
-    engine: Engine
-    profile: PerformanceMatrix
-    executors: Sequence[ExecutorSpec]
-    predict: Callable[[int, str], Prediction] = always_passes
-    link_bytes_per_s: Mapping[str, float] | None = None
-    speedups: Mapping[str, tuple[float, ...]] | None = None
-    check_every_step: bool = False
+    setup: EngineSetup
+    predict: Callable[[int, str], Prediction] = lambda request, expert: PASSES  # passes any step that passes ``ok``
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     images: ImageTimes | None = None
+    check_every_step: bool = False
+    engine: Engine = field(init=False)
     _agenda: list[tuple[float, int, Event]] = field(default_factory=list)
     _ticket: count[int] = field(default_factory=count)
     _start_s: float = 0.0
     _link_free_s: dict[str, float] = field(default_factory=dict)
-    _shared: dict[str, SharedProcessor] = field(default_factory=dict)
-    _processors: dict[int, str] = field(default_factory=dict)
+    _shared: dict[str, SharedProcessor] = field(init=False)
+    _processors: dict[int, str] = field(init=False)
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
     _running: dict[int, int] = field(default_factory=dict)  # batch by executor
     _ahead: dict[int, Batch] = field(default_factory=dict)  # batch queued ahead, by executor
@@ -147,13 +142,14 @@ class Simulator:
     _computing: dict[int, str] = field(default_factory=dict)  # processors, by batch
 
     def __post_init__(self) -> None:
-        for source, bytes_per_s in (self.link_bytes_per_s or {}).items():
+        for source, bytes_per_s in self.link_bytes_per_s.items():
             if bytes_per_s <= 0.0:
                 raise ValueError(f"the link from {source} has {bytes_per_s} bytes/s - give more than 0")
-        self._shared = {name: SharedProcessor(each) for name, each in (self.speedups or {}).items()}
-        self._processors = {spec.id: spec.processor for spec in self.executors}
+        self.engine = self.setup.engine()
+        self._shared = {name: SharedProcessor(each) for name, each in self.speedups.items()}
+        self._processors = {spec.id: spec.processor for spec in self.setup.executors}
         if self.images is not None:
-            self._decoders = Decoders(self.images, self.executors, self.profile)
+            self._decoders = Decoders(self.images, self.setup.executors, self.setup.matrix)
 
     def run(self, trace: Sequence[TracedArrival], *, warm_s: float | None = None) -> Simulation:
         """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done."""
@@ -183,9 +179,9 @@ class Simulator:
         return now if until_s is None else until_s
 
     def _handle(self, event: Event, now: float) -> None:
-        if self._decoders is not None and isinstance(event, Finished | Progressed):
-            self._decoders.computes(self._computing.pop(event.batch), -1, now)
         if isinstance(event, Finished | Progressed):
+            if self._decoders is not None:
+                self._decoders.computes(self._computing.pop(event.batch), -1, now)
             self._start_ahead(event.batch, now)
         for effect in self.engine.handle(event, now):
             self._log.append((now, effect))
@@ -212,29 +208,19 @@ class Simulator:
         if isinstance(effect, StartLoad):
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
-            self._give_batch(effect.batch, now)
-        elif isinstance(effect, Prepare | Forget):
-            self._prepare(effect, now)
+            if effect.batch.executor in self._running:
+                self._ahead[effect.batch.executor] = effect.batch
+            else:
+                self._start_batch(effect.batch, now)
         elif isinstance(effect, Preempt):
             self._left[effect.request] = self._left[effect.request].anew()
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s
-            self._prepare(Forget(effect.request), now)
-
-    def _prepare(self, effect: Prepare | Forget, now: float) -> None:
-        if self._decoders is None:
-            return
-        if isinstance(effect, Prepare):
+        if self._decoders is not None and isinstance(effect, Prepare):
             self._decoders.prepare(effect, now)
-        else:
+        elif self._decoders is not None and isinstance(effect, Forget | Complete | Fail):
             self._decoders.forget(effect.request, now)
-
-    def _give_batch(self, batch: Batch, now: float) -> None:
-        if batch.executor in self._running:
-            self._ahead[batch.executor] = batch
-        else:
-            self._start_batch(batch, now)
 
     def _start_ahead(self, answered: int, now: float) -> None:
         """Starts the batch that was queued ahead behind an ended one."""
@@ -253,7 +239,7 @@ class Simulator:
 
     def _compute(self, batch: Batch, now: float) -> None:
         processor = self._processors[batch.executor]
-        performance = self.profile.experts[processor][batch.expert].performance
+        performance = self.setup.matrix.experts[processor][batch.expert].performance
         answer: Finished | Progressed
         if batch.quantum_s is None:
             tokens_s = sum(performance.tokens_s(self._work.get(request, IMAGE)) for request in batch.requests)
@@ -273,7 +259,7 @@ class Simulator:
     def _run_quantum(self, batch: Batch, quantum_s: float, processor: str) -> tuple[float, Finished | Progressed]:
         left = {each: self._left.pop(each, self._work.get(each, IMAGE)) for each in batch.requests}
         experts = {each: portion.expert for portion in batch.all_portions for each in portion.requests}
-        column = self.profile.experts[processor]
+        column = self.setup.matrix.experts[processor]
         performances = {each: column[expert].performance for each, expert in experts.items()}
         quantum = run_quantum(left, performances, quantum_s)
         self._left.update(quantum.unfinished)
@@ -285,7 +271,7 @@ class Simulator:
     def _load_end_s(self, effect: StartLoad, now: float) -> float:
         takes_s = self._row(effect).load_s[effect.source]
         starts_s = max(now, self._link_free_s.get(effect.source, 0.0))
-        bytes_per_s = (self.link_bytes_per_s or {}).get(effect.source)
+        bytes_per_s = self.link_bytes_per_s.get(effect.source)
         if bytes_per_s is None:
             self._link_free_s[effect.source] = starts_s + takes_s
             return starts_s + takes_s
@@ -300,25 +286,13 @@ class Simulator:
         """
         key = (effect.copy, effect.pool)
         if key not in self._rows:
-            users = {spec.processor for spec in self.executors if spec.pool == effect.pool}
+            users = {spec.processor for spec in self.setup.executors if spec.pool == effect.pool}
             rows = [
                 (processor not in users, effect.pool in row.load_s, number, row)
-                for number, (processor, column) in enumerate(self.profile.experts.items())
+                for number, (processor, column) in enumerate(self.setup.matrix.experts.items())
                 if (row := column.get(effect.expert)) is not None
                 and row.copy == effect.copy
                 and effect.source in row.load_s
             ]
             self._rows[key] = min(rows, key=lambda each: each[:3])[3]
         return self._rows[key]
-
-
-def simulator_of(
-    setup: EngineSetup,
-    predict: Callable[[int, str], Prediction],
-    link_bytes_per_s: Mapping[str, float],
-    speedups: Mapping[str, tuple[float, ...]],
-    images: ImageTimes | None = None,
-) -> Simulator:
-    """Simulator of a new Engine. Raises MemoryExceeded for memories that are too small."""
-    engine = setup.engine()
-    return Simulator(engine, setup.matrix, setup.executors, predict, link_bytes_per_s, speedups, images=images)

@@ -37,7 +37,7 @@ from agent.deployment.memory_needs import held_bytes
 from experts.errors import ConfigError
 from profiler.simulation.bounds import RequestSteps, Resources, arrivals_s, compute_s, unread_bytes
 from profiler.simulation.forecast import resident_after
-from profiler.simulation.simulator import simulator_of
+from profiler.simulation.simulator import Simulator
 from proof.paper.devices import CPU, GPU
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def simulate(system: System, device: PaperDevice, task: PaperTask, *, with_roofl
     if device.links.host_bytes_per_s is not None:
         links[HOST] = device.links.host_bytes_per_s.value
     speedups = {name: device.processor(name).speedups.value for name in (GPU, CPU)}
-    simulator = simulator_of(setup, task.predict, links, speedups)
+    simulator = Simulator(setup, task.predict, links, speedups)
     simulation = simulator.run(task.trace)
     loads = [each for at_s, each in simulation.effects if isinstance(each, StartLoad) and at_s >= simulation.started_s]
     gpu_pool = next(pool for pool in pools if pool.name == device.pool_of(GPU))

@@ -55,10 +55,10 @@ def row(name, performance=IMAGES, own_bytes=1, load_s=0.1, **more):
     return ExpertProfile(name, performance, Footprint(own_bytes, more.pop("shared", ())), loads, **more)
 
 
-def graph_of(routes, **more):
-    """``routes``: component -> experts, each of which passes `ok`."""
+def graph_of(routes, others=(), **more):
+    """``routes``: component -> experts, each of which passes `ok`; ``others``: experts on no route."""
     steps = {name: tuple(RouteStep(expert, OK) for expert in experts) for name, experts in routes.items()}
-    return ExpertGraph({expert for experts in routes.values() for expert in experts}, steps, **more)
+    return ExpertGraph({*others, *(expert for experts in routes.values() for expert in experts)}, steps, **more)
 
 
 def setup_of(rows, executors=("cpu",), room=8, *, policy="coserve", routes=None, usage=None, **limits):
@@ -81,7 +81,7 @@ def setup_of(rows, executors=("cpu",), room=8, *, policy="coserve", routes=None,
 
 
 def simulator(setup, **physics):
-    return Simulator(setup.engine(), setup.matrix, setup.executors, **{"check_every_step": True} | physics)
+    return Simulator(setup, **{"check_every_step": True} | physics)
 
 
 def resources(setup, ssd_bytes_per_s=10.0, speedups=None):

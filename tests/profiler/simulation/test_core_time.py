@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,8 +46,8 @@ def test_photographs_on_two_cores_by_hand():
     found = core_time(requests(*[["a"]] * 100), resources({"cpu": {"a": of(0.062)}}, "cpu"), 2, 100 * 0.129)
     assert found.decoding_share == pytest.approx(0.129 / 0.253)
     assert found.images_per_s == pytest.approx(2 / 0.253)
-    assert found.on(3).images_per_s == pytest.approx(3 / 0.253)
-    assert found.decoding_in(0.0).images_per_s == pytest.approx(1 / 0.062)
+    assert replace(found, cores=3).images_per_s == pytest.approx(3 / 0.253)
+    assert replace(found, decoding_s=0.0).images_per_s == pytest.approx(1 / 0.062)
 
 
 def test_every_step_is_computed_and_each_executor_has_its_share_of_the_cores():
@@ -83,8 +84,8 @@ def test_nothing_to_do_has_no_limit():
 @given(st.integers(1, 64), st.integers(1, 1000), SECONDS, SECONDS, st.floats(1.0, 10.0))
 def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores, count, decoding_s, compute_s, factor):
     found = CoreTime(cores, count, decoding_s, compute_s)
-    slower = found.decoding_in(factor * decoding_s)
-    assert slower.images_per_s <= found.images_per_s <= found.on(cores + 1).images_per_s
+    slower = replace(found, decoding_s=factor * decoding_s)
+    assert slower.images_per_s <= found.images_per_s <= replace(found, cores=cores + 1).images_per_s
     assert found.images_per_s <= count * cores / max(decoding_s, compute_s)
     assert 0.0 <= found.decoding_share <= slower.decoding_share <= 1.0
 

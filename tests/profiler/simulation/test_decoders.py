@@ -23,7 +23,7 @@ def simulator(routes, image_s, cores=1, executors=("cpu",), *, K_s=0.1, max_batc
     experts = sorted({expert for steps in routes.values() for expert in steps})
     rows = {name: row(name, performance, load_s=0.001, prepared=(forms or {}).get(name, SMALL)) for name in experts}
     setup = setup_of(rows, executors, len(rows), routes=routes, prepared_bytes=prepared_bytes)
-    return simulator_of(setup, images=None if image_s is None else ImageTimes.known(cores, image_s))
+    return simulator_of(setup, images=None if image_s is None else ImageTimes(cores, image_s))
 
 
 A = {"a": ["a"]}
@@ -91,7 +91,7 @@ def test_without_room_each_step_decodes_anew():
 
 
 def test_an_expert_without_samples_has_images_as_the_others_on_average():
-    times = ImageTimes.known(2, {"a": 0.1, "b": 0.3})
+    times = ImageTimes(2, {"a": 0.1, "b": 0.3})
     assert (times.of("b"), times.of("c")) == pytest.approx((0.3, 0.2))
 
 

@@ -7,37 +7,26 @@ import random
 import pytest
 
 from agent.core.effects import StartLoad
-from agent.core.engine import Engine
 from agent.core.events import Arrived, Loaded
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
-from agent.core.performance import PoolSpec as Pool
-from agent.core.policy import PRESETS
 from agent.core.request import GAVE_WAY, Precedence
 from experts.expert import Verdict
-from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import Simulator
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import IMAGES, graph_of, row, setup_of
 
-K_S, B_S, LOAD_S = 0.01, 0.02, 0.2
+LOAD_S = 0.2
 OFFERED = 10_000  # the first request of the source
-LATE_S = K_S + B_S + LOAD_S  # one batch of one image, and one load, that were under way
+LATE_S = IMAGES.latency_s(1) + LOAD_S  # one batch of one image, and one load, that were under way
 
 
-def simulator(capacity, executors=1, policy="coserve"):
+def simulator(capacity, executors=1):
     """Eight experts; 0 and 1 have shadows."""
     names = [f"e{n}" for n in range(8)]
-    shadows = {"e0": "new0", "e1": "new1"}
-    performance = Performance(K_S, B_S, 4, workspace_bytes=0)
-    column = {
-        name: ExpertProfile(name, performance, Footprint(1), {SSD: LOAD_S}) for name in (*names, *shadows.values())
-    }
-    routes = {name: (RouteStep(name, frozenset({"ok"})),) for name in names}
-    matrix = PerformanceMatrix({"cpu": column}, dict.fromkeys(names, 0.125))
-    specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
-    engine = Engine(
-        ExpertGraph(column, routes, shadows), matrix, specs, PRESETS[policy], Limits((Pool("host", capacity, 0),))
-    )
-    return IdleSource(engine, matrix, specs, check_every_step=True)
+    graph = graph_of({name: [name] for name in names}, ["new0", "new1"], shadows={"e0": "new0", "e1": "new1"})
+    rows = {name: row(name, load_s=LOAD_S) for name in graph.experts}
+    usage = dict.fromkeys(names, 0.125)
+    setup = setup_of(rows, ["cpu"] * executors, capacity, routes=graph, usage=usage)
+    return IdleSource(setup, check_every_step=True)
 
 
 class IdleSource(Simulator):

@@ -48,7 +48,7 @@ def test_prefetch_hides_a_load_behind_the_work_before_it():
     assert simulator(line(names(2), 2)).run(trace, warm_s=0.0).seconds == pytest.approx(0.43)
 
 
-@pytest.mark.parametrize("speedups", [None, {"cpu": (1.0,)}])
+@pytest.mark.parametrize("speedups", [{}, {"cpu": (1.0,)}])
 def test_a_batch_queued_ahead_begins_when_the_one_before_it_ends(speedups):
     """Three full batches of one expert: 0.2 s to load, and 0.06 s each, one after another."""
     setup = setup_of({"e": row("e", load_s=LOAD_S, prepared=PreparedForm("small", 1))}, prepared_bytes=1000)
@@ -76,7 +76,7 @@ def shared_line(policy, executors, **physics):
             {"gpu": (1.0, 1.5)}, (0.0, 0.1), (0.1 + 0.2 / 0.75, 0.2 + 0.2 / 0.75), id="alone, together, alone again"
         ),
         pytest.param({"gpu": (1.0, 1.5)}, (0.0,) * 3, (0.6,) * 3, id="beyond the measured speedups the last counts"),
-        pytest.param(None, (0.0, 0.1), (0.3, 0.4), id="independent without speedups"),
+        pytest.param({}, (0.0, 0.1), (0.3, 0.4), id="independent without speedups"),
         pytest.param({"cpu": (1.0,)}, (0.0, 0.1), (0.3, 0.4), id="independent of another processor's"),
     ],
 )
@@ -91,7 +91,7 @@ def test_batches_that_run_at_once_share_their_processor(speedups, starts_s, ends
 @pytest.mark.parametrize(
     ("links", "second_s", "there_s"),
     [
-        pytest.param(None, 0.0, (0.25, 0.5), id="no bandwidth: one load after another, each for its profiled time"),
+        pytest.param({}, 0.0, (0.25, 0.5), id="no bandwidth: one load after another, each for its profiled time"),
         pytest.param({SSD: 1000.0}, 0.0, (0.25, 0.25), id="wide: the link is free after 0.1 and 0.2 s"),
         pytest.param({SSD: 400.0}, 0.0, (0.25, 0.5), id="0.25 s on the link, one after another"),
         pytest.param({SSD: 400.0}, 0.2, (0.25, 0.5), id="a later load waits for the link, too"),
