@@ -63,9 +63,6 @@ class Performance:
     def tokens_s(self, work: Work) -> float:
         return self.K_prompt_s * work.prompt + self.K_output_s * work.output
 
-    def work_s(self, work: Work) -> float:
-        return self.K_s + self.tokens_s(work)
-
     def lease_for(self, work: Work) -> int:
         return self.lease_bytes * work.leased
 

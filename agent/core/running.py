@@ -30,7 +30,7 @@ from agent.core.effects import StartBatch
 from agent.core.request import IMAGE, Batch, Portion
 
 if TYPE_CHECKING:
-    from agent.core.performance import ExpertProfile, Performance
+    from agent.core.performance import ExpertProfile
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.state import State
 
@@ -85,20 +85,21 @@ def _has_workspace(state: State, queue: ExecutorQueue, group: Group) -> bool:
 
 
 def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
-    performance, is_front = group.profile.performance, group is queue.front
+    performance, is_front, executor = group.profile.performance, group is queue.front, queue.spec.id
+    profiles: tuple[ExpertProfile, ...] = (group.profile,)
     if performance.runs_in_quanta:
-        batch, profiles, tokens_s = _batch_of_texts(state, queue, group)
+        batch, profiles = _batch_of_texts(state, queue, group)
     else:
-        batch, profiles, tokens_s = _batch_of_images(state, queue, group)
-    pool = state.pools[queue.spec.pool]
-    pool.take_workspace(queue.spec.id, batch.workspace_bytes)
-    predicted_s = performance.latency_s(len(batch.requests)) + tokens_s
+        waiting = 1 if group.alone else len(group.requests)
+        batch = _batch_of_images(state, queue, group, turns.batch_size(state, queue, group, waiting))
+        queue.had_quantum = False
+    state.pools[queue.spec.pool].take_workspace(executor, batch.workspace_bytes)
+    predicted_s = performance.latency_s(len(batch.requests)) + _enter(state, batch, profiles)
     runs_s = predicted_s if batch.quantum_s is None else min(predicted_s, batch.quantum_s)
     queue.running_until_s = state.now + runs_s
     queue.unfinished_s = predicted_s - runs_s
     queue.is_overtaken = not is_front
-    state.running[queue.spec.id] = batch.id
-    _enter(state, batch, profiles)
+    state.running[executor] = batch.id
     if batch.quantum_s is None and state.images.is_on:
         state.images.started(batch.requests, state.now, state.effects)
     state.effects.append(StartBatch(batch))
@@ -106,14 +107,21 @@ def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
         speculate(state, queue.spec, portion.expert)
 
 
-def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> None:
-    """Count a new batch, and use its copies until it ends."""
+def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> float:
+    """Count a new batch, and use its copies until it ends; the predicted seconds of its tokens."""
     pool, is_idle = state.pool_of(batch.executor), state.idle_request in batch.requests
     for copy in batch.copies:
         pool.start_use(copy, is_spare=is_idle)
     state.counts["idle_batches"] += is_idle
     state.batches[batch.id] = batch
     state.profiles[batch.id] = profiles
+    tokens_s = 0.0
+    for portion, profile in zip(batch.all_portions, profiles, strict=True):
+        tickets = [state.tickets[request] for request in portion.requests]
+        for ticket in tickets:
+            ticket.queue = ticket.group = None
+        tokens_s += sum(profile.performance.tokens_s(each.left) for each in tickets if each.left is not IMAGE)
+    return tokens_s
 
 
 def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
@@ -134,56 +142,39 @@ def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
 
 
 def _queue_ahead(state: State, queue: ExecutorQueue, size: int) -> None:
-    group, spec = queue.head, queue.spec
+    group = queue.head
     assert group is not None, "its first requests are queued ahead"
-    performance, requests = group.profile.performance, queue.take(group, size)
-    workspace_bytes = performance.workspace_for(size)
-    batch = Batch(_next_number(state), spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
-    queue.ahead_s = performance.latency_s(size) + _leave_queue(state, requests, performance)
+    batch = _batch_of_images(state, queue, group, size)
+    queue.ahead_s = group.profile.performance.latency_s(size) + _enter(state, batch, (group.profile,))
     queue.ahead_requests = size
-    state.queued_ahead[spec.id] = batch.id
-    _enter(state, batch, (group.profile,))
-    state.images.queued_ahead(requests, state.now)
+    state.queued_ahead[batch.executor] = batch.id
+    state.images.queued_ahead(batch.requests, state.now)
     state.effects.append(StartBatch(batch))
     state.images.advance(state.effects)
-    speculate(state, spec, batch.expert)
+    speculate(state, queue.spec, batch.expert)
 
 
-def _batch_of_images(
-    state: State, queue: ExecutorQueue, group: Group
-) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-    queue.had_quantum = False
-    waiting, performance = 1 if group.alone else len(group.requests), group.profile.performance
-    requests = queue.take(group, turns.batch_size(state, queue, group, waiting))
-    workspace_bytes = performance.workspace_for(len(requests))
-    batch = Batch(_next_number(state), queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
-    return batch, (group.profile,), _leave_queue(state, requests, performance)
+def _batch_of_images(state: State, queue: ExecutorQueue, group: Group, size: int) -> Batch:
+    requests, workspace_bytes = queue.take(group, size), group.profile.performance.workspace_for(size)
+    return Batch(_next_number(state), queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
 
 
-def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-    portions, profiles = _take_quantum(state, queue, group)
-    requests = tuple(request for portion in portions for request in portion.requests)
-    workspace_bytes = max(profile.performance.workspace_for(len(requests)) for profile in profiles)
-    number, executor, copy = _next_number(state), queue.spec.id, group.profile.copy
-    quantum_s, listed = _quantum_s(state, queue), portions if len(portions) > 1 else ()
-    batch = Batch(number, executor, group.expert, copy, requests, workspace_bytes, quantum_s, listed)
-    rows = zip(portions, profiles, strict=True)
-    return batch, profiles, sum(_leave_queue(state, portion.requests, row.performance) for portion, row in rows)
-
-
-def _take_quantum(
-    state: State, queue: ExecutorQueue, group: Group
-) -> tuple[tuple[Portion, ...], tuple[ExpertProfile, ...]]:
-    """Requests that run for a quantum, by expert, with their rows; the group whose turn it is comes first."""
-    portions = {group.profile.copy: Portion(group.expert, group.profile.copy, ())}
-    profiles = {group.profile.copy: group.profile}
+def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...]]:
+    """Requests that run for a quantum, by expert, and the rows of these; the group whose turn it is comes first."""
+    expert, copy = group.expert, group.profile.copy
+    portions, profiles = {copy: Portion(expert, copy, ())}, {copy: group.profile}
     for share in turns.quantum_starts(state, queue, group):
-        expert, profile = share.group.expert, share.group.profile
-        before = portions.get(profile.copy, Portion(expert, profile.copy, ()))
+        profile = share.group.profile
+        before = portions.get(profile.copy, Portion(share.group.expert, profile.copy, ()))
         portions[profile.copy] = before._replace(requests=before.requests + queue.take(share.group, share.count))
         profiles[profile.copy] = profile
     turns.look_again(state)
-    return tuple(portions.values()), tuple(profiles.values())
+    listed, rows = tuple(portions.values()), tuple(profiles.values())
+    requests = tuple(request for portion in listed for request in portion.requests)
+    workspace_bytes = max(row.performance.workspace_for(len(requests)) for row in rows)
+    number, executor, quantum_s = _next_number(state), queue.spec.id, _quantum_s(state, queue)
+    several = listed if len(listed) > 1 else ()
+    return Batch(number, executor, expert, copy, requests, workspace_bytes, quantum_s, several), rows
 
 
 def _quantum_s(state: State, queue: ExecutorQueue) -> float:
@@ -194,17 +185,6 @@ def _quantum_s(state: State, queue: ExecutorQueue) -> float:
     rows = state.line.matrix.experts[queue.spec.processor]
     served = (row for expert, row in rows.items() if expert not in state.line.retired)
     return lone_s if all(row.performance.runs_in_quanta for row in served) else state.limits.quantum_s
-
-
-def _leave_queue(state: State, requests: tuple[int, ...], performance: Performance) -> float:
-    """Requests stand in a batch from now on; the predicted seconds of their tokens."""
-    tokens_s = 0.0
-    for request in requests:
-        ticket = state.tickets[request]
-        ticket.queue = ticket.group = None
-        if ticket.left is not IMAGE:
-            tokens_s += performance.tokens_s(ticket.left)
-    return tokens_s
 
 
 def _next_number(state: State) -> int:

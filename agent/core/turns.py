@@ -74,38 +74,38 @@ def is_anything_runnable(state: State, queue: ExecutorQueue) -> bool:
 def quantum_starts(state: State, queue: ExecutorQueue, group: Group) -> list[Share]:
     """Requests of one batch: of a group that runs in quanta, and of groups that may ride along. They begin."""
     due = _longest_without_turn(state, queue)
-    shares = _shares(state, queue, group)
-    queue.had_quantum = True
-    queue.owes_turn = due is not None and all(share.group is not due for share in shares)
-    return shares
-
-
-def _shares(state: State, queue: ExecutorQueue, group: Group) -> list[Share]:
     places = _Places(state, queue)
     if group.alone:
-        return _begin(state, places, (group,), most=1)
-    if group.is_ongoing and _runs_alone(state, next(iter(group.requests))):
-        return [Share(group, 1)]
+        _begin(state, places, (group,), most=1)
+    elif group.is_ongoing and _runs_alone(state, next(iter(group.requests))):
+        places.take(group, 1)
+    else:
+        _fill(state, places, group)
+    queue.had_quantum = True
+    queue.owes_turn = due is not None and all(share.group is not due for share in places.shares)
+    return places.shares
+
+
+def _fill(state: State, places: _Places, group: Group) -> None:
+    queue = places.queue
     begun, riders = queue.ongoing.get(group.profile.copy), _riders(state, queue, group)
     waiting = _joining(state, queue, group)
     own = [each for each in waiting if each.profile.copy == group.profile.copy]
-    shares: list[Share] = []
     if begun is not None and riders:
         kept = _given_way(state, places, begun, riders, own)
         taken = places.take(begun, riders, kept)
-        shares = [Share(begun, taken)] if taken else []
         if kept:
-            shares += _begin(state, places, own)
-            more = places.take(begun, riders - taken)  # places that no beginning request took
-            return shares + ([Share(begun, more)] if more else [])
-    if group.profile.family is None:
-        return shares + _begin(state, places, waiting)
-    if not group.is_ongoing:  # its turn: none of its family takes its places
-        waiting = [each for each in waiting if each.profile.copy != group.profile.copy]
-        shares += _begin(state, places, own)
-        if any(share.count < len(share.group.requests) for share in shares) or not shares:
-            waiting = []
-    return shares + _riding_along(state, places, group) + _begin(state, places, waiting)
+            _begin(state, places, own)
+            places.take(begun, riders - taken)  # places that no beginning request took
+            return
+    if group.profile.family is not None:
+        if not group.is_ongoing:  # its turn: no other expert of its family takes its places
+            waiting = [each for each in waiting if each.profile.copy != group.profile.copy]
+            _begin(state, places, own)
+            if any(share.count < len(share.group.requests) for share in places.shares) or not places.shares:
+                waiting = []
+        _ride_along(state, places, group)
+    _begin(state, places, waiting)
 
 
 def _given_way(state: State, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
@@ -117,16 +117,13 @@ def _given_way(state: State, places: _Places, begun: Group, riders: int, waiting
     return kept if begun.gave_way else 0
 
 
-def _riding_along(state: State, places: _Places, group: Group) -> list[Share]:
-    """Ongoing groups of the same family whose copies may run, if there is a place for all of each."""
-    shares = []
+def _ride_along(state: State, places: _Places, group: Group) -> None:
+    """Take places for ongoing groups of the same family whose copies may run: for all of a group, or for none."""
     for other in sorted(places.queue.ongoing.values(), key=lambda each: each.order):
-        if other.profile.copy == group.profile.copy or not _is_kin(state, places.queue, other, group):
-            continue
-        riders = _riders(state, places.queue, other)
-        if riders == len(other.requests) and places.left_for(other) >= riders:
-            shares.append(Share(other, places.take(other, riders)))
-    return shares
+        if other.profile.copy != group.profile.copy and _is_kin(state, places.queue, other, group):
+            riders = _riders(state, places.queue, other)
+            if riders == len(other.requests) and places.left_for(other) >= riders:
+                places.take(other, riders)
 
 
 def _is_kin(state: State, queue: ExecutorQueue, other: Group, group: Group) -> bool:
@@ -145,9 +142,8 @@ def _joining(state: State, queue: ExecutorQueue, group: Group) -> list[Group]:
     ]
 
 
-def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | None = None) -> list[Share]:
+def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | None = None) -> None:
     """Begin requests in order, up to the first that cannot; each takes its lease."""
-    shares = []
     for group in groups:
         latest_s = _passed_s(state, _here(state, places.queue), group) + state.overtake_s
         left = places.left_for(group) if most is None else most
@@ -157,11 +153,9 @@ def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | N
                 break
             state.leases.begin(request)
             count += 1
-        if count:
-            shares.append(Share(group, places.take(group, count)))
+        places.take(group, count)
         if count < len(group.requests):
             break
-    return shares
 
 
 def _first(state: State, queue: ExecutorQueue) -> Group | None:
@@ -277,23 +271,23 @@ def _runs_alone(state: State, request: int) -> bool:
 
 
 class _Places:
-    """Places of one batch: as many as each of its experts allows."""
+    """Places of one batch, as many as each of its experts allows; ``shares``: those that are taken."""
 
     def __init__(self, state: State, queue: ExecutorQueue) -> None:
         self.queue = queue
+        self.shares: list[Share] = []
         self._state = state
         self._most: int | None = None
-        self._taken = 0
 
     def left_for(self, group: Group) -> int:
-        return max(self._most_with(group) - self._taken, 0)
+        return max(self._most_with(group) - sum(share.count for share in self.shares), 0)
 
     def take(self, group: Group, count: int, kept: int = 0) -> int:
         """Take up to ``count`` places for a group, and leave ``kept`` free; returns how many were taken."""
         taken = min(count, max(self.left_for(group) - kept, 0))
         if taken:
             self._most = self._most_with(group)
-            self._taken += taken
+            self.shares.append(Share(group, taken))
         return taken
 
     def _most_with(self, group: Group) -> int:
