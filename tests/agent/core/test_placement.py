@@ -1,6 +1,6 @@
-"""Who comes into a memory, from where, and who leaves for it: the Engine's claims to room, one decision after another.
+"""Copies that come and leave, from where and for which claim: the Engine's decisions about room, one after another.
 
-Executor 0 alone runs experts a to h, executor 1 alone u to z: so a test says which queue a request goes to.
+Executor 0 alone runs experts a to h, executor 1 alone u to z: so a case says which queue a request goes to.
 """
 
 from __future__ import annotations
@@ -10,59 +10,269 @@ import pytest
 from agent.core import events
 from agent.core.effects import Evict, EvictionDecision
 from agent.core.eviction import EvictionCandidate
-from agent.core.performance import (
-    Footprint,
-    PoolSpec,
-    SharedTensors,
-)
+from agent.core.performance import Footprint, PoolSpec, SharedTensors
 from tests.agent.core.worlds import Line, of, split, unified
 
 TRUNK = SharedTensors("trunk", 5)
 
 
-# -- demand: the head of a queue --
+def preliminary_line(policy="paper", **changes):
+    """d comes before e on a route; e is the most used of all that may leave."""
+    return unified(policy=policy, usage={"e": 0.9, "a": 0.1}, routes={"d": "de"}, **changes)
 
 
-def test_a_head_takes_the_room_of_what_is_least_wanted():
-    line = unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75})
-    line.bring("a", "b", "c")
-    assert line.ask("d") == ["evict b host stage 2", "load d ssd>host"]
+# Each case: a line, and what is played on it: see ``Line.play``.
+CASES = {
+    # the head of a queue
+    "a head takes the room of what is least wanted": (
+        lambda: unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75}),
+        "bring abc; ask d -> evict b host stage 2, load d ssd>host",
+    ),
+    "an expert of unknown usage counts as never used": (
+        lambda: unified(host=2, usage={"a": 0.0625}),
+        "bring ab; ask c -> evict b host stage 2, load c ssd>host",
+    ),
+    "a claim leaves the copy of another queue's head, here a, which waits for b to end": (
+        lambda: unified(host=2),
+        "bring a; run b; ask a; ask x -> nothing; resident host ab;"
+        "finished b -> run a, evict b host stage 2, load x ssd>host",
+    ),
+    "a claim may take a copy that stands further back in another queue": (
+        lambda: unified(host=3),
+        "bring ac; run b; ask c; ask a; ask x -> evict a host stage 3, load x ssd>host",
+    ),
+    "without overlapping a head is loaded when its executor is idle": (
+        lambda: unified(policy="paper"),
+        "run a; ask b -> nothing; ask x -> load x ssd>host; finished a -> load b ssd>host; ask c -> nothing;"
+        "loaded b -> run b",
+    ),
+    "without overlapping no group runs before the head": (
+        lambda: unified(policy="paper"),
+        "bring a; ask b; ask a -> nothing",
+    ),
+    "a later group takes free room where a head lacks some": (
+        lambda: unified(host=3, sizes={"b": 3}),
+        "bring de; run a; ask b; ask c -> nothing",
+    ),
+    "a later group evicts where each head has its room": (
+        lambda: unified(host=3),
+        "bring de; run a; ask b; ask c -> evict e host stage 2, load c ssd>host",
+    ),
+    # overdue: a head for longer than the bound
+    "an overdue head takes the room of a younger head": (
+        lambda: unified(host=1, max_overtake_s=5.0),
+        "run a; ask x @1.0; ask a @2.0; finished a @6.0 -> evict a host stage 3, load x ssd>host",
+    ),
+    "an overdue head leaves the room of an older head": (
+        lambda: unified(host=1, max_overtake_s=5.0),
+        "run a; ask x @1.0; ask a @1.0; finished a @6.0 -> run a",
+    ),
+    "a head is overdue from the bound on": (
+        lambda: unified(host=1, max_overtake_s=5.0),
+        "run a; ask x @1.0; ask a @2.0; finished a @5.875 -> run a",
+    ),
+    "an overdue head gathers its room bit by bit and no younger claim takes it": (
+        lambda: unified(host=4, sizes={"x": 3, "b": 2}, max_overtake_s=5.0),
+        "bring a; run b; ask x @0.0 -> nothing;"  # a's byte would not be enough: it may stay
+        "tick @5.0 -> evict a host stage 2; ask c @5.0 -> nothing;"  # a byte would do
+        "finished b @6.0 -> evict b host stage 2, load x ssd>host, load c ssd>host",
+    ),
+    "an overdue head keeps its place on the link that it needs: b waits for the host's, not for the SSD's": (
+        lambda: split(device=1, loads_in_flight=1, max_overtake_s=5.0),
+        "run a; ask b @0.0; loaded b @1.0; run x; ask y @1.0 -> load y ssd>host; loaded y; tick @6.0;"
+        "finished x @6.0; ask z @6.0 -> load z ssd>host",
+    ),
+    # prefetch: the groups behind the head
+    "a later group takes the room of what is not queued": (
+        lambda: unified(host=3),
+        "bring b; run a; ask c -> load c ssd>host; ask d -> evict b host stage 2, load d ssd>host",
+    ),
+    "a later group takes the room of what is used after it": (
+        lambda: unified(host=3, loads_in_flight=1),  # d has to wait for the link: c is on its way
+        "bring b; run a; ask c; ask d; ask b; loaded c -> evict b host stage 3, load d ssd>host",
+    ),
+    "a later group leaves the room of what is used before it": (
+        lambda: unified(host=3, loads_in_flight=1),
+        "bring b; run a; ask c; ask b; ask d; loaded c -> nothing",
+    ),
+    "a later group leaves the room of what is used first": (
+        lambda: unified(host=3, loads_in_flight=1),
+        "bring b; run a; ask b; ask c; ask d; loaded c -> nothing",
+    ),
+    "a later group leaves what is used at the same time: d and u are predicted 13 s after what runs now": (
+        lambda: unified(host=5, loads_in_flight=3),
+        "bring u; run a; run v; ask w; ask u; ask c; ask d; loaded w -> nothing; resident host uavw",
+    ),
+    "only so many groups are loaded ahead": (
+        lambda: unified(host=9, prefetch_groups=2, loads_in_flight=9),
+        "run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> load d ssd>host; ask e -> nothing;"
+        "ask f -> nothing",
+    ),
+    "only so many loads are under way from one source": (
+        lambda: unified(host=9, loads_in_flight=2),
+        "ask a -> load a ssd>host; ask b -> load b ssd>host; ask c -> nothing; loaded a -> run a, load c ssd>host;"
+        "ask d -> nothing; load_failed b -> load d ssd>host; loaded c -> nothing",
+    ),
+    # subsequent experts
+    "a subsequent expert whose preliminary one is nowhere leaves first": (
+        lambda: preliminary_line(host=2),
+        "bring ae; ask x -> evict e host stage 1, load x ssd>host",
+    ),
+    "a subsequent expert whose preliminary one is resident leaves by its usage": (
+        lambda: preliminary_line(host=3),
+        "bring aed; run d; ask x -> evict a host stage 2, load x ssd>host",
+    ),
+    "a subsequent expert whose preliminary one waits in a queue leaves by its usage": (
+        lambda: preliminary_line(host=3),  # d is not loaded: b runs
+        "bring ae; run b; ask d; ask x -> evict a host stage 2, load x ssd>host",
+    ),
+    "a preliminary expert that left is nowhere": (
+        lambda: preliminary_line(host=3),
+        "bring dae; ask b; resident host ae; loaded b; ask x -> evict e host stage 1, load x ssd>host",
+    ),
+    "a preliminary expert that did not come is nowhere": (
+        lambda: preliminary_line(host=3, load_attempts=1),
+        "bring ae; ask d; load_failed d; run x; ask b -> evict e host stage 1, load b ssd>host",
+    ),
+    "a preliminary expert that came at the second try is there": (
+        lambda: preliminary_line(host=3, load_backoff_s=1.0),
+        "bring ae; ask d; load_failed d; tick @1.0; loaded d; ask x -> evict a host stage 2, load x ssd>host",
+    ),
+    "a preliminary expert that left one of two memories is still somewhere": (
+        lambda: split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"}),
+        "bring d; resident host d; resident device d; bring x; resident host x; bring e;"
+        "ask a -> evict d device stage 2, load a ssd>device",
+    ),
+    "shared parts count once": (
+        lambda: unified(host=9, shared=dict.fromkeys("abd", (TRUNK,)), sizes={"c": 2, "d": 2}, usage=BY_NAME),
+        "bring abc; ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host",  # 5 + 1 + 1 + 2 bytes
+    ),
+    "shared parts stay for the newcomer that needs them": (
+        lambda: unified(host=9, shared=dict.fromkeys("ab", (TRUNK,)), sizes={"c": 2, "d": 3}, usage=BY_NAME),
+        "bring abc; ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host",
+    ),
+    # failed loads
+    "any event at the moment of a retry brings it about": (
+        lambda: unified(load_backoff_s=1.0),
+        "ask a; load_failed a; cancelled 99 @0.5 -> nothing; cancelled 99 @1.0 -> load a ssd>host",
+    ),
+    "bad weights that fail on their way to the device leave the host too": (
+        split,
+        "ask a; loaded a -> load a host>device; bad a -> evict a host stage 0",
+    ),
+    "a quarantined copy that a failed load was copying leaves then": (
+        split,
+        "ask a; loaded a; quarantined a -> nothing; load_failed a -> evict a host stage 0",
+    ),
+    # pinned experts, and those that are placed before the first request
+    "a pinned expert's failed load is tried again without a request": (
+        lambda: unified(policy="samba", pinned=frozenset("a"), load_backoff_s=1.0),
+        "started -> load a ssd>host; load_failed a -> nothing; tick @1.0 -> load a ssd>host; loaded a -> nothing;"
+        "resident host a",
+    ),
+    "a pinned expert takes the room of what no request waits for": (
+        lambda: unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3),
+        "started -> load a ssd>host; load_failed a @0.0; bring b; run c;"
+        "tick @0.25 -> evict b host stage 0, load a ssd>host; loaded a; finished c; bring b; resident host ab",
+    ),
+    "a pinned expert stays in the memory it runs in and may leave the one in front": (
+        lambda: split(host=2, device=2, policy="samba", pinned=frozenset("a")),
+        "started; loaded a; bring bcd; resident device ad; resident host cd",
+    ),
+    "experts are placed in descending usage as the link allows and not beyond the room": (
+        lambda: unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75, "d": 0.125}, loads_in_flight=1),
+        "started -> load c ssd>host; loaded c -> load a ssd>host; loaded a -> load b ssd>host; loaded b -> nothing;"
+        "resident host cab",
+    ),
+    "a head comes before the initial placement": (
+        lambda: unified(host=9, usage={"a": 0.5, "b": 0.25}, loads_in_flight=1),
+        "started; ask h; loaded a -> load h ssd>host; loaded h -> run h, load b ssd>host",
+    ),
+    "an expert that found no room at first is not placed later": (
+        lambda: unified(host=1, usage={"a": 0.5, "b": 0.25}),
+        "started; loaded a; quarantined a -> evict a host stage 0",
+    ),
+    "the initial placement leaves the room that a head waits for": (
+        lambda: unified(host=3, sizes={"a": 2, "x": 2}, usage={"b": 0.5}),  # beside the byte that is free
+        "run a; ask x; started -> nothing; finished a -> evict a host stage 2, load x ssd>host",
+    ),
+    # speculation: experts that may follow
+    "an expert that may follow is loaded into free room": (
+        lambda: unified(host=3, routes={"a": "ad"}),
+        "bring b; ask a; loaded a -> run a, load d ssd>host",
+    ),
+    "an expert that may follow takes the room of no other": (
+        lambda: unified(host=2, routes={"a": "ad"}),
+        "bring b; ask a; loaded a -> run a",
+    ),
+    "without overlapping no expert is loaded in advance": (
+        lambda: unified(policy="paper", routes={"a": "ad"}),
+        "ask a; loaded a -> run a",
+    ),
+    "no expert is loaded in advance into the room that a head waits for": (
+        lambda: unified(host=4, sizes={"a": 2, "x": 3}, routes={"a": "ad"}),
+        "ask a; ask x; loaded a -> run a",
+    ),
+    # split memory: the host in front of the device
+    "a copy on its way to the device leaves what is queued in the host": (
+        lambda: split(host=2, usage={"a": 0.5}),
+        "bring x; run y; ask x; ask a -> load a ssd>device",
+    ),
+    "the baselines pass every copy through the host": (
+        lambda: split(host=1, policy="samba", usage={"b": 0.5}),
+        "bring bc; resident host c",
+    ),
+    "what is queued behind a full device is staged in the host": (
+        lambda: split(host=3, device=1, loads_in_flight=9),
+        "run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> nothing;"
+        "loaded b -> evict a host stage 2, load d ssd>host;"  # a runs on the device from its copy there
+        "ask e -> nothing; loaded c -> nothing;"  # all that lies in the host is queued
+        "finished a -> evict a device stage 2, load b host>device",
+    ),
+    "several are staged at once and none for what the host itself has queued": (
+        lambda: split(host=5, device=1, usage={"u": 0.9, "v": 0.9}, loads_in_flight=9),
+        "run a; bring uvw; ask b; run v; ask u;"  # v runs in the host, u waits there
+        "ask c; ask d; ask e; resident host uv; loaded b -> nothing",
+    ),
+    "a copy in the host is not wanted there while the device holds it too": (
+        lambda: split(host=3, device=1, loads_in_flight=9),
+        "run a; ask b; ask c; ask a; ask d;"  # the last of all, behind a
+        "loaded b -> evict a host stage 2, load d ssd>host",
+    ),
+    "a busy SSD does not keep from the device what lies in the host, though b and d before it wait for the SSD": (
+        lambda: split(device=2, usage={"g": 0.5}, loads_in_flight=1),
+        "bring cg; run a; quarantined g; ask x; ask b; ask d; ask c -> load c host>device",
+    ),
+    "a busy link to the device does not keep the next groups from the host": (
+        lambda: split(host=9, device=3, sizes={"a": 3}, loads_in_flight=1),
+        "run a; ask b; ask c; loaded b -> load c ssd>host; loaded c -> nothing;"
+        "finished a -> evict a device stage 2, load b host>device;"
+        "ask d -> load d ssd>host",  # though c, before it, waits for b's load to end
+    ),
+    "an overdue head that waits for the link keeps the room that is free": (
+        lambda: split(device=2, usage={"g": 0.5}, loads_in_flight=1, max_overtake_s=5.0),
+        "bring cg; run a; quarantined g; ask x @0.0; ask b @0.0; ask c @6.0 -> nothing",
+    ),
+    "a group that passes one at a busy link takes no room from what is queued later": (
+        lambda: split(host=7, device=3, loads_in_flight=1),  # a leaves the device for d, and stays in the host
+        "bring abcd; ask b; ask e; ask f; ask g;"
+        "loaded e -> evict c device stage 2, load e host>device, load f ssd>host; ask a -> nothing; ask d -> nothing;"
+        "loaded e -> nothing",  # g waits for the SSD, the host's link is idle, and only d, queued behind a, could leave
+    ),
+    # a short queue, whose victims are chosen late
+    "a head that waits on purpose keeps no other executor from loading": (
+        lambda: unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0),
+        "bring uv; run a;"  # executor 0 works; u and v were used, and no request waits for them
+        "ask b -> nothing; ask w -> evict u host stage 2, load w ssd>host",  # b waits for a, which would go first
+    ),
+}
+BY_NAME = {"a": 0.1, "b": 0.2, "c": 0.3}
 
 
-def test_a_claim_leaves_what_stands_at_another_queues_head():
-    line = unified(host=2)
-    line.bring("a")
-    line.run("b")
-    line.ask("a")  # the left queue's head, resident, waits for b to end
-    assert line.ask("x") == []
-    assert line.resident() == "ab"
-    assert line.finished("b") == ["run a", "evict b host stage 2", "load x ssd>host"]
-
-
-def test_a_claim_may_take_what_stands_further_back_in_another_queue():
-    line = unified(host=3)
-    line.bring("a", "c")
-    line.run("b")
-    line.ask("c")
-    line.ask("a")
-    assert line.ask("x") == ["evict a host stage 3", "load x ssd>host"]
-
-
-def test_without_overlapping_a_head_is_loaded_when_its_executor_is_idle():
-    line = unified(policy="paper")
-    line.run("a")
-    assert line.ask("b") == []
-    assert line.ask("x") == ["load x ssd>host"]
-    assert line.finished("a") == ["load b ssd>host"]
-    assert line.ask("c") == []
-    assert line.loaded("b") == ["run b"]
-
-
-def test_without_overlapping_nobody_runs_before_the_head():
-    line = unified(policy="paper")
-    line.bring("a")
-    line.ask("b")
-    assert line.ask("a") == []
+@pytest.mark.parametrize("case", CASES)
+def test_copies_come_and_leave(case):
+    made, script = CASES[case]
+    made().play(script)
 
 
 def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_overdue():
@@ -75,50 +285,6 @@ def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_
     line.loaded("x", at=3.0)
     line.ask("y", at=3.0)
     assert line.ask("d", at=7.0) == ["evict c host stage 3"]  # b gathers its room now, and d has to wait
-
-
-def test_a_later_group_takes_free_room_only_where_a_head_lacks_some():
-    line = unified(host=3, sizes={"b": 3})
-    line.bring("d", "e")
-    line.run("a")
-    line.ask("b")
-    assert line.ask("c") == []
-    line = unified(host=3)
-    line.bring("d", "e")
-    line.run("a")
-    line.ask("b")
-    assert line.ask("c") == ["evict e host stage 2", "load c ssd>host"]
-
-
-# -- overdue: a head for longer than the bound --
-
-
-def test_an_overdue_head_takes_the_room_of_a_younger_head_and_not_that_of_an_older_one():
-    for head_since_s, effects in ((2.0, ["evict a host stage 3", "load x ssd>host"]), (1.0, ["run a"])):
-        line = unified(host=1, max_overtake_s=5.0)
-        line.run("a")
-        line.ask("x", at=1.0)
-        line.ask("a", at=head_since_s)
-        assert line.finished("a", at=6.0) == effects
-
-
-def test_a_head_is_overdue_from_the_bound_on():
-    for at_s, effects in ((5.875, ["run a"]), (6.0, ["evict a host stage 3", "load x ssd>host"])):
-        line = unified(host=1, max_overtake_s=5.0)
-        line.run("a")
-        line.ask("x", at=1.0)
-        line.ask("a", at=2.0)
-        assert line.finished("a", at=at_s) == effects
-
-
-def test_an_overdue_head_gathers_its_room_bit_by_bit_and_nobody_younger_takes_it():
-    line = unified(host=4, sizes={"x": 3, "b": 2}, max_overtake_s=5.0)
-    line.bring("a")
-    line.run("b")
-    assert line.ask("x", at=0.0) == []  # a's byte would not be enough: it may stay
-    assert line.handle(events.Tick(), at=5.0) == ["evict a host stage 2"]
-    assert line.ask("c", at=5.0) == []  # a byte would do
-    assert line.finished("b", at=6.0) == ["evict b host stage 2", "load x ssd>host", "load c ssd>host"]
 
 
 def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
@@ -141,74 +307,6 @@ def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
     assert line(loads_in_flight=2).finished("a", at=6.0) == ["evict a one stage 2", "load b ssd>one"]
 
 
-def test_an_overdue_heads_place_is_kept_on_the_link_that_it_needs():
-    line = split(device=1, loads_in_flight=1, max_overtake_s=5.0)
-    line.run("a")
-    line.ask("b", at=0.0)
-    line.loaded("b", at=1.0)  # into the host: the device is in use
-    line.run("x")
-    assert line.ask("y", at=1.0) == ["load y ssd>host"]
-    line.loaded("y")
-    line.handle(events.Tick(), at=6.0)
-    line.finished("x", at=6.0)
-    assert line.ask("z", at=6.0) == ["load z ssd>host"]  # b waits for the host's link, not for the SSD's
-
-
-# -- prefetch: the groups behind the head --
-
-
-def test_a_later_group_takes_the_room_of_what_is_not_queued():
-    line = unified(host=3)
-    line.bring("b")
-    line.run("a")
-    assert line.ask("c") == ["load c ssd>host"]
-    assert line.ask("d") == ["evict b host stage 2", "load d ssd>host"]
-
-
-@pytest.mark.parametrize(
-    ("queued", "effects"), [("cdb", ["evict b host stage 3", "load d ssd>host"]), ("cbd", []), ("bcd", [])]
-)
-def test_a_later_group_takes_the_room_of_what_is_used_after_it_and_not_of_what_is_used_before(queued, effects):
-    line = unified(host=3, loads_in_flight=1)
-    line.bring("b")
-    line.run("a")
-    for expert in queued:  # d has to wait for the link: c is on its way
-        line.ask(expert)
-    assert line.loaded("c") == effects
-
-
-def test_a_later_group_leaves_what_is_used_at_the_same_time():
-    line = unified(host=5, loads_in_flight=3)
-    line.bring("u")
-    line.run("a")
-    line.run("v")
-    for expert in "wu":
-        line.ask(expert)
-    for expert in "cd":
-        line.ask(expert)
-    assert line.loaded("w") == []  # d is predicted when u is: 13 s after what runs now
-    assert line.resident() == "uavw"
-
-
-def test_only_so_many_groups_are_loaded_ahead():
-    line = unified(host=9, prefetch_groups=2, loads_in_flight=9)
-    line.run("a")
-    loads = [each for expert in "bcdef" for each in line.ask(expert)]
-    assert loads == ["load b ssd>host", "load c ssd>host", "load d ssd>host"]
-
-
-def test_only_so_many_loads_are_under_way_from_one_source():
-    line = unified(host=9, loads_in_flight=2)
-    assert [line.ask(expert) for expert in "abc"] == [["load a ssd>host"], ["load b ssd>host"], []]
-    assert line.loaded("a") == ["run a", "load c ssd>host"]
-    assert line.ask("d") == []
-    assert line.load_failed("b") == ["load d ssd>host"]
-    assert line.loaded("c") == []
-
-
-# -- who leaves, and what is told of it --
-
-
 def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
     line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
     line.bring("a", "b", "a", "c")
@@ -221,93 +319,6 @@ def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
     )
     decision = EvictionDecision("d@fp32", 2, weighed)
     assert of(Evict, line.effects) == [Evict("b", "b@fp32", "host", 2, 0, decision)]
-
-
-def test_an_expert_of_unknown_usage_counts_as_never_used():
-    line = unified(host=2, usage={"a": 0.0625})
-    line.bring("a", "b")
-    assert line.ask("c") == ["evict b host stage 2", "load c ssd>host"]
-
-
-def preliminary_line(policy="paper", **changes):
-    """d comes before e on a route; e is the most used of all that may leave."""
-    return unified(policy=policy, usage={"e": 0.9, "a": 0.1}, routes={"d": "de"}, **changes)
-
-
-def test_a_subsequent_expert_whose_preliminary_one_is_nowhere_leaves_first():
-    line = preliminary_line(host=2)
-    line.bring("a", "e")
-    assert line.ask("x") == ["evict e host stage 1", "load x ssd>host"]
-
-
-def test_a_subsequent_expert_whose_preliminary_one_is_resident_leaves_by_its_usage():
-    line = preliminary_line(host=3)
-    line.bring("a", "e", "d")
-    line.run("d")
-    assert line.ask("x") == ["evict a host stage 2", "load x ssd>host"]
-
-
-def test_a_subsequent_expert_whose_preliminary_one_waits_in_a_queue_leaves_by_its_usage():
-    line = preliminary_line(host=3)
-    line.bring("a", "e")
-    line.run("b")
-    line.ask("d")  # not loaded: b runs
-    assert line.ask("x") == ["evict a host stage 2", "load x ssd>host"]
-
-
-def test_a_preliminary_expert_that_left_or_that_did_not_come_is_nowhere():
-    line = preliminary_line(host=3)
-    line.bring("d", "a", "e")
-    line.ask("b")  # evicts d, of no known usage
-    assert line.resident() == "ae"
-    line.loaded("b")
-    assert line.ask("x") == ["evict e host stage 1", "load x ssd>host"]
-    line = preliminary_line(host=3, load_attempts=1)
-    line.bring("a", "e")
-    line.ask("d")
-    line.load_failed("d")  # given up: in quarantine, and its request with it
-    line.run("x")
-    assert line.ask("b") == ["evict e host stage 1", "load b ssd>host"]
-
-
-def test_a_preliminary_expert_that_came_at_the_second_try_is_there():
-    line = preliminary_line(host=3, load_backoff_s=1.0)
-    line.bring("a", "e")
-    line.ask("d")
-    line.load_failed("d")
-    line.handle(events.Tick(), at=1.0)
-    line.loaded("d")
-    assert line.ask("x") == ["evict a host stage 2", "load x ssd>host"]
-
-
-def test_a_preliminary_expert_that_left_one_of_two_memories_is_still_somewhere():
-    line = split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"})
-    line.bring("d")  # a copy in each memory
-    assert (line.resident("host"), line.resident("device")) == ("d", "d")
-    line.bring("x")
-    assert (line.resident("host"), line.resident("device")) == ("x", "d")
-    line.bring("e")
-    assert line.ask("a") == ["evict d device stage 2", "load a ssd>device"]
-
-
-def test_shared_parts_count_once_and_stay_for_the_newcomer_that_needs_them():
-    line = unified(
-        host=9,
-        shared=dict.fromkeys("abd", (TRUNK,)),
-        sizes={"a": 1, "b": 1, "c": 2, "d": 2},
-        usage={"a": 0.1, "b": 0.2, "c": 0.3},
-    )
-    line.bring("a", "b", "c")  # 5 + 1 + 1 + 2 bytes
-    assert line.ask("d") == ["evict a host stage 2", "evict b host stage 2", "load d ssd>host"]
-    line = unified(
-        host=9, shared=dict.fromkeys("ab", (TRUNK,)), sizes={"c": 2, "d": 3}, usage={"a": 0.1, "b": 0.2, "c": 0.3}
-    )
-    line.bring("a", "b", "c")
-    assert line.ask("d") == ["evict a host stage 2", "evict b host stage 2", "load d ssd>host"]
-    assert line.pools()[0].used_bytes == 5
-
-
-# -- failed loads --
 
 
 def away_until(line, until_s):
@@ -348,14 +359,6 @@ def test_a_file_that_stays_away_puts_its_expert_on_probation_which_ends_soon_aft
     assert line.engine.statistics().on_probation == {}
 
 
-def test_whatever_happens_at_the_moment_of_a_retry_brings_it_about():
-    line = unified(load_backoff_s=1.0)
-    line.ask("a")
-    line.load_failed("a")
-    assert line.handle(events.Cancelled(99), at=0.5) == []
-    assert line.handle(events.Cancelled(99), at=1.0) == ["load a ssd>host"]
-
-
 def test_of_several_failed_loads_the_next_one_is_waited_for():
     line = unified(load_backoff_s=1.0)
     line.ask("a")
@@ -367,116 +370,6 @@ def test_of_several_failed_loads_the_next_one_is_waited_for():
     assert line.engine.next_wakeup_s() == 1.5
 
 
-def test_weights_that_fail_on_their_way_to_the_device_leave_the_host_too():
-    line = split()
-    line.ask("a")
-    assert line.loaded("a") == ["load a host>device"]
-    broken = events.LoadFailed(line.loads["a"].load, "wrong sha256", permanent=True)
-    assert line.handle(broken) == ["evict a host stage 0"]
-
-
-def test_a_quarantined_copy_that_a_failed_load_was_copying_leaves_then():
-    line = split()
-    line.ask("a")
-    line.loaded("a")  # on to the device
-    assert line.handle(events.Quarantined("a", "bad")) == []
-    assert line.load_failed("a") == ["evict a host stage 0"]
-
-
-# -- what is pinned, and what is placed before the first request --
-
-
-def test_a_pinned_experts_failed_load_is_tried_again_though_nobody_asks_for_it():
-    line = unified(policy="samba", pinned=frozenset("a"), load_backoff_s=1.0)
-    assert line.handle(events.Started()) == ["load a ssd>host"]
-    assert line.load_failed("a") == []
-    assert line.handle(events.Tick(), at=1.0) == ["load a ssd>host"]
-    assert line.loaded("a") == []
-    assert line.resident() == "a"
-
-
-def test_a_pinned_expert_takes_the_room_of_what_nobody_waits_for():
-    line = unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3)
-    assert line.handle(events.Started()) == ["load a ssd>host"]
-    line.load_failed("a", at=0.0)
-    line.bring("b")
-    line.run("c")
-    assert line.handle(events.Tick(), at=0.25) == ["evict b host stage 0", "load a ssd>host"]
-    line.loaded("a")
-    line.finished("c")
-    line.bring("b")
-    assert line.resident() == "ab"
-
-
-def test_a_pinned_expert_stays_in_the_memory_it_runs_in_and_may_leave_the_one_in_front():
-    line = split(host=2, device=2, policy="samba", pinned=frozenset("a"))
-    line.handle(events.Started())
-    line.loaded("a")
-    line.bring("b", "c", "d")
-    assert line.resident("device") == "ad"
-    assert "a" not in line.resident("host")
-
-
-def test_experts_are_placed_in_descending_usage_as_the_link_allows_and_not_beyond_the_room():
-    line = unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75, "d": 0.125}, loads_in_flight=1)
-    assert line.handle(events.Started()) == ["load c ssd>host"]
-    assert line.loaded("c") == ["load a ssd>host"]
-    assert line.loaded("a") == ["load b ssd>host"]
-    assert line.loaded("b") == []
-    assert line.resident() == "cab"
-    assert line.engine.statistics().switches == 0
-
-
-def test_a_head_comes_before_the_initial_placement():
-    line = unified(host=9, usage={"a": 0.5, "b": 0.25}, loads_in_flight=1)
-    line.handle(events.Started())
-    line.ask("h")
-    assert line.loaded("a") == ["load h ssd>host"]
-    assert line.loaded("h") == ["run h", "load b ssd>host"]
-
-
-def test_what_found_no_room_at_first_is_not_placed_later():
-    line = unified(host=1, usage={"a": 0.5, "b": 0.25})
-    line.handle(events.Started())
-    line.loaded("a")
-    assert line.handle(events.Quarantined("a", "bad")) == ["evict a host stage 0"]
-
-
-def test_the_initial_placement_leaves_the_room_that_a_head_waits_for():
-    line = unified(host=3, sizes={"a": 2, "x": 2}, usage={"b": 0.5})
-    line.run("a")
-    line.ask("x")  # waits for a's room beside the byte that is free
-    assert line.handle(events.Started()) == []
-    assert line.finished("a") == ["evict a host stage 2", "load x ssd>host"]
-
-
-# -- speculation: what may follow what runs --
-
-
-def test_what_may_follow_a_running_expert_is_loaded_into_free_room_and_takes_nobodys():
-    line = unified(host=3, routes={"a": "ad"})
-    line.bring("b")
-    line.ask("a")
-    assert line.loaded("a") == ["run a", "load d ssd>host"]
-    line = unified(host=2, routes={"a": "ad"})
-    line.bring("b")
-    line.ask("a")
-    assert line.loaded("a") == ["run a"]
-
-
-def test_without_overlapping_nothing_is_loaded_in_advance():
-    line = unified(policy="paper", routes={"a": "ad"})
-    line.ask("a")
-    assert line.loaded("a") == ["run a"]
-
-
-def test_nothing_is_loaded_in_advance_into_the_room_that_a_head_waits_for():
-    line = unified(host=4, sizes={"a": 2, "x": 3}, routes={"a": "ad"})
-    line.ask("a")
-    line.ask("x")
-    assert line.loaded("a") == ["run a"]
-
-
 def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
     line = unified(host=3)
     line.bring("a")
@@ -484,9 +377,6 @@ def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
     line.ask("a")  # runs while b is on its way
     line.loaded("b")
     assert line.engine.statistics().switches == 2
-
-
-# -- split memory: the host in front of the device --
 
 
 def test_a_copy_goes_through_the_host_to_the_device():
@@ -522,83 +412,6 @@ def test_a_copy_on_its_way_to_the_device_takes_the_hosts_room_only_from_what_is_
     line = split(host=1, usage=usage)
     line.bring("x")
     assert line.ask("a") == effects
-
-
-def test_a_copy_on_its_way_to_the_device_leaves_what_is_queued_in_the_host():
-    line = split(host=2, usage={"a": 0.5})
-    line.bring("x")
-    line.run("y")
-    line.ask("x")
-    assert line.ask("a") == ["load a ssd>device"]
-
-
-def test_the_baselines_pass_every_copy_through_the_host():
-    line = split(host=1, policy="samba", usage={"b": 0.5})
-    line.bring("b", "c")
-    assert line.resident("host") == "c"
-
-
-def test_what_is_queued_behind_a_full_device_is_staged_in_the_host():
-    line = split(host=3, device=1, loads_in_flight=9)
-    line.run("a")
-    assert [line.ask(expert) for expert in "bcd"] == [["load b ssd>host"], ["load c ssd>host"], []]
-    assert line.loaded("b") == ["evict a host stage 2", "load d ssd>host"]  # a runs on the device from its copy there
-    assert line.ask("e") == []  # all that lies in the host is queued
-    assert line.loaded("c") == []
-    assert line.finished("a") == ["evict a device stage 2", "load b host>device"]
-
-
-def test_several_are_staged_at_once_and_none_for_what_the_host_itself_has_queued():
-    line = split(host=5, device=1, usage={"u": 0.9, "v": 0.9}, loads_in_flight=9)
-    line.run("a")
-    line.bring("u", "v", "w")
-    line.ask("b")
-    line.run("v")
-    line.ask("u")  # v runs in the host, u waits there
-    for expert in "cde":
-        line.ask(expert)
-    assert line.resident("host") == "uv"
-    assert line.loaded("b") == []
-
-
-def test_a_copy_in_the_host_is_not_wanted_there_while_the_device_holds_it_too():
-    line = split(host=3, device=1, loads_in_flight=9)
-    line.run("a")
-    for expert in "bca":
-        line.ask(expert)
-    line.ask("d")  # the last of all, behind a
-    assert line.loaded("b") == ["evict a host stage 2", "load d ssd>host"]
-
-
-def test_a_busy_ssd_does_not_keep_what_lies_in_the_host_from_the_device():
-    line = split(device=2, usage={"g": 0.5}, loads_in_flight=1)
-    line.bring("c", "g")
-    line.run("a")  # for which c leaves the device
-    line.handle(events.Quarantined("g", "bad"))
-    line.ask("x")  # from the SSD
-    line.ask("b")
-    line.ask("d")
-    assert line.ask("c") == ["load c host>device"]  # though b and d, before it, wait for the SSD
-
-
-def test_a_busy_link_to_the_device_does_not_keep_the_next_groups_from_the_host():
-    line = split(host=9, device=3, sizes={"a": 3}, loads_in_flight=1)
-    line.run("a")
-    for expert in "bc":
-        line.ask(expert)
-    assert [line.loaded("b"), line.loaded("c")] == [["load c ssd>host"], []]
-    assert line.finished("a") == ["evict a device stage 2", "load b host>device"]
-    assert line.ask("d") == ["load d ssd>host"]  # though c, before it, waits for b's load to end
-
-
-def test_an_overdue_head_that_waits_for_the_link_keeps_the_room_that_is_free():
-    line = split(device=2, usage={"g": 0.5}, loads_in_flight=1, max_overtake_s=5.0)
-    line.bring("c", "g")
-    line.run("a")  # for which c leaves the device
-    line.handle(events.Quarantined("g", "bad"))
-    line.ask("x", at=0.0)  # from the SSD
-    line.ask("b", at=0.0)
-    assert line.ask("c", at=6.0) == []
 
 
 def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head_of_a_queue():
@@ -637,19 +450,6 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
     held = {entry.copy for pool in line.engine._state.pools.values() for entry in pool.entries() if entry.pinned}
     assert held <= {"a@fp32"}
 
-
-def test_who_passes_one_that_waits_for_a_busy_link_takes_no_room_from_what_is_queued_later():
-    line = split(host=7, device=3, loads_in_flight=1)
-    line.bring(*"abcd")  # a leaves the device for d, and stays in the host
-    for expert in "befg":
-        line.ask(expert)
-    assert line.loaded("e") == ["evict c device stage 2", "load e host>device", "load f ssd>host"]
-    assert [line.ask(expert) for expert in "ad"] == [[], []]
-    # g waits for the SSD, the host's link is idle now, and only d, which is queued behind a, could leave for a
-    assert line.loaded("e") == []
-
-
-# -- a short queue, whose victims are chosen late --
 
 B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
 D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
@@ -690,11 +490,3 @@ def test_what_runs_is_not_waited_for_where_it_is_queued_again():
 def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left(at_s, loaded):
     line, _ = unhurried(B_FIRST)
     assert ("load c ssd>host" in line.finished("a", at=at_s)) is loaded
-
-
-def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
-    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0)
-    line.bring("u", "v")
-    line.run("a")  # executor 0 works; u and v lie there, used, and nobody asks for them
-    assert line.ask("b") == []  # waits for a, which would go first
-    assert line.ask("w") == ["evict u host stage 2", "load w ssd>host"]

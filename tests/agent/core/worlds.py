@@ -39,6 +39,14 @@ PASS = Prediction("ok", 1.0)
 SPEED = 1.0, 2.0  # K and B
 LOAD_S = {SSD: 10.0, "host": 2.0}
 LEFT, RIGHT = "abcdefgh", "uvwxyz"
+PLAIN = {
+    "started": events.Started,
+    "tick": events.Tick,
+    "cancelled": lambda request: events.Cancelled(int(request)),
+    "wanted": events.Wanted,
+    "unwanted": events.Unwanted,
+    "quarantined": lambda expert: events.Quarantined(expert, "bad"),
+}  # verbs of a script
 
 
 def limits(pools, *args, **chosen) -> Limits:
@@ -135,6 +143,26 @@ class Line:
 
     def failed(self, expert, reason="broke", *, out_of_memory=False, at=None):
         return self.handle(events.BatchFailed(self.batches.pop(expert).id, reason, out_of_memory), at)
+
+    def play(self, script):
+        """Steps of a script, divided by semicolons: a verb, experts, `@` a time, `->` everything that moves for it."""
+        for step in script.split(";"):
+            did, _, effects = (part.strip() for part in step.partition("->"))
+            verb, *args = did.split()
+            at = float(args.pop()[1:]) if args and args[-1].startswith("@") else None
+            moved = self.step(verb, args, at)
+            if effects:
+                assert moved == ([] if effects == "nothing" else effects.split(", ")), step
+
+    def step(self, verb, args, at):
+        if verb in ("bring", "run"):
+            return self.bring(*args[0]) if verb == "bring" else self.run(*args)
+        if verb == "resident":
+            assert self.resident(args[0]) == args[1]
+            return None
+        if verb == "bad":
+            return self.load_failed(*args, at, permanent=True)
+        return self.handle(PLAIN[verb](*args), at) if verb in PLAIN else getattr(self, verb)(*args, at)
 
     def bring(self, *experts):
         """Have experts resident, each asked for once and idle again."""
