@@ -396,42 +396,32 @@ def test_every_executor_is_owed_the_workspace_of_one_image_of_its_largest_expert
 # -- that damage is noticed --
 
 
-def lose_a_request(state):
-    del state.tickets[1]
-
-
 def queue_a_request_that_runs(state):
     queue = state.queues[0]
     queue.head.requests[1] = queue.head.requests[2]
     queue.request_count += 1
 
 
-def miscount_a_queue(state):
-    state.queues[0].request_count += 1
-
-
-def take_the_copy_from_under_a_batch(state):
-    entry = state.pools["host"].entry("a@fp32")
-    entry.state, entry.uses = Residency.LOADING, 0
-
-
-def count_a_use_too_many(state):
-    state.pools["host"].entry("a@fp32").uses += 1
-
-
-def miscount_a_ledger(state):
-    state.pools["host"].used_bytes += 1
+def damaged(place, **changes):
+    """``place(state)``: the record that is damaged."""
+    return lambda state: [setattr(place(state), name, change) for name, change in changes.items()]
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lose_a_request, "^a request is lost, or stands where none should$"),
+        (lambda state: state.tickets.pop(1), "^a request is lost, or stands where none should$"),
         (queue_a_request_that_runs, "^a request stands in two places$"),
-        (miscount_a_queue, "^executor 0: requests miscounted$"),
-        (take_the_copy_from_under_a_batch, "^batch 1 runs on a@fp32, which is not resident$"),
-        (count_a_use_too_many, r"^host: a@fp32 counts 2 uses of Counter\({'a@fp32': 1}\)$"),
-        (miscount_a_ledger, "^host: ledger is not the sum of its copies$"),
+        (damaged(lambda state: state.queues[0], request_count=7), "^executor 0: requests miscounted$"),
+        (
+            damaged(lambda state: state.pools["host"].entry("a@fp32"), state=Residency.LOADING, uses=0),
+            "^batch 1 runs on a@fp32, which is not resident$",
+        ),
+        (
+            damaged(lambda state: state.pools["host"].entry("a@fp32"), uses=2),
+            r"^host: a@fp32 counts 2 uses of Counter\({'a@fp32': 1}\)$",
+        ),
+        (damaged(lambda state: state.pools["host"], used_bytes=9), "^host: ledger is not the sum of its copies$"),
     ],
 )
 def test_an_engine_that_does_not_add_up_says_what_does_not(damage, told):

@@ -8,12 +8,15 @@ from __future__ import annotations
 import pytest
 
 from agent.core import events
+from agent.core.demand import initial_placement
 from agent.core.effects import Evict, EvictionDecision
 from agent.core.eviction import EvictionCandidate
-from agent.core.performance import Footprint, PoolSpec, SharedTensors
-from tests.agent.core.worlds import Line, of, split, unified
+from agent.core.performance import ExecutorSpec, Footprint, PoolSpec, SharedTensors
+from tests.agent.core.worlds import Line, of, row, split, unified
 
 TRUNK = SharedTensors("trunk", 5)
+THREE_POOLS = [ExecutorSpec(n, *each) for n, each in enumerate([("gpu", "device"), ("gpu", "device"), ("cpu", "host"),
+                                                                ("npu", "npu")])]  # fmt: skip
 
 
 def preliminary_line(policy="paper", **changes):
@@ -112,6 +115,27 @@ CASES = {
         lambda: unified(host=9, loads_in_flight=2),
         "ask a -> load a ssd>host; ask b -> load b ssd>host; ask c -> nothing; loaded a -> run a, load c ssd>host;"
         "ask d -> nothing; load_failed b -> load d ssd>host; loaded c -> nothing",
+    ),
+    "heads are asked for in the order in which they were opened": (
+        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
+        "started; ask x @1.0; ask a @2.0; loaded h @2.0 -> load x ssd>host",
+    ),
+    "of heads as old as one another that of the lowest executor is first": (
+        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
+        "started; ask x; ask a; loaded h -> load a ssd>host",
+    ),
+    "overdue heads are asked for in the order of their oldest requests": (
+        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
+        "started; ask x @1.0; ask a @2.0; loaded h @9.0 -> load x ssd>host",
+    ),
+    "of overdue heads as old as one another that of the lowest executor is first": (
+        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
+        "started; ask x; ask a; loaded h @9.0 -> load a ssd>host",
+    ),
+    "later groups are loaded by place, then by executor, and those that are there are passed over": (
+        lambda: unified(host=9, loads_in_flight=1),
+        "bring g; run a; run u; ask b; ask c; ask g; ask d; ask v; ask w; loaded b -> load v ssd>host;"
+        "loaded v -> load c ssd>host; loaded c -> load w ssd>host; loaded w -> load d ssd>host",
     ),
     # subsequent experts
     "a subsequent expert whose preliminary one is nowhere leaves first": (
@@ -449,6 +473,24 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
                 line.loaded(*list(line.loads)[:1]) if line.loads else line.finished(*list(line.batches)[:1])
     held = {entry.copy for pool in line.engine._state.pools.values() for entry in pool.entries() if entry.pinned}
     assert held <= {"a@fp32"}
+
+
+@pytest.mark.parametrize(
+    ("usage", "able", "dealt"),
+    [
+        (
+            {"a": 0.1, "b": 0.5, "c": 0.3, "d": 0.3, "e": 0.6, "f": 0.05, "g": 0.01},
+            dict.fromkeys(("gpu", "cpu", "npu"), "abcdefg"),
+            "0e 2b 3c 0d 2a 3f 0g",
+        ),
+        (dict.fromkeys("abcdefg", 0.5), {"gpu": "bcefg", "cpu": "abcfg", "npu": "abcfg"}, "2a 3b 0c 0e 2f 3g"),
+    ],
+    ids=["all able", "by the next pool that can run it; none can run d"],
+)
+def test_experts_are_dealt_to_one_pool_after_the_other_in_descending_usage(usage, able, dealt):
+    runs_on = {processor: {name: row(name) for name in names} for processor, names in able.items()}
+    found = initial_placement(usage, THREE_POOLS, runs_on)
+    assert [f"{spec.id}{expert}" for spec, expert in found] == dealt.split()
 
 
 B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}

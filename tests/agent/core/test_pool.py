@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 
 import pytest
 from hypothesis import given, settings
@@ -192,54 +193,29 @@ def test_an_executor_may_take_what_the_others_are_not_owed(pool):
     pool.check_invariants()
 
 
-def weights_miscounted(pool):
-    pool.used_bytes += 1
+B = operator.methodcaller("entry", "b@fp32")
 
 
-def weights_over_budget(pool):
-    pool.spec = PoolSpec("host", expert_bytes=14, workspace_bytes=20)
-
-
-def workspaces_miscounted(pool):
-    pool.workspace_used_bytes += 1
-
-
-def workspaces_over_budget(pool):
-    pool.spec = PoolSpec("host", expert_bytes=30, workspace_bytes=7)
-
-
-def a_part_lost(pool):
-    pool.entry("a@fp32").footprint = Footprint(2, (SharedTensors("other", 10),))
-
-
-def a_use_too_few(pool):
-    pool.entry("b@fp32").uses = -1
-
-
-def a_use_without_its_state(pool):
-    pool.entry("b@fp32").uses = 1
-
-
-def a_state_without_its_use(pool):
-    pool.entry("b@fp32").state = Residency.IN_USE
-
-
-def a_copy_that_is_listed_and_absent(pool):
-    pool.entry("b@fp32").state = Residency.ABSENT
+def damaged(place=lambda pool: pool, **changes):
+    """``place(pool)``: the record that is damaged."""
+    return lambda pool: [setattr(place(pool), name, change) for name, change in changes.items()]
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (weights_miscounted, "^host: ledger is not the sum of its copies$"),
-        (weights_over_budget, "^host: weights over budget$"),
-        (workspaces_miscounted, "^host: workspace miscounted$"),
-        (workspaces_over_budget, "^host: workspace over budget$"),
-        (a_part_lost, "^host: shared tensors miscounted$"),
-        (a_use_too_few, "^host: b@fp32 has negative uses$"),
-        (a_use_without_its_state, "^host: b@fp32 is resident with 1 uses$"),
-        (a_state_without_its_use, "^host: b@fp32 is in use with 0 uses$"),
-        (a_copy_that_is_listed_and_absent, "^host: b@fp32 is listed and absent$"),
+        (damaged(used_bytes=16), "^host: ledger is not the sum of its copies$"),
+        (damaged(spec=PoolSpec("host", 14, 20)), "^host: weights over budget$"),
+        (damaged(workspace_used_bytes=9), "^host: workspace miscounted$"),
+        (damaged(spec=PoolSpec("host", 30, 7)), "^host: workspace over budget$"),
+        (
+            damaged(operator.methodcaller("entry", "a@fp32"), footprint=Footprint(2, (SharedTensors("other", 10),))),
+            "^host: shared tensors miscounted$",
+        ),
+        (damaged(B, uses=-1), "^host: b@fp32 has negative uses$"),
+        (damaged(B, uses=1), "^host: b@fp32 is resident with 1 uses$"),
+        (damaged(B, state=Residency.IN_USE), "^host: b@fp32 is in use with 0 uses$"),
+        (damaged(B, state=Residency.ABSENT), "^host: b@fp32 is listed and absent$"),
     ],
 )
 def test_a_ledger_that_does_not_add_up_is_told_by_name(pool, damage, told):
