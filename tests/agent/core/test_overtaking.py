@@ -15,14 +15,6 @@ def one_memory(*experts, room=1, **more):
     return Line((PoolSpec("host", room, 4 * len(experts)),), processors, **more)
 
 
-def arrive(line, expert, at_s):
-    """A request comes, and the load that it causes is done at once; the batch that starts."""
-    line.ask(expert, at=at_s)
-    if expert in line.loads:
-        line.loaded(expert)
-    return line.batches.get(expert)
-
-
 def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
     """Figure 9: a b a b a a, with a maximum of 3."""
     line, ran = alone(policy="paper", host=1, max_batch=3), []
@@ -49,46 +41,17 @@ def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound
     assert told == joined
 
 
-@pytest.mark.parametrize("policy", ["coserve", "paper"])
-def test_a_load_that_a_request_had_to_wait_for_is_a_switch(policy):
-    line = alone(policy=policy)
-    for component in "AB":
-        line.arrive(component)
-    line.loaded("a")
-    if policy == "coserve":
-        line.loaded("b")  # its turn has not come: a runs
-    assert line.engine.statistics().switches == 1
-
-
-def test_a_group_that_never_empties_is_no_older_than_its_oldest_request():
-    """x's executor always has work, and the memory holds one expert: y's turn comes when x's older requests ran."""
-    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
-    arrive(line, "x", 0.0)
-    arrive(line, "x", 0.0)
-    arrive(line, "y", 0.5)
-    arrive(line, "x", 2.0)
-    assert line.finished("x", at=3.0) == ["run x"]  # y is not overdue yet
-    assert line.finished("x", at=6.0) == ["evict x host stage 3", "load y ssd>host"]
-
-
-def test_an_overdue_head_leaves_what_an_older_head_waits_to_run_on():
-    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
-    for expert, at_s in (("x", 0.0), ("x", 0.4), ("y", 0.5)):
-        arrive(line, expert, at_s)
-    assert line.finished("x", at=6.0) == ["run x"]
-
-
 @pytest.mark.parametrize(("since_s", "told"), [(1.0, []), (0.4, ["run x"])])
 def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_head_unless_they_waited_longer(
     since_s, told
 ):
     line = one_memory("x", "x", "y", max_batch=1, max_overtake_s=5.0)
-    first = arrive(line, "x", 0.0)
-    second = arrive(line, "x", 0.0)
+    first = line.serve("x", 0.0)
+    second = line.serve("x", 0.0)
     assert (first.executor, second.executor) == (0, 1)
     waiting = [("x", since_s), ("y", 0.5)] if since_s < 0.5 else [("y", 0.5), ("x", 1.0), ("x", 1.0)]
     for expert, at_s in waiting:
-        arrive(line, expert, at_s)
+        line.serve(expert, at_s)
     line.batches["x"] = first
     assert line.finished("x", at=6.0) == told  # held for y, as the second still runs on x
     if not told:
@@ -96,11 +59,25 @@ def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_he
         assert line.finished("x", at=7.0) == ["evict x host stage 3", "load y ssd>host"]
 
 
-def test_requests_that_were_given_back_are_as_old_as_they_were():
-    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
-    arrive(line, "x", 0.0)
-    arrive(line, "y", 0.5)
-    assert line.failed("x", out_of_memory=True, at=6.0) == ["run x"]
+@pytest.mark.parametrize(
+    "script",
+    [  # x's executor always has work: y's turn comes when x's older requests ran, and not before y is overdue
+        "serve x @0.0; serve x @0.0; serve y @0.5; serve x @2.0; finished x @3.0 -> run x;"
+        "finished x @6.0 -> evict x host stage 3, load y ssd>host",
+        "serve x @0.0; serve x @0.4; serve y @0.5; finished x @6.0 -> run x",
+        "serve x @0.0; serve y @0.5; short x @6.0 -> run x",
+    ],
+    ids=["it grows old with its oldest request", "an older one goes first", "a failed batch makes it no younger"],
+)
+def test_a_group_is_as_old_as_its_oldest_request(script):
+    one_memory("x", "y", max_batch=1, max_overtake_s=5.0).play(script)
+
+
+@pytest.mark.parametrize("policy", ["coserve", "paper"])
+def test_a_load_that_a_request_had_to_wait_for_is_a_switch(policy):
+    line = alone(policy=policy)
+    line.play("ask a; ask b; loaded a" + ("; loaded b" if policy == "coserve" else ""))  # its turn has not come: a runs
+    assert line.engine.statistics().switches == 1
 
 
 # -- past a group whose expert is in memory, but held for an overdue head --
@@ -111,8 +88,8 @@ def line():
     """Executor 1 runs what is pinned (c), executor 2 what is in use (a); executor 0 waits since 0 s for h, of two of
     three bytes."""
     line = one_memory("h", "acx", "a", room=3, sizes={"h": 2}, max_overtake_s=1.0, pinned=frozenset("c"))
-    assert arrive(line, "c", 0.0).executor == 1
-    assert arrive(line, "a", 0.0).executor == 2
+    assert line.serve("c", 0.0).executor == 1
+    assert line.serve("a", 0.0).executor == 2
     assert line.ask("h", at=0.0) == []
     return line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, LeasesChanged, Preempt, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Fail, LeasesChanged, Preempt, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -91,6 +92,44 @@ class Line:
     def breaks(self, *, out_of_memory=False):
         return self.tell(events.BatchFailed(self.running.pop(0).id, "broke", out_of_memory))
 
+    def play(self, script):
+        """Steps of a script, divided by semicolons; after `->`, what starts and ends because of the last one.
+
+        `t0` asks t for request 0. `quantum 0 1`: a quantum is over, and these requests are done. `images`: a batch of
+        images is over. `t:0,1 u:2` starts, `done 0` ends well, `failed 0` does not. `leased`: bytes in all.
+        """
+        for step in script.split(";"):
+            did, _, wanted = (part.strip() for part in step.partition("->"))
+            verb, *args = did.split()
+            if re.fullmatch(r"[a-u]\d+", verb):
+                for each in (verb, *args):
+                    told = self.ask(int(each[1:]), each[0])
+            elif verb == "quantum":
+                told = self.quantum_ends(tuple(map(int, args)))
+            elif verb == "left":  # prompt, output, most, lease and held of each that is not done
+                told = self.quantum_ends(left=Work(*map(int, args)))
+            elif verb == "leased":
+                assert [str(self.leased)] == args, step
+            elif verb == "because":
+                assert self.reason == " ".join(args)
+            elif verb == "loads":
+                assert [each.expert for each in self.effects if isinstance(each, StartLoad)] == args, step
+            elif verb == "loaded":
+                (load,) = [each.load for each in self.effects if isinstance(each, StartLoad)]
+                told = self.tell(events.Loaded(load))
+            elif verb in SAID:
+                told = self.tell(SAID[verb](args[0]))
+            else:
+                told = {"images": self.images_end, "breaks": self.breaks, "waits": self.wait}[verb](*map(float, args))
+            assert not wanted or (wanted == "nothing" and not told) or wanted == " ".join(map(self.word, told)), step
+
+    def word(self, told):
+        what, who = told
+        if not isinstance(what, str):
+            return f"{'done' if what is Complete else 'failed'} {who}"
+        (batch,) = [each for each in self.running.values() if each.requests == who]
+        return " ".join(f"{each.expert}:{','.join(map(str, each.requests))}" for each in batch.all_portions)
+
     def wait(self, until_s):
         self.now = until_s
         self.tell(events.Tick())
@@ -113,9 +152,108 @@ class Line:
     def length_s(self):
         return self.engine.statistics().queues[0].length_s
 
+    @property
     def reason(self):
         (reason,) = [effect.outcome.reason for effect in self.effects if isinstance(effect, Fail)]
         return reason
+
+
+SAID = {
+    "cancelled": lambda request: events.Cancelled(int(request)),
+    "preempted": lambda request: events.Preempted(int(request)),
+    "quarantined": lambda expert: events.Quarantined(expert, "bad"),
+    "unwanted": events.Unwanted,
+}
+
+# Each case: a line, and what is played on it.
+CASES = {
+    "a request that is not done goes on, one that is done ends, and all may be done with a quantum": (
+        Line,
+        "t0 t1; quantum -> t:0,1; quantum 0 -> done 0 t:1; images -> done 1; leased 0",
+    ),
+    "requests that came meanwhile join the next quantum behind those that have begun": (
+        Line,
+        "t0; t1 t2 t3 -> nothing; quantum -> t:0,1,2; quantum 1 -> done 1 t:0,2,3",
+    ),
+    "images have no quantum to go on after": (
+        Line,
+        "a0; quantum -> failed 0; because a: 1 of 1 images are not done, and images have no quantum",
+    ),
+    "progress without an unfinished request is as good as finished": (Line, "a0; quantum 0 -> done 0"),
+    # turns
+    "ongoing groups take turns and images wait for one of them at a time": (
+        Line,  # after the first of u, t is due, and was passed
+        "t0 u1; quantum -> u:1; b2 b3 b4 b5 b6 b7 b8 b9 b10; quantum -> b:2,3,4,5;"
+        "images -> done 2 done 3 done 4 done 5 t:0; quantum -> b:6,7,8,9; images -> done 6 done 7 done 8 done 9 u:1",
+    ),
+    "images that came behind many texts wait for one quantum and these begin between them": (
+        lambda: Line(share=100),
+        "t0 t1 t2 t3 t4 t5 a10 a11 a12 a13 a14; quantum 0 -> done 0 a:10,11,12,13;"
+        "images -> done 10 done 11 done 12 done 13 t:1,2,3; quantum 1 -> done 1 a:14; images -> done 14 t:2,3,4",
+    ),
+    **{
+        f"under {policy} an executor waits for the load of an image that is next": (
+            lambda policy=policy: Line(policy, room=1),
+            "t0; loaded; a1; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loaded -> t:0",
+        )
+        for policy in ("paper", "samba")
+    },
+    "an ongoing group whose expert had to leave asks for it": (
+        lambda: Line(room=1, bound_s=10.0),
+        "t0; loaded; a1; waits 10; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loads t;"
+        "loaded -> t:0; leased 6",
+    ),
+    # leases
+    "a request that waits for a lease asks for no load meanwhile": (
+        lambda: Line(room=1, share=10),
+        "t0; loaded; u1; waits 200; quantum -> t:0; loads; quantum 0 -> done 0; loads u",
+    ),
+    "no request has a larger lease than the most that it may hold": (
+        lambda: Line(share=6),
+        "t0; left 0 2 6 50 3; leased 6",
+    ),
+    # requests that end, and those that lose their memory
+    "a request that is cancelled between two quanta ends at once": (
+        Line,
+        "t0 a1; quantum -> a:1; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1",
+    ),
+    "requests that have begun with an expert in quarantine end when their quantum is over": (
+        Line,
+        "t0; quarantined t -> nothing; quantum -> failed 0; because t is in quarantine: bad; leased 0",
+    ),
+    "requests that have begun with an expert in quarantine end between two quanta": (
+        Line,
+        "t0 a1; quantum; quarantined t -> failed 0; because t is in quarantine: bad; leased 0",
+    ),
+    "no expert that a request goes on with leaves when it is unwanted": (
+        Line,
+        "t0 a1; quantum; unwanted t; images -> done 1 t:0",
+    ),
+    # families
+    "experts of a family begin and go on in the same quanta": (
+        lambda: Line(family="f"),
+        "a9 t0 u1; images -> done 9 t:0 u:1; quantum -> t:0 u:1; quantum 1 -> done 1 t:0",
+    ),
+    "without a family each expert has a quantum of its own": (
+        Line,
+        "t0 u1; quantum -> u:1; quantum -> t:0; quantum -> u:1",
+    ),
+    "an ongoing group rides along with all of its requests or not at all": (
+        lambda: Line(family="f", share=40),  # 3 are a batch: at first the other of u has no place
+        "a9 t0 t1 u2 u3; images -> done 9 t:0,1 u:2; quantum -> t:0,1 u:2; quantum 0 -> done 0 t:1 u:2,3; t4;"
+        "quantum -> t:1 u:2,3; a5; quantum -> a:5; images -> done 5 t:1 u:2,3",
+    ),
+    "of a family the first that came begin first, and those of one group stand together": (
+        lambda: Line(family="f", share=60),
+        "a9 u0 t1 t2 u3; images -> done 9 u:0,3 t:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_and_images_take_turns(case):
+    made, script = CASES[case]
+    made().play(script)
 
 
 # -- quanta --
@@ -130,25 +268,6 @@ def test_quanta_are_longer_where_no_images_may_come():
     line.tell(events.LineChanged(line.graph, line.matrix, frozenset(), frozenset()))
     line.ask(1, "t")
     assert line.running[0].quantum_s == QUANTUM_S
-
-
-def test_who_is_not_done_goes_on_and_who_is_done_ends():
-    line = Line()
-    line.ask(0, "t")
-    line.ask(1, "t")
-    assert line.quantum_ends() == [("t", (0, 1))]
-    assert line.quantum_ends(finished=[0]) == [(Complete, 0), ("t", (1,))]
-    assert line.images_end() == [(Complete, 1)]  # all of a quantum's requests may be done, too
-    assert line.leased == 0
-
-
-def test_who_came_meanwhile_joins_the_next_quantum_behind_those_who_have_begun():
-    line = Line()
-    line.ask(0, "t")
-    for request in (1, 2, 3):
-        assert line.ask(request, "t") == []
-    assert line.quantum_ends() == [("t", (0, 1, 2))]
-    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0, 2, 3))]
 
 
 def test_a_quantum_counts_for_as_long_as_it_may_last_and_what_is_left_after_it_counts_too():
@@ -193,19 +312,6 @@ def test_progress_of_other_requests_than_the_batchs_is_a_failure(told):
     assert line.leased == ASK.most
 
 
-def test_images_have_no_quantum_to_go_on_after():
-    line = Line()
-    line.ask(0, "a")
-    assert line.tell(events.Progressed(1, (), ((0, LEFT),))) == [(Fail, 0)]
-    assert line.reason() == "a: 1 of 1 images are not done, and images have no quantum"
-
-
-def test_progress_without_anybody_unfinished_is_as_good_as_finished():
-    line = Line()
-    line.ask(0, "a")
-    assert line.tell(events.Progressed(1, ((0, PASS),), ())) == [(Complete, 0)]
-
-
 def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on():
     line = Line()
     line.ask(0, "t")
@@ -216,87 +322,14 @@ def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on()
     assert line.tell(events.Progressed(batch.id, rejected, ((1, LEFT),))) == [(Fail, 0), ("t", (1,))]
 
 
-# -- turns --
-
-
-def test_ongoing_groups_take_turns_and_images_wait_for_one_of_them_at_a_time():
-    line = Line()
-    line.ask(0, "t")
-    line.ask(1, "u")
-    assert line.quantum_ends() == [("u", (1,))]  # its first: t is due, and passed
-    for request in range(2, 12):
-        line.ask(request, "b")
-    runs = [line.quantum_ends(), line.images_end()[-1:], line.quantum_ends(), line.images_end()[-1:]]
-    assert runs == [[("b", (2, 3, 4, 5))], [("t", (0,))], [("b", (6, 7, 8, 9))], [("u", (1,))]]
-
-
-def test_images_that_came_behind_many_texts_wait_for_one_quantum_and_these_begin_between_them():
-    line = Line(share=100)
-    for request in range(9):
-        line.ask(request, "t")
-    for request in range(10, 20):
-        line.ask(request, "a")
-    assert line.quantum_ends(finished=[0])[-1:] == [("a", (10, 11, 12, 13))]
-    assert line.images_end()[-1:] == [("t", (1, 2, 3))]
-    assert line.quantum_ends(finished=[1])[-1:] == [("a", (14, 15, 16, 17))]
-    assert line.images_end()[-1:] == [("t", (2, 3, 4))]
-
-
-@pytest.mark.parametrize("policy", ["paper", "samba"])
-def test_without_overlap_an_executor_waits_for_the_load_of_an_image_that_is_next(policy):
-    line = Line(policy, room=1)
-    line.ask(0, "t")
-    loads = [each.load for each in line.effects if isinstance(each, StartLoad)]
-    for load in loads:
-        line.tell(events.Loaded(load))
-    line.ask(1, "a")
-    line.quantum_ends()
-    assert not line.running
-    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
-    assert line.tell(events.Loaded(load)) == [("a", (1,))]
-    line.images_end()
-    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
-    assert line.tell(events.Loaded(load)) == [("t", (0,))]
-
-
-def test_an_ongoing_group_whose_expert_had_to_leave_asks_for_it():
-    line = Line(room=1, bound_s=10.0)
-    line.ask(0, "t")
-    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
-        line.tell(events.Loaded(load))
-    line.ask(1, "a")
-    line.now = 10.0
-    line.quantum_ends()
-    assert [each.copy for each in line.effects if isinstance(each, Evict)] == ["t"]
-    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
-    assert line.tell(events.Loaded(load)) == [("a", (1,))]
-    assert line.images_end() == [(Complete, 1)]
-    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
-    assert line.tell(events.Loaded(load)) == [("t", (0,))]
-    assert line.leased == ASK.most
-
-
 # -- leases --
-
-
-def test_who_waits_for_a_lease_asks_for_no_load_meanwhile():
-    line = Line(room=1, share=10)
-    line.ask(0, "t")
-    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
-        line.tell(events.Loaded(load))
-    line.ask(1, "u")
-    line.now = 2 * BOUND_S
-    assert line.quantum_ends() == [("t", (0,))]
-    assert line.engine.statistics().pools[0].loading == ()
-    line.quantum_ends(finished=[0])
-    assert [each.expert for each in line.effects if isinstance(each, StartLoad)] == ["u"]
 
 
 @pytest.mark.parametrize("expert", ["t", "u"])
 def test_what_can_never_be_leased_ends_with_a_reason(expert):
     line = Line()
     assert line.ask(0, expert, Work(1, 20, 21)) == [(Fail, 0)]
-    assert line.reason() == (
+    assert line.reason == (
         f"{expert}: 21 tokens need more memory than any that it could run from has for texts (the largest share is 20 "
         "bytes) - ask for fewer tokens"
     )
@@ -304,29 +337,6 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
 
 
 # -- what ends, and what is lost --
-
-
-def test_who_is_cancelled_between_two_quanta_ends_at_once():
-    line = Line()
-    line.ask(0, "t")
-    line.ask(1, "a")
-    line.quantum_ends()
-    assert line.tell(events.Cancelled(0)) == [(Fail, 0)]
-    assert (line.reason(), line.leased) == ("cancelled", 0)
-    assert line.images_end() == [(Complete, 1)]
-
-
-def test_who_is_preempted_begins_anew_behind_those_who_wait():
-    line = Line(share=12)
-    line.ask(0, "t")
-    line.ask(1, "a")
-    line.ask(2, "u", Work(0, 1, 8))
-    line.quantum_ends()
-    assert line.tell(events.Preempted(0)) == []
-    assert line.leased == 0
-    assert line.images_end()[-1:] == [("u", (2,))]
-    assert line.quantum_ends(finished=[2]) == [(Complete, 2), ("t", (0,))]
-    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0  # what it held is read again, what is written stays written
 
 
 def test_the_shell_says_what_somebody_preempted_has_to_do_and_needs():
@@ -339,29 +349,6 @@ def test_the_shell_says_what_somebody_preempted_has_to_do_and_needs():
     line.images_end()
     assert line.leased == 5
     assert line.length_s == 1.0 + 4 * 0.5 + 1 * 2.0
-
-
-def test_nobody_has_a_larger_lease_than_the_most_that_it_may_hold():
-    line = Line(share=6)
-    line.ask(0, "t", Work(2, 3, 6, lease=3))
-    line.quantum_ends(left=Work(0, 2, 6, lease=50, held=3))
-    assert line.leased == 6
-
-
-def test_whoever_has_no_room_for_a_larger_lease_gives_it_back_and_waits_for_that_one():
-    line = Line(share=10)
-    line.ask(0, "t", Work(2, 3, 6, lease=3))
-    line.ask(1, "u", Work(2, 3, 6))
-    line.quantum_ends(left=Work(0, 2, 6, lease=3, held=3))
-    assert (line.running[0].expert, line.leased) == ("u", 9)
-    line.quantum_ends()
-    assert (line.running[0].expert, line.leased) == ("t", 9)
-    line.quantum_ends(left=Work(0, 2, 6, lease=5, held=3))
-    assert line.preempted == [(0, 0)]
-    assert (line.running[0].expert, line.leased) == ("u", 6)
-    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0,))]
-    assert line.leased == 5
-    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0
 
 
 def test_whoever_ends_makes_room_for_the_larger_leases_of_its_own_batch_the_oldest_first():
@@ -386,22 +373,6 @@ def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
     assert line.running[stays].quantum_s is None  # it would be sooner on the other one
     line.tell(events.Preempted(0))
     assert [each.executor for each in line.effects if isinstance(each, Assigned)] == [stays]
-
-
-def test_whoever_was_in_a_batch_that_failed_begins_anew_and_alone():
-    line = Line()
-    line.ask(9, "a")
-    for request in (0, 1, 2):
-        line.ask(request, "t", Work(0, 3, 4))
-    line.images_end()
-    line.quantum_ends(left=Work(0, 2, 4))
-    assert line.breaks() == [("t", (0,))]
-    assert line.leased == 4
-    runs = [line.quantum_ends(left=Work(0, 2, 4)) for _ in range(5)]
-    assert runs == [[("t", (each,))] for each in (1, 0, 2, 1, 0)]
-    assert line.leased == 12
-    assert line.breaks()[0][0] is Fail  # it ran alone: nobody else is to blame
-    assert line.leased == 8
 
 
 def three_texts_of_which_the_last_lacks_memory(share=18, by_bytes=8):
@@ -449,31 +420,36 @@ def test_no_less_is_leased_than_what_anybody_may_need_who_was_taken_and_nobody_i
     line = three_texts_of_which_the_last_lacks_memory(by_bytes=17)
     assert line.changes == [("host", 18, 6)]
     line.ask(3, "t", Work(1, 3, 7))
-    assert "ask for fewer tokens" in line.reason()
+    assert "ask for fewer tokens" in line.reason
     assert line.preempted == []
 
 
-@pytest.mark.parametrize("is_running", [True, False])
-def test_whoever_has_begun_with_an_expert_that_is_quarantined_ends(is_running):
-    line = Line()
-    line.ask(0, "t")
-    if is_running:
-        line.tell(events.Quarantined("t", "bad"))
-        assert line.quantum_ends() == [(Fail, 0)]
-    else:
-        line.ask(1, "a")
-        line.quantum_ends()
-        assert line.tell(events.Quarantined("t", "bad")) == [(Fail, 0)]
-    assert (line.reason(), line.leased) == ("t is in quarantine: bad", 0)
-
-
-def test_no_expert_that_somebody_goes_on_with_leaves_when_it_is_unwanted():
-    line = Line()
+def test_a_preempted_request_begins_anew_behind_those_that_wait():
+    line = Line(share=12)
     line.ask(0, "t")
     line.ask(1, "a")
-    line.quantum_ends()
-    line.tell(events.Unwanted("t"))
-    assert not [effect for effect in line.effects if isinstance(effect, Evict | FellBack)]
+    line.ask(2, "u", Work(0, 1, 8))
+    line.play("quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0")
+    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0  # what it held is read again, what is written stays written
+
+
+def test_a_request_without_room_for_a_larger_lease_gives_it_back_and_waits_for_that_one():
+    line = Line(share=10)
+    line.ask(0, "t", Work(2, 3, 6, lease=3))
+    line.ask(1, "u", Work(2, 3, 6))
+    line.play("left 0 2 6 3 3 -> u:1; leased 9; quantum -> t:0; leased 9; left 0 2 6 5 3 -> u:1; leased 6")
+    line.play("quantum 1 -> done 1 t:0; leased 5")
+    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0
+
+
+def test_requests_whose_batch_failed_begin_anew_and_alone():
+    line = Line()
+    line.ask(9, "a")
+    for request in (0, 1, 2):
+        line.ask(request, "t", Work(0, 3, 4))
+    line.play("images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1; left 0 2 4 -> t:0")
+    line.play("left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12")
+    line.play("breaks -> failed 0 t:2; leased 8")  # it ran alone: no other request is to blame
 
 
 # -- families --
@@ -499,56 +475,6 @@ def both_begun(**options):
     return line
 
 
-def test_experts_of_a_family_begin_and_go_on_in_the_same_quanta():
-    line = both_begun()
-    assert parts(line) == {"t": (0,), "u": (1,)}
-    batch = line.running[0]
-    assert (batch.expert, batch.copy, batch.requests, batch.copies) == ("t", "t", (0, 1), ("t", "u"))
-    line.quantum_ends()
-    assert parts(line) == {"t": (0,), "u": (1,)}
-    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0,))]
-    assert parts(line) == {"t": (0,)}
-    assert line.running[0].portions == ()
-
-
-def test_without_a_family_each_has_a_quantum_of_its_own():
-    line = Line()
-    line.ask(0, "t")
-    line.ask(1, "u")
-    assert [line.quantum_ends() for _ in range(3)] == [[("u", (1,))], [("t", (0,))], [("u", (1,))]]
-
-
-def test_whoever_rides_along_does_so_with_all_that_have_begun_or_not_at_all():
-    line = kin(share=40)
-    line.ask(9, "a")
-    for request, expert in enumerate("ttuu"):
-        line.ask(request, expert)
-    line.images_end()
-    assert parts(line) == {"t": (0, 1), "u": (2,)}
-    line.quantum_ends()
-    assert parts(line) == {"t": (0, 1), "u": (2,)}  # 3 are a batch: the other of u has no place
-    line.quantum_ends(finished=[0])
-    assert parts(line) == {"t": (1,), "u": (2, 3)}
-    line.ask(4, "t")
-    line.quantum_ends()
-    assert parts(line) == {"t": (1,), "u": (2, 3)}
-    line.ask(5, "a")
-    line.quantum_ends()
-    line.images_end()
-    assert parts(line) == {"t": (1,), "u": (2, 3)}
-
-
-def test_of_a_family_those_begin_first_who_came_first():
-    line = kin(share=60)
-    line.ask(9, "a")
-    line.ask(0, "u")
-    line.ask(1, "t")
-    line.ask(2, "t")
-    line.ask(3, "u")
-    line.images_end()
-    assert parts(line) == {"u": (0, 3), "t": (1,)}  # a group's requests stand together
-
-
 def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_guilty_expert_is_blamed():
     line = both_begun()
     line.quantum_ends()
@@ -558,7 +484,7 @@ def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_gui
     assert parts(line) == {"u": (1,)}
     line.breaks()
     statistics = line.engine.statistics()
-    assert line.reason() == "u: broke"
+    assert line.reason == "u: broke"
     assert (statistics.on_probation, statistics.quarantined) == ({}, {})
     for request in (2, 3):
         line.ask(request, "u")

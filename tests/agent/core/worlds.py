@@ -130,6 +130,13 @@ class Line:
         self.now = self.now if at is None else at
         return self.handle(events.Arrived(self.last_request, component))
 
+    def serve(self, expert, at=None):
+        """A request comes, and the load that it causes is done at once; the batch that starts."""
+        self.ask(expert, at)
+        if expert in self.loads:
+            self.loaded(expert)
+        return self.batches.get(expert)
+
     def loaded(self, expert, at=None):
         return self.handle(events.Loaded(self.loads.pop(expert).load), at)
 
@@ -162,6 +169,8 @@ class Line:
             return None
         if verb == "bad":
             return self.load_failed(*args, at, permanent=True)
+        if verb == "short":
+            return self.failed(*args, out_of_memory=True, at=at)
         return self.handle(PLAIN[verb](*args), at) if verb in PLAIN else getattr(self, verb)(*args, at)
 
     def bring(self, *experts):
