@@ -2,94 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from agent.core import events
 from agent.core.effects import Assigned, Forget, Prepare, StartBatch, StartLoad
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-    PreparedForm,
-)
-from agent.core.policy import PRESETS
+from agent.core.performance import SSD, PoolSpec, PreparedForm
 from experts.expert import Prediction
-from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core import worlds
 
-OK = frozenset({"ok"})
 SMALL, LARGE = PreparedForm("small", 1), PreparedForm("large", 5)
-GOOD, BAD = Prediction("ok", 0.9), Prediction("bad", 0.9)
-ROUTES = {
-    "a": (RouteStep("a", OK),),
-    "b": (RouteStep("b", OK),),
-    "twice": (RouteStep("a", OK), RouteStep("c", OK)),  # another form
-    "alike": (RouteStep("a", OK), RouteStep("b", OK)),  # the same form
-}
+GOOD = Prediction("ok", 0.9)
+ROUTES = {"a": "a", "b": "b", "twice": "ac", "alike": "ab"}  # another form, the same form
 
 
-class Line:
-    """An Engine whose shell answers when it is told to. Memory holds what ``memory`` says, of experts of size 1."""
+class Line(worlds.Line):
+    """An Engine whose shell answers when it is told to. Memory has room for ``memory`` experts."""
 
-    def __init__(self, prepared_bytes, executors=1, memory=9, max_batch=2, now=0.0):
-        rows = {
-            name: ExpertProfile(name, Performance(0.1, 0.0, max_batch, 0), Footprint(1), {SSD: 0.1}, prepared=form)
-            for name, form in (("a", SMALL), ("b", SMALL), ("c", LARGE))
-        }
-        specs = tuple(ExecutorSpec(number, "cpu", "host") for number in range(executors))
-        limits = Limits((PoolSpec("host", memory, 0),), prepared_bytes=prepared_bytes)
-        matrix = PerformanceMatrix({"cpu": rows}, {})
-        graph = ExpertGraph(rows, ROUTES)
-        self.matrix, self.graph = matrix, graph
-        self.engine = Engine(graph, matrix, specs, replace(PRESETS["coserve"], placing=False), limits)
-        self.now, self.effects = now, []
-        self.requests = 0
+    def __init__(self, prepared_bytes, executors=1, memory=9, max_batch=2):
+        processors = {f"cpu{number}": ("abc", "host") for number in range(executors)}
+        super().__init__(
+            (PoolSpec("host", memory, 99),), processors, routes=ROUTES, prepared_bytes=prepared_bytes,
+            max_batch=max_batch, load_s={SSD: 0.1}, speeds=dict.fromkeys(processors, (0.1, 0.0)),
+            workspace=0, prepared={"a": SMALL, "b": SMALL, "c": LARGE},
+        )  # fmt: skip
         self.running = {}
-        self.loads = []
-        self.handle(events.Started())
 
-    def handle(self, event):
-        self.effects = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
-        for effect in self.effects:
-            if isinstance(effect, StartBatch):
-                self.running[effect.batch.executor] = effect.batch
-            elif isinstance(effect, StartLoad):
-                self.loads.append(effect.load)
+    def handle(self, event, at=None):
+        super().handle(event, at)
+        self.running |= {each.batch.executor: each.batch for each in self.told(StartBatch)}
         return self.effects
 
     def arrive(self, *components):
         for component in components:
-            self.requests += 1
-            self.handle(events.Arrived(self.requests, component))
+            super().arrive(component)
 
     def ask(self, *experts):
         for expert in experts:
-            self.requests += 1
-            self.handle(events.Arrived(self.requests, None, expert))
+            super().ask(expert)
 
     def load(self):
         """Every load that is under way, the latest one first."""
         effects = []
         while self.loads:
-            effects += self.handle(events.Loaded(self.loads.pop()))
+            effects += self.handle(events.Loaded(self.loads.popitem()[1].load))
         self.effects = effects
 
-    def finish(self, result=GOOD, executor=0):
+    def finish(self, executor=0):
         batch = self.running.pop(executor)
         self.now += 0.1
-        self.handle(events.Finished(batch.id, (result,) * len(batch.requests)))
-
-    def fail(self, executor=0):
-        self.handle(events.BatchFailed(self.running.pop(executor).id, "broke"))
+        self.handle(events.Finished(batch.id, (GOOD,) * len(batch.requests)))
 
     def told(self, kind=Prepare):
-        return [effect for effect in self.effects if isinstance(effect, kind)]
+        return worlds.of(kind, self.effects)
 
     @property
     def prepared(self):
@@ -173,7 +135,7 @@ def test_a_failed_batch_is_not_decoded_again():
     line = Line(prepared_bytes=100, max_batch=2)
     line.arrive("a", "a")
     line.load()
-    line.fail()
+    line.handle(events.BatchFailed(line.running[0].id, "broke"))
     assert not line.told()
     assert not line.told(Forget)
     assert [effect.batch.requests for effect in line.told(StartBatch)] == [(1,)]

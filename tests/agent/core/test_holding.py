@@ -16,8 +16,8 @@ class HoldingLine(Line):
         self.under_way, self.given = [], []
         super().__init__(prepared_bytes, **box)
 
-    def handle(self, event):
-        effects = super().handle(event)
+    def handle(self, event, at=None):
+        effects = super().handle(event, at)
         batches = [effect.batch for effect in effects if isinstance(effect, StartBatch)]
         self.under_way += batches
         self.given += [batch.requests for batch in batches]
@@ -47,7 +47,7 @@ def running(*then, **box):
         line.end()
     line.end()
     line.given.clear()
-    line.requests = 10
+    line.last_request = 10
     line.ask("a", *then)
     assert line.given[0] == (11,)
     return line
@@ -128,7 +128,7 @@ def test_whoever_stands_behind_a_held_batch_has_time_still_and_takes_nothing_tha
     line.load()
     while line.under_way:
         line.end()
-    line.requests = 10
+    line.last_request = 10
     line.ask("b", "b", "b", "b", "b", "a")
     assert line.given[2:] == [(11,), (12,), (13, 15)]  # 14 stands behind 12, and 16, which needs a, behind that
     line.ask("c")

@@ -65,10 +65,21 @@ def of(kind, effects):
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
-def row(expert, own_bytes=1, shared=(), max_batch=4, workspace_base=0, form="fp32", speed=SPEED, load_s=LOAD_S):
+def row(
+    expert,
+    own_bytes=1,
+    shared=(),
+    max_batch=4,
+    workspace_base=0,
+    form="fp32",
+    speed=SPEED,
+    load_s=LOAD_S,
+    workspace=1,
+    **more,
+):
     """K = 1 s, B = 2 s; a load takes 10 s from the SSD, 2 s from the host; an image's workspace a byte."""
-    performance = Performance(*speed, max_batch, 1, workspace_base)
-    return ExpertProfile(f"{expert}@{form}", performance, Footprint(own_bytes, shared), load_s)
+    performance = Performance(*speed, max_batch, workspace, workspace_base)
+    return ExpertProfile(f"{expert}@{form}", performance, Footprint(own_bytes, shared), load_s, **more)
 
 
 def graph_of(names, routes, shadows=()):
@@ -89,11 +100,13 @@ class Line:
         sizes, shared, bases = (told.pop(name, {}) for name in ("sizes", "shared", "workspace_base"))
         usage, routes, forms, speeds = (told.pop(name, {}) for name in ("usage", "routes", "forms", "speeds"))
         max_batch, load_s, shadows = told.pop("max_batch", 4), told.pop("load_s", LOAD_S), told.pop("shadows", {})
+        prepared, workspace = told.pop("prepared", {}), told.pop("workspace", 1)
 
         def made(name, processor):
             form, speed = forms.get(processor, "fp32"), speeds.get(processor, SPEED)
             size = sizes.get(f"{name}@{form}", sizes.get(name, 1))
-            return row(name, size, shared.get(name, ()), max_batch, bases.get(name, 0), form, speed, load_s)
+            more = {"workspace": workspace, "prepared": prepared.get(name)}
+            return row(name, size, shared.get(name, ()), max_batch, bases.get(name, 0), form, speed, load_s, **more)
 
         columns = {each: {name: made(name, each) for name in names} for each, (names, _) in processors.items()}
         specs = [ExecutorSpec(number, name, pool) for number, (name, (_, pool)) in enumerate(processors.items())]
