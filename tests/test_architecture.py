@@ -43,7 +43,7 @@ RUNTIME_FENCE = (
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "experts.backends.modules": (),
+    "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
         "experts.images", "experts.llm",

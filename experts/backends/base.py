@@ -1,8 +1,8 @@
 """The contract of a backend: how one family of architectures is packed, bound to memory and run.
 
 A backend is stateless; a skeleton is one module without memory of its own. ``bind`` makes its parameters views of
-borrowed bytes; after that, overwriting those bytes is a complete switch of expert: nothing is
-constructed, converted or allocated. Numbers (thresholds, means) belong to the siblings, not here.
+borrowed bytes. After that, overwriting those bytes is a complete switch of expert: nothing is constructed, converted
+or allocated. Numbers (thresholds, means) belong to the implementations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """An expert's weights ready to be laid down. Experts of equal programs and tensor tables share skeletons."""
+    """An expert's weights ready to be written. Experts of equal programs and tensor tables share skeletons."""
 
     tensors: Mapping[str, Tensor]  # in execution dtype, memory format in the strides
-    program: bytes = b""  # what a skeleton needs beside the tensors, or is built for
-    stacks: tuple[tuple[str, ...], ...] = ()  # of all moe_experts of a layer: laid so that one's can be read alone
+    program: bytes = b""  # input of a skeleton beside the tensors, or what it is built for
+    stacks: tuple[tuple[str, ...], ...] = ()  # tensors of all moe_experts of a layer, readable one moe_expert at a time
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -37,7 +37,7 @@ class RefusedModule:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One image as its expert wants it. Back to the image's pixels: x = (x' - pad_left) / scale_x, y alike."""
+    """One image as its expert takes it. Back to the image's pixels: x = (x' - pad_left) / scale_x, y alike."""
 
     tensor: Tensor  # float32 (3, height, width) on the CPU, normalised
     image_height: int
@@ -46,21 +46,21 @@ class Prepared:
     scale_y: float = 1.0
     pad_left: float = 0.0
     pad_top: float = 0.0
-    orientation: int = 1  # EXIF orientation that was not applied: boxes and maps are turned by it
+    orientation: int = 1  # EXIF orientation that was not applied; boxes and maps are turned by it
 
 
 class Skeleton(Protocol):
     """One module, bound to memory that it does not own. Safe to run from several threads once bound."""
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the parameters these views. All names of the packed expert, on the skeleton's device."""
+        """Use these views as parameters: all names of the packed expert, on the skeleton's device."""
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         """Predict in order. ValueError for an empty batch, OutputInvalid for NaN or too many boxes."""
 
 
 class Backend(Protocol):
-    """One family of architectures. ``precisions``: those it runs; another is WeightsMismatch, never a silent fp32."""
+    """One family of architectures. A form outside ``precisions`` is WeightsMismatch, never a silent fp32."""
 
     @property
     def precisions(self) -> frozenset[Precision]: ...
@@ -69,19 +69,30 @@ class Backend(Protocol):
         """Convert the weights file, offline. Raises WeightsMissing, WeightsCorrupt, WeightsRefused, WeightsMismatch."""
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
-        """Prototype of skeletons: while held, ``skeleton`` only copies, for this form, device and thread count."""
+        """Prototype of skeletons: while it lives, ``skeleton`` only copies, for this form, device and thread count."""
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
-        """Make an unbound one; batches may run meanwhile. Raises WeightsMismatch, BackendUnavailable."""
+        """Make an unbound skeleton; batches may run meanwhile. Raises WeightsMismatch, BackendUnavailable."""
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        """Dependencies of packed bytes beside the expert and its file, such as a runtime's version; mostly empty."""
+        """Dependencies of packed bytes beside the expert and its file, such as a runtime's version; often empty."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        """A batch's memory beside the weights, from shapes; a language model's iteration's. A profile overrides it."""
+        """Memory of a batch (texts: of an iteration) beside the weights, from shapes. A profile overrides it."""
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         """Bytes that each token of a text holds until the text ends; 0 for images. Raises as ``pack``."""
+
+
+def require_tensors(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Raises ValueError unless these are exactly the tensors that a skeleton is bound to."""
+    if wrong := tensors.keys() ^ set(names):
+        raise ValueError(f"tensors do not fit the skeleton: {sorted(wrong)[:5]}")
+
+
+def require_images(batch: Sequence[Prepared]) -> None:
+    if not batch:
+        raise ValueError("an empty batch")

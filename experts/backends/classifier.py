@@ -20,7 +20,7 @@ from torchvision import models
 from experts.backends.forms import executable_form
 from experts.backends.made_once import MadeOnce
 from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
-from experts.backends.modules.weightless import Weightless
+from experts.backends.modules.binding import Weightless
 from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
 from experts.backends.state_dict import executable, fit

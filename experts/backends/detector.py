@@ -27,8 +27,7 @@ from PIL import Image
 from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.letterbox import letterboxed
 from experts.backends.made_once import MadeOnce
-from experts.backends.modules.binding import weight_names
-from experts.backends.modules.weightless import Weightless
+from experts.backends.modules.binding import Weightless, weight_names
 from experts.backends.outputs import await_writes, require_numbers
 from experts.backends.state_dict import executable, fit
 from experts.backends.torch_backend import TorchBackend

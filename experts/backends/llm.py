@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends.base import Packable
-from experts.backends.weight_files import is_finite
+from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.llm.checkpoint import open_checkpoint

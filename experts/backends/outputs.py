@@ -1,4 +1,4 @@
-"""Checks of an expert's raw answers, and their reading label by label."""
+"""Checks of an expert's raw outputs, and predictions label by label."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 def await_writes(device: torch.device) -> None:
-    """Wait for work on torch's CUDA stream, before anything else reads its outcome."""
+    """Wait for torch's CUDA stream, before another stream reads its results."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
-    """Raises OutputInvalid for NaN or infinity. Ask raw outputs: an infinite one becomes a score like any other."""
-    if not all(_is_finite(output) for output in outputs):
+    """Raises OutputInvalid for NaN or infinity. Pass raw outputs: an infinite one becomes a score like any other."""
+    if not all(is_finite(output) for output in outputs):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
 
 
 def require_several_labels(expert: Expert) -> None:
-    """Raises WeightsMismatch for a softmax of one label, which is sure of every image."""
+    """Raises WeightsMismatch for a softmax over one label, whose probability is always 1."""
     if len(expert.labels) < 2 and expert.task is not Task.MULTILABEL:
         raise WeightsMismatch(expert.id, ONE_LABEL)
 
 
 def label_by_label(expert: Expert, rows: Sequence[Sequence[float]]) -> tuple[Prediction, ...]:
-    """One prediction for each row of independent probabilities, one per label."""
+    """One prediction for each row of independent probabilities by label."""
     thresholds = dict(expert.thresholds)
     names = [(label, thresholds.get(label, HOLDS_FROM)) for label in expert.labels]
     return tuple(
@@ -54,6 +54,8 @@ def _of_outputs(expert: Expert, outputs: tuple[LabelScore, ...]) -> Prediction:
     return Prediction(expert.otherwise, none, outputs=outputs, otherwise=expert.otherwise)
 
 
-def _is_finite(output: Tensor) -> bool:
-    """Ask its extremes, NaN where any value is: asking each value reads all of them five times."""
-    return not output.numel() or all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(output)).tolist())
+def is_finite(tensor: Tensor) -> bool:
+    """Reduce to the extremes, which any NaN or infinity becomes, and read both at once: no copy, one wait for CUDA."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(tensor)).tolist())

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.backends.weight_files import is_finite
+from experts.backends.modules.binding import is_count
+from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ NAMES_SHOWN = 4
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cast like ``expected``, which may be on meta. Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
-    wanted = {name: tensor for name, tensor in expected.items() if not _is_count(name)}
-    given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
+    wanted = {name: tensor for name, tensor in expected.items() if not is_count(name)}
+    given = {name: tensor for name, tensor in found.items() if not is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
     _refuse_other_labels(expert, reshaped, given, wanted)
     shapes = [f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}" for name in reshaped]
@@ -78,7 +79,3 @@ def _complaint(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"
-
-
-def _is_count(name: str) -> bool:
-    return name.endswith("num_batches_tracked")

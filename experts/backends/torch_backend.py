@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experts.backends.base import require_images, require_tensors
 from experts.backends.forms import executable_form, executable_forms, form_of
 from experts.backends.forms.base import Modules
 from experts.backends.modules.activations import Workspace, workspace
-from experts.backends.modules.binding import ModuleBinding
+from experts.backends.modules.binding import ModuleBinding, output_list
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -72,16 +73,14 @@ class ModuleSkeleton:
         self._placed = placed
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        require_tensors(tensors, self._binding.names)
         self._binding.bind(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        if not batch:
-            raise ValueError("an empty batch")
+        require_images(batch)
         with torch.inference_mode():
             images = torch.stack([prepared.tensor for prepared in batch]).to(**self._placed)
-            answer = self._module(images)
-            outputs = [answer] if isinstance(answer, torch.Tensor) else [answer[name] for name in self._outputs]
-            return self._read(expert, outputs, batch)
+            return self._read(expert, output_list(self._module(images), self._outputs), batch)
 
 
 @lru_cache(maxsize=256)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import onnx
-import torch
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_model, uses_external_data
 from safetensors import SafetensorError, safe_open
@@ -144,10 +142,3 @@ def read_tensors(expert: str, path: Path) -> dict[str, Tensor]:
 
 def _missing(expert: str, path: Path) -> WeightsMissing:
     return WeightsMissing(expert, f"{path} is not there: copy it there, or correct `weights`")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Ask the extremes, which NaN or infinity becomes: nothing is copied."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))

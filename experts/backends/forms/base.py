@@ -1,14 +1,15 @@
 """The contract of a form: one way in which an expert's weights are packed and executed.
 
-A form's file knows its name, where it runs and what proves it, without a runtime: torch and ONNX Runtime are imported
-inside its methods. ``modules`` is the backend whose torch modules a form executes.
+A form's file states its name, where it runs and what proves it. It imports torch and ONNX Runtime inside its methods.
+``modules`` is the backend whose torch modules the form executes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
+from experts.backends.base import RefusedModule
 from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     Reader: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
 
+Made = TypeVar("Made")
+
 
 class Modules(ABC):
     """A family of torch modules. ``outputs``: entries of a module's mapping, in order, or its one output's name."""
@@ -36,11 +39,11 @@ class Modules(ABC):
 
     @abstractmethod
     def prototype(self, expert: Expert) -> object:
-        """Template of the expert's module: while it is held, ``module`` makes none. Raises WeightsMismatch."""
+        """Template of the expert's module: while it lives, ``module`` makes none. Raises WeightsMismatch."""
 
     @abstractmethod
     def module(self, structure: Any) -> Module:  # noqa: ANN401  a family's own
-        """The module as it is run: folded, on meta, and not to be changed."""
+        """The module as it runs: folded, on meta. Callers do not change it."""
 
     @abstractmethod
     def sample(self, structure: Any) -> dict[str, Tensor]:  # noqa: ANN401
@@ -52,11 +55,11 @@ class Modules(ABC):
 
     @abstractmethod
     def reader(self, expert: Expert) -> Reader:
-        """Makes predictions of a module's outputs. Raises WeightsMismatch where there is no module."""
+        """Function from a module's outputs to predictions. Raises WeightsMismatch where there is no module."""
 
     @abstractmethod
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
-        """A module that torch runs in this dtype."""
+        """Skeleton of a module that torch runs in this dtype."""
 
     @abstractmethod
     def unseen_structure(self, expert: Expert) -> bytes:
@@ -64,13 +67,13 @@ class Modules(ABC):
 
 
 class Form:
-    """One form. ``plain``: the form of torch that runs in its place on another device, or where the form is absent.
+    """One form. ``plain``: torch's form that runs in its place on another device, or where the form is absent.
 
-    ``numbers``: dtype of its products, as torch names it. ``plain`` keeps the numbers, but for eight bits: fp32 then.
+    ``numbers``: dtype of its products, as torch names it. ``plain`` has the same numbers; for eight bits it is fp32.
     """
 
     packs_modules: ClassVar[bool] = True  # False: a form of language models alone
-    needs_calibration: ClassVar[bool] = False  # ranges observed on sample images; then others of them have to prove it
+    needs_calibration: ClassVar[bool] = False  # on sample images; further samples have to prove the form
     is_of_the_box: ClassVar[bool] = False  # a profile holds only for boxes with the same forms of this kind
     is_automatic: ClassVar[bool] = True  # False: runs only where a line file names it
 
@@ -85,7 +88,7 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights before they are packed, and of values that no product of ``numbers`` makes."""
+        """Dtype of weights before packing, and of values that are no product of ``numbers``."""
         import torch
 
         found: torch.dtype = torch.float32 if self.numbers == "int8" else getattr(torch, self.numbers)
@@ -93,11 +96,11 @@ class Form:
 
     @property
     def steps_aside(self) -> bool:
-        """True where ``auto`` need not try the form on this CPU, as a form of the same numbers is faster."""
+        """True where ``auto`` skips the form on this CPU, as a form of the same numbers is faster."""
         return False
 
     def why_absent(self) -> str | None:
-        """Reason why this CPU lacks the form; None: its operators answered correctly on a tiny tensor, tried once."""
+        """Reason why the form does not run on this CPU; None: its operators computed a tiny tensor correctly."""
         raise NotImplementedError
 
     def recipe(self) -> str:
@@ -119,3 +122,10 @@ class Form:
     def observed(self, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
         """Ranges of values on images, float32 (n, 3, height, width). Raises as ``pack``."""
         raise WeightsMismatch(expert.id, f"{self.name} takes no calibration")
+
+    def accepted(self, expert: Expert, made: Made | RefusedModule) -> Made:
+        """Raises WeightsMismatch, with the reason and a remedy, where the expert's module is refused."""
+        if isinstance(made, RefusedModule):
+            reason = f"{expert.architecture} does not run in {self.name}: {made.reason}; choose {self.plain}"
+            raise WeightsMismatch(expert.id, reason)
+        return made

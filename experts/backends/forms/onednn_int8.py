@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.forms.base import Modules
-    from experts.backends.onednn.calibrating import Ranges
+    from experts.backends.onednn.quantised_weights import Ranges
     from experts.expert import Expert
 
 

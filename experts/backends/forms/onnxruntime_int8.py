@@ -50,11 +50,11 @@ class OnnxRuntimeInt8(OnnxRuntimeForm):
         return f"{super().recipe()}, weights up to {weight_highest()}"
 
     def pack(self, modules: Modules, expert: Expert) -> Packable:
-        from experts.backends.ort.eight_bits_execution import packed
+        from experts.backends.ort.eight_bits import packed
 
         return packed(self, modules, expert)
 
     def observed(self, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
-        from experts.backends.ort.eight_bits_execution import observed_ranges
+        from experts.backends.ort.eight_bits import observed_ranges
 
         return observed_ranges(self, modules, expert, batches)

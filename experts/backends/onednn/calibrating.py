@@ -1,34 +1,38 @@
-"""The ranges of an expert's values, observed on images, and its weights in eight bits by them, less what that shifts
-(``correcting``).
+"""Calibration of an expert: the ranges of its values, and by how much rounding to eight bits shifts its answers.
 
-Guarantees: ranges are those of the float32 form's own calls, by the names of their weights, so that they hold however a
-graph is put into eight bits. The same images and weights give the same ranges.
+Ranges are observed on the float32 form's own calls. Bias correction takes the shift of each output channel's mean off:
+noise of rounding averages out over an image, a shifted mean does not. A call reads what earlier calls answer in eight
+bits, already corrected, so it also makes up for their remaining error. Source: Nagel, van Baalen, Blankevoort and
+Welling, "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, 4.2 and appendix D.
+
+Guarantees: the same images and weights give the same ranges and shifts, however the graph is put into eight bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from experts.backends.onednn.calls import Arrangements, bound
-from experts.backends.onednn.fusion import LEVELS, OFFSETS, SCALES, FusedCall
+from experts.backends.onednn.form import OnednnSkeleton
+from experts.backends.onednn.fusion import LEVELS, OFFSETS, FusedCall
 from experts.backends.onednn.layouts import ConvolutionShape
-from experts.backends.onednn.levels import Values, levels, quantised_weight
+from experts.backends.onednn.levels import Levels, Values, by_channel, quantised_weight
 from experts.calibrations import CallRanges, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
-    from torch.fx import GraphModule
 
     from experts.backends.onednn.calls import Call
+    from experts.backends.onednn.form import FusedModule, OnednnModule
+    from experts.backends.onednn.fusion import Part
 
-
-Ranges: TypeAlias = "Mapping[str, CallRanges]"  # by the names of the calls' weights
+DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,34 +40,61 @@ class Observed:
     """Values of calls, by the names of their weights."""
 
     ranges: Mapping[str, CallRanges]
-    means: Mapping[str, Tensor]  # of each output channel, float32, before the bias, what is added and the activation
+    means: Mapping[str, Tensor]  # of each output channel, float32, before the bias, summand and activation
 
 
-def observed(
-    graph: GraphModule, inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor],
-    batches: Iterable[Tensor],
-) -> Observed:  # fmt: skip
-    """``weights``: as the module has them. Raises ValueError, naming the weight, for NaN or infinity."""
-    watched = [_watched(part, weights) for part in inputs]
+def observed(plain: FusedModule, weights: Mapping[str, Tensor], batches: Iterable[Tensor]) -> Observed:
+    """``plain``: in float32; ``weights``: as the module has them. Raises ValueError, naming the weight, for NaN."""
+    watched = [_watched(part, weights) for part in plain.inputs]
     with torch.inference_mode():
         for images in batches:
-            graph.forward(images.to(memory_format=torch.channels_last), *watched)
-    found = [each for each in watched if isinstance(each, _Watched) and each.is_seen]
+            plain.graph.forward(images.to(memory_format=torch.channels_last), *watched)
+    found = [each for each in watched if isinstance(each, _Watched) and each.seen]
     return Observed({each.weight: each.ranges for each in found}, {each.weight: each.means for each in found})
 
 
+def corrected(
+    form: OnednnModule, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
+) -> dict[str, CallRanges]:
+    """The ranges with shifts. ``seen``: of ``plain``, float32, on ``images`` (n, 3, height, width).
+
+    All images are one batch: a call's means must be known before the next call runs. Raises ValueError, KeyError.
+    """
+    calls = {call.weight: call for call in plain.calls}
+    tensors = form.tensors(weights, seen.ranges)
+    measured: dict[str, _Measured] = {}
+
+    def watched(call: FusedCall, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if call.quantisation is None:
+            return run
+        name, levels = call.weight, tensors[LEVELS]
+        summand = call.quantisation.summand
+        measured[name] = _Measured(
+            calls[name], run, weights[name], seen.means[name], tensors[f"{name} {OFFSETS}"],
+            Levels(levels, call.quantisation.source), 1.0 if summand is None else Levels(levels, summand).scale,
+        )  # fmt: skip
+        return measured[name]
+
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: (), watched)
+    skeleton.bind(tensors)
+    with torch.inference_mode():
+        skeleton.outputs(images.unbind())
+    shifts = {name: each.shifts for name, each in measured.items()}
+    return {name: replace(ranges, shifts=shifts.get(name, ())) for name, ranges in seen.ranges.items()}
+
+
 def mean_read(call: FusedCall, source: Tensor) -> Tensor:
-    """The mean image, or row, of what a call reads: float32 (1, channels, height, width), or (1, channels)."""
+    """Mean image, or row, that a call reads: float32 (1, channels, height, width), or (1, channels)."""
     if isinstance(call.shape, ConvolutionShape):
         found = torch.zeros(source.shape[1:])
-        for image in source:  # torch's own mean of levels holds all of them as float32 first
+        for image in source:  # torch's own mean of levels would hold all of them as float32 first
             found += image
         return found[None] / len(source)
     return source.reshape(-1, source.shape[-1]).mean(dim=0, keepdim=True, dtype=torch.float32)
 
 
-def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
-    """Each output channel's mean before bias, sum and activation: linear, so the answer to ``mean_read``."""
+def _mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
+    """Each output channel's mean before bias, summand and activation: linear, so the answer to ``mean_read``."""
     shape = call.shape
     if not isinstance(shape, ConvolutionShape):
         return functional.linear(read, weight)[0]
@@ -71,102 +102,37 @@ def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
     return functional.conv2d(read, weight, None, *geometry).mean(dim=(0, 2, 3))
 
 
-def quantised_weights(
-    inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor], ranges: Ranges
-) -> dict[str, Tensor]:
-    """Add levels, scales, offsets and table. Raises KeyError if not observed, ValueError for NaN, wrong shifts."""
-    calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
-    table = _table(calls, ranges)
-    found = dict(weights)
-    for call in calls:
-        found |= _quantised_call(call, weights, table, ranges[call.weight].shifts)
-    rows = sorted((values.row, *pair) for values, pair in table.items())
-    return found | {LEVELS: torch.tensor([pair for _, *pair in rows], dtype=torch.float32)}
-
-
-def _table(calls: Iterable[FusedCall], ranges: Ranges) -> dict[Values, tuple[float, int]]:
-    """The scale and zero of all values."""
-    found: dict[Values, list[Range]] = {}
-    for call in calls:
-        for values, seen in _seen(call, ranges[call.weight]):
-            found.setdefault(values, []).append(seen)
-    return {values: levels(Range.around(seen), values.zero) for values, seen in found.items()}
-
-
-def _seen(call: FusedCall, ranges: CallRanges) -> Iterator[tuple[Values, Range]]:
-    quantisation = call.quantisation
-    assert quantisation is not None, "asked for calls of eight bits"
-    yield quantisation.source, ranges.source
-    if quantisation.answer is not None:
-        yield quantisation.answer, ranges.answer
-    if quantisation.summand is not None and ranges.summand is not None:
-        yield quantisation.summand, ranges.summand
-
-
-def _quantised_call(
-    call: FusedCall, weights: Mapping[str, Tensor], table: Mapping[Values, tuple[float, int]], shifts: Sequence[float]
-) -> dict[str, Tensor]:
-    """With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q), in units of the summand's scale."""
-    quantisation = call.quantisation
-    assert quantisation is not None, "asked for calls of eight bits"
-    quantised, scales = _quantised_weight(call.weight, weights)
-    scale, zero = table[quantisation.source]
-    unit = 1.0 if quantisation.summand is None else table[quantisation.summand][0]
-    offsets = -scale * zero * scales * quantised.flatten(1).sum(dim=1)
-    if call.bias is not None:
-        offsets = offsets + weights[call.bias].detach().float()
-    if shifts:
-        if len(shifts) != len(offsets):
-            raise ValueError(f"{call.weight}: calibrated for {len(shifts)} output channels, it has {len(offsets)}")
-        offsets = offsets - torch.tensor(shifts)
-    return {
-        call.weight: quantised,
-        f"{call.weight} {SCALES}": scales,
-        f"{call.weight} {OFFSETS}": (offsets / unit).contiguous(),
-    }
-
-
-def _quantised_weight(name: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    try:
-        return quantised_weight(weights[name].detach().float())
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> Tensor | Call | _Watched:
+def _watched(part: Part, weights: Mapping[str, Tensor]) -> Tensor | Call | _Watched:
     assert not isinstance(part, Values), "ranges are observed in float32"
     if isinstance(part, str):
         return weights[part]
-    bias = None if part.bias is None else weights[part.bias]
-    call = bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], bias)
+    call = bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], weights)
     return _Watched(part, weights[part.weight], call) if part.owns_weight else call
 
 
 class _Watched:
+    """A call in float32 whose ranges and means are noted."""
+
     def __init__(self, part: FusedCall, weight: Tensor, call: Call) -> None:
         self.weight = part.weight
+        self.seen: dict[str, Range] = {}
         self._part, self._tensor, self._call = part, weight, call
-        self._seen: dict[str, Range] = {}
         self._sums = torch.zeros(len(weight), dtype=torch.float64)
         self._read = 0
 
     def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
         self._note("source", source)
-        self._sums += source.numel() * mean_answers(self._part, self._tensor, mean_read(self._part, source))
+        self._sums += source.numel() * _mean_answers(self._part, self._tensor, mean_read(self._part, source))
         self._read += source.numel()
         for each in others:
-            self._note("summand", each)  # before the call may write its answer there
+            self._note("summand", each)  # before the call may overwrite it
         answer: Tensor = self._call(source, *others)
         self._note("answer", answer)
         return answer
 
     @property
-    def is_seen(self) -> bool:
-        return bool(self._seen)
-
-    @property
     def ranges(self) -> CallRanges:
-        return CallRanges(self._seen["source"], self._seen["answer"], self._seen.get("summand"))
+        return CallRanges(self.seen["source"], self.seen["answer"], self.seen.get("summand"))
 
     @property
     def means(self) -> Tensor:
@@ -174,8 +140,30 @@ class _Watched:
 
     def _note(self, what: str, values: Tensor) -> None:
         low, high = (float(each) for each in values.aminmax())
-        earlier = (self._seen[what],) if what in self._seen else ()
+        earlier = (self.seen[what],) if what in self.seen else ()
         try:
-            self._seen[what] = Range.around((Range(low, high), *earlier))
+            self.seen[what] = Range.around((Range(low, high), *earlier))
         except ValueError as error:
             raise ValueError(f"{what} of {self.weight}: {error}") from error
+
+
+@dataclass(eq=False)
+class _Measured:
+    """A call in eight bits whose shifts are measured, and taken off its offsets, before it runs."""
+
+    plain: FusedCall  # the same call in float32
+    run: Callable[..., Tensor]
+    weight: Tensor
+    expected: Tensor  # means of its output channels
+    offsets: Tensor
+    source: Levels
+    unit: float  # of the offsets
+    shifts: tuple[float, ...] = ()
+
+    def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
+        quantised, scales = quantised_weight(self.plain.weight, self.weight)
+        read = self.source.back(mean_read(self.plain, source))
+        found = _mean_answers(self.plain, quantised * by_channel(scales, quantised), read)
+        self.shifts = tuple(float(f"{each:.{DIGITS}g}") for each in (found - self.expected).tolist())
+        self.offsets.sub_(torch.tensor(self.shifts) / self.unit)
+        return self.run(source, *others)

@@ -1,15 +1,22 @@
-"""Fused calls with their weights: what the graph of a fused module is run with."""
+"""Fused calls bound to their tensors: what a fused graph is run with. Safe for several threads.
+
+Guarantees: a call in eight bits reads every scale and zero from the expert's own tensors whenever it runs, so
+overwriting them is a complete switch of expert; oneDNN compiles the same call for every expert of a form.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from experts.backends.onednn.layouts import ConvolutionShape, arrangement
+from experts.backends.onednn.levels import Levels
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Mapping
 
     from experts.backends.onednn.fusion import FusedCall
     from experts.backends.onednn.layouts import AppliedTo, LinearShape, Shape
@@ -18,6 +25,9 @@ _convolve = torch.ops.mkldnn._convolution_pointwise.default
 _convolve_adding = torch.ops.mkldnn._convolution_pointwise.binary
 _convolve_onto = torch.ops.mkldnn._convolution_pointwise_.binary
 _multiply = torch.ops.mkldnn._linear_pointwise.default
+_convolve_levels = torch.ops.onednn.qconv2d_pointwise.default
+_convolve_levels_onto = torch.ops.onednn.qconv2d_pointwise.binary
+_multiply_levels = torch.ops.onednn.qlinear_pointwise.default
 
 
 class Arrangements:
@@ -36,26 +46,32 @@ class Arrangements:
         return self._known[key]
 
 
-def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, bias: Tensor | None) -> Call:
-    if isinstance(call.shape, ConvolutionShape):
-        return Convolution(call, call.shape, arrangements, weight, bias)
-    return Linear(call, call.shape, arrangements, weight, bias)
+def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, tensors: Mapping[str, Tensor]) -> Call:
+    """``weight``: in torch's layout or opaque. ``tensors``: the others that the call reads, by name."""
+    shape = call.shape
+    if call.quantisation is not None:
+        quantised = _QuantisedArguments(call, weight, *(tensors[name] for name in call.reads[1:]))
+        if isinstance(shape, ConvolutionShape):
+            return QuantisedConvolution(call, shape, arrangements, quantised)
+        return QuantisedLinear(call, shape, arrangements, quantised)
+    bias = None if call.bias is None else tensors[call.bias]
+    if isinstance(shape, ConvolutionShape):
+        return Convolution(call, shape, arrangements, weight, bias)
+    return Linear(call, shape, arrangements, weight, bias)
 
 
 class Convolution:
-    """A convolution with its bias, what is added, and its activation. Safe for several threads."""
+    """A convolution with its bias, summand and activation."""
 
     def __init__(
         self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, weight: Tensor, bias: Tensor | None
     ) -> None:
-        activation = call.activation
-        self._adds, self._overwrites = call.adds, call.overwrites
+        name, scalars, algorithm = call.activation.arguments
+        self._overwrites = call.overwrites
         self._arrangements = arrangements
         geometry = (weight, bias, list(shape.padding), list(shape.stride), list(shape.dilation), shape.groups)
-        scalars, algorithm = list(activation.scalars), activation.algorithm
-        after_sum = None if activation.name == "none" else activation.name
-        self._alone = (*geometry, activation.name, scalars, algorithm)
-        self._summing = (*geometry, "add", 1.0, after_sum, scalars, algorithm)
+        self._alone = (*geometry, name, scalars, algorithm)
+        self._summing = (*geometry, "add", 1.0, None if name == "none" else name, scalars, algorithm)
 
     def __call__(self, images: Tensor, other: Tensor | None = None) -> Tensor:
         count, _, height, width = images.shape
@@ -86,15 +102,14 @@ class Convolution:
 
 
 class Linear:
-    """A linear layer with its activation. Safe for several threads."""
+    """A linear layer with its activation."""
 
     def __init__(
         self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, weight: Tensor, bias: Tensor | None
     ) -> None:
         self._rows = shape.rows
         self._arrangements = arrangements
-        activation = call.activation
-        self._arguments = (weight, bias, activation.name, list(activation.scalars), activation.algorithm)
+        self._arguments = (weight, bias, *call.activation.arguments)
 
     def __call__(self, rows: Tensor) -> Tensor:
         count = rows.numel() // rows.shape[-1]
@@ -106,6 +121,89 @@ class Linear:
 
     def _run(self, rows: Tensor) -> Tensor:
         found: Tensor = _multiply(rows, *self._arguments)
+        return found
+
+
+class _QuantisedArguments:
+    """Arguments of a call in eight bits, in units of the summand's scale.
+
+    oneDNN compiles the summand's scale into the call: given as 1, the call stays the same for all experts.
+    """
+
+    def __init__(self, call: FusedCall, weight: Tensor, scales: Tensor, offsets: Tensor, table: Tensor) -> None:
+        quantisation = call.quantisation
+        assert quantisation is not None, "bound as a call of eight bits"
+        self.source = Levels(table, quantisation.source)
+        self._answer = None if quantisation.answer is None else Levels(table, quantisation.answer)
+        self._summand = None if quantisation.summand is None else Levels(table, quantisation.summand)
+        self.summand_zero = None if quantisation.summand is None else quantisation.summand.zero
+        self.weight, self.offsets = weight, offsets
+        self._channels = (weight, scales, torch.zeros(len(scales), dtype=torch.int64))
+
+    @property
+    def _unit(self) -> float:
+        return 1.0 if self._summand is None else self._summand.scale
+
+    def read(self, levels: Tensor) -> tuple[object, ...]:
+        return levels, self.source.scale / self._unit, 0, *self._channels
+
+    def answered(self) -> tuple[float, int, torch.dtype]:
+        if self._answer is None:
+            return 1.0, 0, torch.float32
+        return self._answer.scale / self._unit, self._answer.zero, torch.uint8
+
+
+class QuantisedConvolution(Convolution):
+    """See ``Convolution``. Reads levels; answers levels or float32."""
+
+    def __init__(
+        self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, quantised: _QuantisedArguments
+    ) -> None:
+        super().__init__(call, shape, arrangements, quantised.weight, quantised.offsets)
+        self._quantised = quantised
+        self._geometry = (list(shape.stride), list(shape.padding), list(shape.dilation), shape.groups)
+        self._activation = call.activation.arguments
+        self._height, self._width = shape.height, shape.width
+
+    def __call__(self, images: Tensor, other: Tensor | None = None) -> Tensor:
+        height, width = (self._height - images.shape[-2]) // 2, (self._width - images.shape[-1]) // 2
+        if height or width:
+            zero = self._quantised.source.zero
+            images = functional.pad(images, (width, width, height, height), value=zero)
+        if other is not None:
+            lay = Tensor.contiguous if self._overwrites else Tensor.clone  # oneDNN adds onto channels-last memory
+            other = lay(other, memory_format=torch.channels_last)
+        return super().__call__(images, other)
+
+    def _run(self, images: Tensor, other: Tensor | None) -> Tensor:
+        quantised = self._quantised
+        read, answered = quantised.read(images), quantised.answered()
+        found: Tensor
+        if other is None:
+            found = _convolve_levels(*read, quantised.offsets, *self._geometry, *answered, *self._activation)
+        else:
+            found = _convolve_levels_onto(
+                *read, other, quantised.offsets, *self._geometry, *answered, 1.0, quantised.summand_zero,
+                "sum", 1.0, *self._activation,
+            )  # fmt: skip
+        return found
+
+
+class QuantisedLinear(Linear):
+    """See ``Linear``. Reads levels; answers levels or float32."""
+
+    def __init__(
+        self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, quantised: _QuantisedArguments
+    ) -> None:
+        super().__init__(call, shape, arrangements, quantised.weight, quantised.offsets)
+        self._quantised = quantised
+        self._activation = call.activation.arguments
+
+    def _run(self, rows: Tensor) -> Tensor:
+        quantised = self._quantised
+        found: Tensor = _multiply_levels(
+            *quantised.read(rows), quantised.offsets, *quantised.answered(), *self._activation
+        )
         return found
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from experts.backends.base import RefusedModule
+from experts.backends.base import Packable, RefusedModule
 from experts.backends.made_once import MadeOnce
-from experts.backends.onednn.calibrating import observed
-from experts.backends.onednn.correcting import corrected
-from experts.backends.onednn.form import (
-    FusedModule,
-    OnednnModule,
-    OnednnSkeleton,
-    fused_module,
-    packable,
-    packed_module,
-)
+from experts.backends.onednn.calibrating import corrected, observed
+from experts.backends.onednn.form import FusedModule, OnednnModule, OnednnSkeleton, fused_module, packed_module
 from experts.backends.onednn.trial import decided_module
 from experts.calibrations import required_ranges
 from experts.errors import BackendUnavailable, WeightsMismatch
@@ -27,33 +19,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.backends.base import Packable
     from experts.backends.forms.base import Form, Modules
-    from experts.backends.onednn.calibrating import Ranges
+    from experts.backends.onednn.quantised_weights import Ranges
     from experts.expert import Expert
 
-KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
-
-Made = TypeVar("Made", FusedModule, OnednnModule)
+KEPT = 64  # beside those in use: packing goes through the line's forms by turns
 
 
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """One expert's weights. Raises WeightsMismatch where the module is refused, or the expert is not calibrated."""
-    weights, decided = modules.weights(expert, form), _decided(*_key(form, modules, expert))
-    calls = decided.quantised if isinstance(decided, OnednnModule) else frozenset()
-    ranges = required_ranges(expert, form.name, calls) if form.needs_calibration else None
-    return packable(expert, form, decided, weights, ranges)
+    weights, decided = modules.weights(expert, form), form.accepted(expert, _decided(*_key(form, modules, expert)))
+    ranges = required_ranges(expert, form.name, decided.quantised) if form.needs_calibration else None
+    try:
+        return Packable(decided.tensors(weights, ranges), program=decided.program)
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, f"{error}: choose {form.plain}") from error
 
 
 def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:
     """Raises WeightsMismatch without a form of eight bits, and for NaN."""
     key = _key(form, modules, expert)
-    plain = _taken(expert, _fused(*key[:-1], torch.float32))
-    decided = _taken(expert, _decided(*key))
+    plain = form.accepted(expert, _fused(*key[:-1], torch.float32))
+    decided = form.accepted(expert, _decided(*key))
     weights, images = modules.weights(expert, form), list(batches)
     try:
-        seen = observed(plain.graph, plain.inputs, weights, images)
-        return corrected(decided, plain, weights, seen, torch.cat(images))
+        return corrected(decided, plain, weights, observed(plain, weights, images), torch.cat(images))
     except ValueError as error:
         raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
 
@@ -93,9 +83,3 @@ def _prove(
 
 
 _fused, _decided, _proven = MadeOnce(_fuse, KEPT), MadeOnce(_decide, KEPT), MadeOnce(_prove, KEPT)
-
-
-def _taken(expert: Expert, made: Made | RefusedModule) -> Made:
-    if isinstance(made, RefusedModule):
-        raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {made.reason}")
-    return made

@@ -1,9 +1,9 @@
-"""Calls of a recording that oneDNN runs as one: a convolution with what is added to it and its activation, a linear
-layer with its activation. Whatever is not matched stays as it was recorded; attention alone is handed rows in order.
+"""Fuses calls of a recording that oneDNN runs as one: a convolution with a summand and its activation, or a linear
+layer with its activation. All other calls stay as they were recorded; attention reads contiguous copies.
 
-Guarantees: a fused call stands where its convolution stood, or where the sum stood if something is added, and then
-nothing that it reads is written in between; what is added is overwritten only after its last reader, this very
-convolution included; a sum whose writing shows through an earlier view stays a sum.
+Guarantees: a fused call takes the place of its convolution, or of the sum, and then nothing that it reads is written
+in between. A summand is overwritten only after its last reader, this convolution included. A sum that writes to memory
+with an earlier view stays a sum.
 """
 
 from __future__ import annotations
@@ -12,50 +12,56 @@ import itertools
 import operator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.fx import Node
 from torch.nn import functional
 
+from experts.backends.modules.recording import COUNTS
 from experts.backends.onednn.layouts import ConvolutionShape, LinearShape
-from experts.backends.onednn.recording import COUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.fx import Graph
 
+    from experts.backends.modules.recording import RecordedGraph
     from experts.backends.onednn.layouts import Shape
     from experts.backends.onednn.levels import Quantisation, Values
-    from experts.backends.onednn.recording import RecordedGraph
 
-SCALES, OFFSETS = "scales", "offsets"  # of a quantised weight's channels, behind its name
-LEVELS = "levels"  # the table of scales and zeros of all values in eight bits
-LINEAR_LEAST_BYTES = 64 * 1024  # of a weight; a smaller layer is sooner done by torch than handed to oneDNN
+    Part: TypeAlias = "str | FusedCall | Values"  # a weight's name, a fused call, or values converted to levels or back
+
+SCALES, OFFSETS = "scales", "offsets"  # suffixes of a quantised weight's name
+LEVELS = "levels"  # name of the table of scales and zeros of all values in eight bits
+LINEAR_LEAST_BYTES = 64 * 1024  # of a weight; torch runs a smaller layer faster than oneDNN is called
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """One of oneDNN's, as torch's operators name it."""
+    """An activation of oneDNN's, as torch's operators name it."""
 
     name: str = "none"
     scalars: tuple[float, ...] = ()
     algorithm: str = ""
 
+    @property
+    def arguments(self) -> tuple[str, list[float], str]:
+        return self.name, list(self.scalars), self.algorithm
+
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """A convolution or a linear layer with all that is done in the same call."""
+    """A convolution or a linear layer with its bias, summand and activation; tensors by name."""
 
     shape: Shape
-    weight: str  # its name, as is the bias
+    weight: str
     bias: str | None
     activation: Activation
-    adds: bool = False  # something of the output's shape before the activation
-    overwrites: bool = False  # what is added, with the output
-    owns_weight: bool = True  # no other call reads it
-    quantisation: Quantisation | None = None  # None: its weight has no eight bits
+    adds: bool = False  # a summand of the output's shape, before the activation
+    overwrites: bool = False  # the summand, with the output
+    owns_weight: bool = True  # no other call reads the weight
+    quantisation: Quantisation | None = None  # None: the weight is not in eight bits
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -66,20 +72,20 @@ class FusedCall:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A graph whose placeholders are the images, and by ``inputs``, in order: weights by name, fused calls, values that
-    are brought to their levels or back."""
+    """A graph. ``inputs``: its placeholders after the images, in order."""
 
     graph: Graph
-    inputs: tuple[str | FusedCall | Values, ...]
+    inputs: tuple[Part, ...]
 
 
 def fused(recording: RecordedGraph, dtype: torch.dtype) -> Fused:
-    """The recording with all that can be one call made one. Its graph is used up."""
+    """Fuse all calls that can be fused. Changes the recording's graph."""
     graph, weights = recording.graph, recording.weights
     calls: dict[Node, FusedCall] = {}
-    found = ((node, _convolution(node, weights, dtype) or _linear(node, weights, dtype)) for node in graph.nodes)
-    for node, call in [(node, call) for node, call in found if call is not None]:
-        _put(graph, _chain(graph, node, call), calls)
+    found = [(node, _convolution(node, weights, dtype) or _linear(node, weights, dtype)) for node in graph.nodes]
+    for node, call in found:  # after all were found: fusing one changes how many read a shared weight
+        if call is not None:
+            _fuse(graph, node, call, calls)
     for node in graph.nodes:
         if node.target is functional.multi_head_attention_forward:
             _read_in_order(graph, node)
@@ -95,22 +101,8 @@ def apply(call: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Te
     return call(*tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """A fused call and the nodes it stands for, in their order; ``operands``: what it is applied to."""
-
-    call: FusedCall
-    nodes: tuple[Node, ...]
-    operands: tuple[Node, ...]
-
-    @property
-    def place(self) -> Node:
-        """First of its nodes before which the call can stand."""
-        return self.nodes[1] if self.call.adds else self.nodes[0]
-
-
 def _convolution(node: Node, weights: Mapping[str, str], dtype: torch.dtype) -> FusedCall | None:
-    """A convolution of images by a weight, without what follows it."""
+    """A convolution of images by a weight, not fused yet."""
     if node.target is not torch.conv2d or len(node.args) != 7 or node.kwargs:
         return None
     images, weight, bias, stride, padding, dilation, groups = node.args
@@ -123,7 +115,7 @@ def _convolution(node: Node, weights: Mapping[str, str], dtype: torch.dtype) -> 
 
 
 def _linear(node: Node, weights: Mapping[str, str], dtype: torch.dtype) -> FusedCall | None:
-    """A linear layer, without what follows it."""
+    """A linear layer, not fused yet."""
     if node.target is not functional.linear or len(node.args) != 3 or node.kwargs:
         return None
     rows, weight, bias = node.args
@@ -145,8 +137,8 @@ def _is_weight(node: object, weights: Mapping[str, str]) -> bool:
     return isinstance(node, Node) and node.op == "placeholder" and node.target in weights
 
 
-def _chain(graph: Graph, node: Node, call: FusedCall) -> _Chain:
-    """A convolution or linear layer with all of what follows it that can be done in the same call."""
+def _fuse(graph: Graph, node: Node, call: FusedCall, calls: dict[Node, FusedCall]) -> None:
+    """Replace a convolution or linear layer, and the nodes after it that fit into the same call. In place."""
     source = node.args[0]
     assert isinstance(source, Node), "it is applied to something"
     nodes, operands = [node], [source]
@@ -160,27 +152,22 @@ def _chain(graph: Graph, node: Node, call: FusedCall) -> _Chain:
     if found is not None and (other is None or found.name in SUMMED_ACTIVATIONS):
         nodes.append(next(iter(nodes[-1].users)))
         call = replace(call, activation=found)
-    return _Chain(call, tuple(nodes), tuple(operands))
-
-
-def _put(graph: Graph, chain: _Chain, calls: dict[Node, FusedCall]) -> None:
-    """A call in the place of its nodes. In place."""
-    inputs = [each for each in graph.nodes if each.op == "placeholder"]
-    with graph.inserting_after(inputs[-1]):
+    last_input = [each for each in graph.nodes if each.op == "placeholder"][-1]
+    with graph.inserting_after(last_input):
         placeholder = graph.placeholder(f"call_{len(calls)}")
-    calls[placeholder] = chain.call
-    with graph.inserting_before(chain.place):
-        made = graph.call_function(apply, (placeholder, *chain.operands))
-    last = chain.nodes[-1]
-    written = {chain.operands[1].meta["storage"]} if chain.call.overwrites else set()
+    calls[placeholder] = call
+    with graph.inserting_before(nodes[1] if call.adds else node):
+        made = graph.call_function(apply, (placeholder, *operands))
+    last = nodes[-1]
+    written = {operands[1].meta["storage"]} if call.overwrites else set()
     made.meta |= {"shape": last.meta["shape"], "storage": last.meta["storage"], "writes": frozenset(written)}
     last.replace_all_uses_with(made)
-    for node in reversed(chain.nodes):
-        graph.erase_node(node)
+    for each in reversed(nodes):
+        graph.erase_node(each)
 
 
 def _read_in_order(graph: Graph, attention: Node) -> None:
-    """Have it read copies in order of what may lie transposed: torch multiplies that in bf16 forty times as slowly."""
+    """Make attention read contiguous copies: torch multiplies transposed bf16 rows forty times as slowly."""
     for source in dict.fromkeys(attention.args[:3]):
         assert isinstance(source, Node), "query, key and value are given by place"
         with graph.inserting_before(attention):
@@ -190,7 +177,7 @@ def _read_in_order(graph: Graph, attention: Node) -> None:
 
 
 def _added(graph: Graph, node: Node) -> Node | None:
-    """Sole summand of a convolution, of the same shape; None where it cannot be added in the same call."""
+    """Summand of a convolution's only reader, of the same shape; None where it cannot be added in the same call."""
     follower = _only_user(node)
     if follower is None or not _is_sum(follower):
         return None
@@ -210,7 +197,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _is_writing_seen(graph: Graph, node: Node) -> bool:
-    """Are bytes that a node writes read later, through something made before it?"""
+    """True where bytes that a node writes are read later through an earlier value."""
     written = node.meta.get("writes", frozenset())
     before = set(itertools.takewhile(lambda each: each is not node, graph.nodes))
     read = {each for reader in _between(graph, node, None) for each in reader.all_input_nodes}
@@ -218,7 +205,7 @@ def _is_writing_seen(graph: Graph, node: Node) -> bool:
 
 
 def _is_last_read(graph: Graph, other: Node, reader: Node) -> bool:
-    """Is ``reader`` the last to read the bytes of ``other``, and are they all its own?"""
+    """True where ``reader`` is the last to read the bytes of ``other``, and ``other`` is no part of them."""
     storage = other.meta["storage"]
     makers = [node for node in graph.nodes if node.meta.get("storage") == storage]
     after = _between(graph, reader, None)
@@ -238,7 +225,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _activation_after(node: Node) -> Activation | None:
-    """Activation by the only reader of a node; None where oneDNN has none such."""
+    """Activation by a node's only reader; None where oneDNN has none."""
     follower = _only_user(node)
     if follower is None or follower.args[:1] != (node,):
         return None
@@ -265,7 +252,7 @@ def _named(name: str, *scalars: float) -> Callable[..., Activation]:
     return lambda inplace=False: Activation(name, scalars)
 
 
-SUMMED_ACTIVATIONS = frozenset({"relu"})  # that oneDNN has after a sum, as torch hands it on
+SUMMED_ACTIVATIONS = frozenset({"relu"})  # torch's operators pass oneDNN no other after a sum
 _ACTIVATIONS: Mapping[object, Callable[..., Activation]] = {
     **dict.fromkeys((functional.relu, torch.relu, torch.relu_, "relu", "relu_"), _named("relu")),
     **dict.fromkeys((functional.sigmoid, torch.sigmoid, "sigmoid", "sigmoid_"), _named("sigmoid")),

@@ -1,18 +1,18 @@
-"""In which layout oneDNN wants a weight, and for which batches and threads one layout serves.
+"""Layouts of weights in oneDNN, and the batches and threads that one layout serves.
 
-oneDNN chooses a weight's layout by the shape of what it is applied to, the number of images and the number of threads;
-a weight that lies in another is reordered at every call, by slow code where both are blocked: thirty times the
-convolution's own time. Measured (torch 2.15 on a Zen 4): one layout, that of many images for each thread, is wanted
-for nearly all of them. Where another is wanted, which is with fewer images than threads, a convolution of 1x1 can be
-asked for in another way: its pixels are independent, so an image of 14x14 is as well two of 7x14. So:
+oneDNN chooses a weight's layout by the shape that the weight is applied to, the number of images and of threads. A
+weight in another blocked layout is reordered at every call by slow code: thirty times the convolution's own time.
+Measured (torch 2.15 on a Zen 4): the layout for many images per thread is wanted for nearly all of them. With fewer
+images than threads another one is wanted; a convolution of 1x1 can then see its pixels as other images: an image of
+14x14 as two of 7x14. So:
 
 - a weight is packed in the layout of REFERENCE_IMAGES on one thread;
-- at run time a call that would want another is put so that it wants this one: other heights and widths, or, where
-  there are none, fewer images at a time; a single row of a linear layer gets a second one (``arrangement``);
-- a weight for which that does not come out for every number of threads that an executor of this box may have and all
-  of PROVEN_IMAGES stays as it is today, and is reordered by fast code: a third of one convolution's time at most.
+- at run time a call that wants another layout is applied to other heights and widths, or to fewer images at a time; a
+  single row of a linear layer gets a second one (``arrangement``);
+- a weight that cannot be served so for each thread count of an executor here and all PROVEN_IMAGES keeps torch's
+  layout, and is reordered by fast code: a third of one convolution's time at most.
 
-Guarantees: no answer depends on any of it, time alone does. Nothing is measured: the same box decides the same way.
+Guarantees: only times depend on it, no answers. Nothing is measured: the same box decides the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REFERENCE_IMAGES = 16
 PROVEN_IMAGES = (1, 2, 4, 8, 16)
 ROWS_MINIMUM = 2
-PARTS_MAXIMUM = 64  # that an image is seen as; more of them are slower again
+PARTS_MAXIMUM = 64  # that an image is divided into; more are slower again
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,15 @@ class ConvolutionShape:
                 yield _nearly_square(parts, pixels // parts)
 
     def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
-        """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
+        """The weight, opaque, in the layout that oneDNN wants on this number of threads."""
         source = [extent.images, self.weight[1] * self.groups, extent.height, extent.width]
+        stride, padding, after = list(self.stride), list(self.padding), (list(self.dilation), self.groups, source)
+        made: Tensor
         if self.dtype == torch.int8:
-            return _reordered_levels(self, weight, source)
-        made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-            weight, list(self.padding), list(self.stride), list(self.dilation), self.groups, source
-        )
+            scales = torch.ones(self.weight[0])  # required; no scale has a part in a layout
+            made = torch.ops.onednn.qconv_prepack(weight, scales, 1.0, 0, stride, padding, *after)
+        else:
+            made = torch.ops.mkldnn._reorder_convolution_weight(weight, padding, stride, *after)
         return made
 
 
@@ -99,15 +101,16 @@ class LinearShape:
         return AppliedTo(images * self.rows, 1, 1)
 
     def arranged(self, images: int) -> AppliedTo:
-        """Rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
+        """Rule that ``serves`` proves: querying oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
         return AppliedTo(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
-        """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
+        """See ``ConvolutionShape.reordered``."""
+        made: Tensor
         if self.dtype == torch.int8:
-            levels: Tensor = torch.ops.onednn.qlinear_prepack(weight, [extent.images, self.weight[1]])
-            return levels
-        made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, extent.images)
+            made = torch.ops.onednn.qlinear_prepack(weight, [extent.images, self.weight[1]])
+        else:
+            made = torch.ops.mkldnn._reorder_linear_weight(weight, extent.images)
         return made
 
 
@@ -120,12 +123,12 @@ def reference(shape: Shape) -> BlockedLayout:
 
 
 def in_reference_layout(shape: Shape, weight: Tensor) -> Tensor:
-    """A weight in that layout; to be called ``on_threads(1)``."""
+    """The weight in that layout. Call it ``on_threads(1)``."""
     return shape.reordered(weight, shape.extent(REFERENCE_IMAGES))
 
 
 def serves(shape: Shape) -> bool:
-    """Can every call be put so that it wants the reference's layout?"""
+    """True where every call has an extent for which oneDNN wants the reference's layout."""
     return all(on_threads(threads, lambda: _serves_here(shape)) for threads in thread_counts())
 
 
@@ -135,7 +138,7 @@ def thread_counts() -> tuple[int, ...]:
 
 
 def arrangement(shape: Shape, images: int) -> AppliedTo | None:
-    """Extent for which oneDNN wants the reference's layout on this thread's threads; None: there is none."""
+    """Extent for which oneDNN wants the reference's layout on this thread's number of threads, if any."""
     if isinstance(shape, LinearShape):
         return shape.arranged(images)
     wanted, threads = reference(shape), torch.get_num_threads()
@@ -159,15 +162,6 @@ def _wanted(shape: Shape, extent: AppliedTo, threads: int) -> BlockedLayout:
 def _nearly_square(images: int, pixels: int) -> AppliedTo:
     height = max(side for side in range(1, math.isqrt(pixels) + 1) if pixels % side == 0)
     return AppliedTo(images, height, pixels // height)
-
-
-def _reordered_levels(shape: ConvolutionShape, weight: Tensor, source: list[int]) -> Tensor:
-    """The scales of channels and images have no part in a layout, but oneDNN wants some."""
-    scales = torch.ones(shape.weight[0])
-    made: Tensor = torch.ops.onednn.qconv_prepack(
-        weight, scales, 1.0, 0, list(shape.stride), list(shape.padding), list(shape.dilation), shape.groups, source
-    )
-    return made
 
 
 def _any_weight(shape: Shape) -> Tensor:

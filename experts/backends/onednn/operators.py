@@ -1,10 +1,9 @@
-"""oneDNN's operators as torch has them, and its opaque tensors as views of borrowed bytes.
+"""oneDNN's operators in torch, and its opaque tensors as views of borrowed bytes.
 
-Neither is documented API of torch: operators that its compiler calls, and the C shim of its ahead-of-time compiler. So
-they are tried first (``why_absent``), and all that depends on them is keyed by ``identity``.
+Neither is documented API of torch: its compiler calls the operators, its ahead-of-time compiler the C shim. So they are
+tried first (``why_absent``), and everything that depends on them is keyed by ``identity``.
 
-Guarantees: ``blocked_view`` copies nothing. It hands torch only descriptions that torch made in this process; what a
-file says is compared with them, never passed on.
+Guarantees: ``blocked_view`` copies nothing, and gives torch only layout descriptions that torch made in this process.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ NEEDED = (
     "_linear_pointwise", "_nbytes", "_get_mkldnn_serialized_md", "_is_mkldnn_bf16_supported", "data_ptr",
 )  # fmt: skip
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
-TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004; what saturates is off by a half
-ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load
+TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004, saturation a half
+ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 CPU_INFORMATION = Path("/proc/cpuinfo")
 CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flags", "CPU part", "Features")
 
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """Try it: torch asks the CPU, oneDNN its own settings, and without VNNI eight-bit sums saturate silently."""
+    """Try the operators: torch checks the CPU, oneDNN its settings; without VNNI eight-bit sums saturate silently."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
@@ -65,7 +64,7 @@ def why_absent(dtype: torch.dtype) -> str | None:
 
 
 def on_threads(threads: int, call: Callable[[], Result]) -> Result:
-    """A call on a thread of its own whose operators use so many threads; the count of others stays as it is."""
+    """Run a call on a new thread whose operators use so many threads; other threads keep their counts."""
 
     def counted() -> Result:
         before = torch.get_num_threads()
@@ -73,7 +72,7 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
         try:
             return call()
         finally:
-            torch.set_num_threads(before)  # torch gives the latest count to threads that never said their own
+            torch.set_num_threads(before)  # torch gives the latest count to threads that never set their own
 
     with ThreadPoolExecutor(1, "onednn-layouts") as thread:
         return thread.submit(counted).result()
@@ -85,11 +84,11 @@ def cores() -> int:
 
 @cache
 def identity() -> str:
-    """Torch, CPU, cores and one weight's layout: oneDNN may be told to use fewer instructions than the CPU has."""
-    told = _cpu()
-    name = told.get("model name", platform.processor() or platform.machine())
-    layout = on_threads(1, _told_layout)
-    digest = hashlib.sha256(repr((sorted(told.items()), layout)).encode()).hexdigest()[:12]
+    """Torch, CPU, cores and one weight's layout: settings may limit oneDNN to fewer instructions than the CPU has."""
+    facts = _cpu()
+    name = facts.get("model name", platform.processor() or platform.machine())
+    layout = on_threads(1, _any_layout)
+    digest = hashlib.sha256(repr((sorted(facts.items()), layout)).encode()).hexdigest()[:12]
     return f"torch {version('torch')}, {name} ({digest}), {cores()} cores"
 
 
@@ -102,6 +101,10 @@ class BlockedLayout:
     size_bytes: int
     description: bytes  # as oneDNN serialises it
 
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.description).hexdigest()
+
 
 def layout_of(blocked: Tensor) -> BlockedLayout:
     operators = torch.ops.mkldnn
@@ -110,7 +113,7 @@ def layout_of(blocked: Tensor) -> BlockedLayout:
 
 
 def blocked_bytes(blocked: Tensor) -> Tensor:
-    """A copy of an opaque tensor's bytes, as a flat tensor of its dtype."""
+    """Copy an opaque tensor's bytes into a flat tensor of its dtype."""
     size_bytes = int(torch.ops.mkldnn._nbytes(blocked))
     flat = torch.empty(size_bytes // blocked.dtype.itemsize, dtype=blocked.dtype)
     ctypes.memmove(flat.data_ptr(), torch.ops.mkldnn.data_ptr(blocked), size_bytes)
@@ -138,7 +141,7 @@ def blocked_view(flat: Tensor, layout: BlockedLayout) -> Tensor:
 
 
 class _Shim:
-    """The functions of torch's C shim that are needed, with their signatures. Raises OSError, AttributeError."""
+    """Functions of torch's C shim with their signatures. Raises OSError, AttributeError."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -163,7 +166,7 @@ class _Shim:
         ]  # fmt: skip
         self.capsule = ctypes.pythonapi.PyCapsule_New
         self.capsule.restype, self.capsule.argtypes = ctypes.py_object, [pointer, ctypes.c_char_p, pointer]
-        _ = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr  # asked for here, where its absence is told
+        _ = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr  # read here, where its absence is reported
 
 
 _shim = cache(_Shim)
@@ -171,7 +174,7 @@ _shim = cache(_Shim)
 
 @cache
 def _cpu() -> dict[str, str]:
-    """Linux's facts of the first core; elsewhere nothing."""
+    """Linux's facts about the first core; empty elsewhere."""
     try:
         first = CPU_INFORMATION.read_text(encoding="utf-8").split("\n\n", 1)[0]
     except OSError:
@@ -180,20 +183,23 @@ def _cpu() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip() in CPU_KEYS}
 
 
-# As great as numbers of eight bits can be: sums of their products saturate where the CPU adds them in 16 bits.
+# Nearly the largest numbers of eight bits: sums of their products saturate where the CPU adds them in 16 bits.
 _TRIED_IMAGES = (255 - torch.arange(32 * 8 * 8) % 4).reshape(1, 32, 8, 8)
 _TRIED_WEIGHT = (127 - torch.arange(16 * 32 * 3 * 3) % 3).reshape(16, 32, 3, 3)
-_GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)  # stride, padding, dilation, groups: the first two alike, as operators differ
+_GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)  # stride, padding, dilation, groups; operators differ in the first two's order
 _PLAINLY: tuple[str, list[float], str] = ("none", [], "")  # without an activation
 
 
-def _told_layout() -> BlockedLayout:
+def _any_layout() -> BlockedLayout:
     weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]  # its layout differs by the CPU's instructions
     return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
 
 
 def _tried_deviation(dtype: torch.dtype) -> float:
-    """Deviation of a convolution and a linear layer from exact sums, of the largest. Raises RuntimeError."""
+    """Largest deviation of a convolution and a linear layer from exact sums, in parts of the largest sum.
+
+    Raises RuntimeError.
+    """
     rows, matrix = _TRIED_IMAGES.reshape(-1, 64), _TRIED_WEIGHT.reshape(-1, 64)
     found = _tried_in_eight_bits(rows, matrix) if dtype == torch.int8 else _tried_in(dtype, rows, matrix)
     exact = (

@@ -1,11 +1,11 @@
-"""A fused graph in which convolutions and linear layers compute with eight bits.
+"""Rewrites a fused graph so that convolutions and linear layers compute in eight bits.
 
-A call reads levels (``levels``) and answers with levels where levels are read, else in float32. Operators that only
-move values (max pooling, joining, splitting, enlarging) pass levels on; values that meet so share one scale. The last
-layers stay in float32, as eight bits would make outputs coarse; so do layers of a single pixel, which cost nothing.
+A call reads levels (``levels``), and answers with levels where levels are read, else in float32. Operators that only
+move values (max pooling, joining, splitting, enlarging) pass levels on; values that meet there share one scale. The
+last layers stay in float32, as eight bits would make outputs coarse; so do layers of a single pixel, which cost little.
 
-Guarantees: outputs differ from the fused graph's by rounding alone, as long as values lie within their ranges. Nothing
-is read after it was written to: storage that is written stays in float32, but for sums in place.
+Guarantees: outputs differ from the fused graph's by rounding alone while values stay in their ranges. Storage that is
+written to stays in float32, except for sums in place.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.nn import functional
 
 from experts.backends.onednn.fusion import Fused, FusedCall, apply
 from experts.backends.onednn.layouts import ConvolutionShape
-from experts.backends.onednn.levels import MIDDLE, Quantisation, Values
-from experts.backends.onednn.quantised_calls import pooled_levels, to_levels, to_values
+from experts.backends.onednn.levels import MIDDLE, Quantisation, Values, pooled_levels, to_levels, to_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch.fx import Graph, Node
 
+    from experts.backends.onednn.fusion import Part
     from experts.backends.onednn.layouts import Shape
 
-CONVOLVED_ACTIVATIONS = frozenset({"none", "relu", "hardtanh", "hardswish", "swish"})  # that oneDNN has in eight bits
+CONVOLVED_ACTIVATIONS = frozenset({"none", "relu", "hardtanh", "hardswish", "swish"})  # oneDNN's in eight bits
 MULTIPLIED_ACTIVATIONS = frozenset({"none", "relu", "gelu"})
 COMPUTING = frozenset({apply, functional.linear, torch.conv2d, torch.matmul})
 MOVING_FUNCTIONS = frozenset({torch.cat, torch.chunk, torch.split, torch.flatten, operator.getitem})
@@ -38,7 +38,7 @@ MOVING_METHODS = frozenset({"chunk", "split", "view", "reshape", "flatten", "con
 
 
 def quantised(fused: Fused) -> Fused:
-    """The graph with all calls in eight bits that can be; the same one where none can. Its graph is used up."""
+    """Put all calls into eight bits that can be. Changes the given graph."""
     _, *placeholders = (node for node in fused.graph.nodes if node.op == "placeholder")
     parts = dict(zip(placeholders, fused.inputs, strict=True))
     rewriting = _Rewriting(fused.graph, parts, _planned(fused.graph, parts))
@@ -49,14 +49,12 @@ def quantised(fused: Fused) -> Fused:
 
 @dataclass
 class _Plan:
-    """``calls``: those in eight bits, by node. ``levelled``: nodes whose values are levels. ``values``: by node."""
-
-    calls: dict[Node, FusedCall]
-    levelled: set[Node]
+    calls: dict[Node, FusedCall]  # in eight bits
+    levelled: set[Node]  # nodes whose values are levels
     values: dict[Node, Values] = field(default_factory=dict)
 
 
-def _planned(graph: Graph, parts: Mapping[Node, str | FusedCall | Values]) -> _Plan:
+def _planned(graph: Graph, parts: Mapping[Node, Part]) -> _Plan:
     written = _written(graph)
     calls: dict[Node, FusedCall] = {}
     for node in graph.nodes:
@@ -77,7 +75,7 @@ def _is_able(call: FusedCall) -> bool:
 
 
 def _leads_on(node: Node) -> bool:
-    """Does another layer read, at however many removes, what this one answers with?"""
+    """True where another layer reads this one's answer, directly or through other nodes."""
     reached, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop().users:
@@ -90,7 +88,7 @@ def _leads_on(node: Node) -> bool:
 
 
 def _written(graph: Graph) -> set[int]:
-    """Storages that are written to, but for sums in place after the last reader."""
+    """Storages that are written to, except by sums in place after the last reader."""
     return {storage for node in graph.nodes if node.target is not apply for storage in node.meta.get("writes", ())}
 
 
@@ -100,7 +98,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) -> set[Node]:
-    """Nodes whose values are levels: needed as such, and made as such."""
+    """Nodes whose values are levels: needed and made as levels."""
     moving = {node for node in graph.nodes if _moves(node) and _storage(node) not in written}
     while True:
         needed = _needed_as_levels(graph, calls, moving)
@@ -125,7 +123,7 @@ def _needed_as_levels(graph: Graph, calls: Mapping[Node, FusedCall], moving: set
 
 
 def _moves(node: Node) -> bool:
-    """Does a node make of levels levels of the same scale?"""
+    """True where a node turns levels into levels of the same scale."""
     if node.target is functional.interpolate:
         return _argument(node, 3, "mode", "nearest") == "nearest"
     if node.target is functional.max_pool2d:
@@ -140,7 +138,7 @@ def _argument(node: Node, place: int, name: str, default: object) -> object:
 
 
 def _shared_values(graph: Graph, plan: _Plan) -> Iterator[tuple[Node, Values]]:
-    """The values of each node that is read as levels or is levels."""
+    """Values of each node that is levels, or is read as levels."""
     leaders: dict[Node, Node] = {}
 
     def leader(node: Node) -> Node:
@@ -169,7 +167,7 @@ def _shared_values(graph: Graph, plan: _Plan) -> Iterator[tuple[Node, Values]]:
 
 
 def _zero(members: Iterable[Node], plan: _Plan, summed: set[Node]) -> int | None:
-    """0 for what is never negative; one for all experts where it is a summand, as oneDNN compiles it into the call."""
+    """0 for values that are never negative; of a summand MIDDLE, as oneDNN compiles its zero into the call."""
     made = [node for node in members if not (node in plan.levelled and node not in plan.calls)]
     if all(node in plan.levelled and _is_never_negative(plan.calls[node]) for node in made):
         return 0
@@ -182,12 +180,12 @@ def _is_never_negative(call: FusedCall) -> bool:
 
 
 class _Rewriting:
-    def __init__(self, graph: Graph, parts: dict[Node, str | FusedCall | Values], plan: _Plan) -> None:
+    def __init__(self, graph: Graph, parts: dict[Node, Part], plan: _Plan) -> None:
         self._graph = graph
         self._parts = parts
         self._plan = plan
         self._written = _written(graph)
-        self._steps: dict[tuple[Node, bool], Node] = {}  # what was brought to levels, or back, already
+        self._steps: dict[tuple[Node, bool], Node] = {}  # conversions to levels, or back, that exist already
         self._placeholders: dict[Values, Node] = {}
 
     def run(self) -> None:
@@ -197,13 +195,13 @@ class _Rewriting:
             elif node not in self._plan.levelled:
                 for read in node.all_input_nodes:
                     if read in self._plan.levelled:
-                        node.replace_input_with(read, self._brought(read, node, to_values))
+                        node.replace_input_with(read, self._converted(read, node, to_values))
             elif node.target is functional.max_pool2d:
                 node.target = pooled_levels
-            elif node.target is torch.cat:  # fewer bytes to join, and all that need not be brought back first
+            elif node.target is torch.cat:  # joined as levels: fewer bytes, and no conversion back
                 for read in node.all_input_nodes:
                     if read not in self._plan.levelled:
-                        node.replace_input_with(read, self._brought(read, node, to_levels))
+                        node.replace_input_with(read, self._converted(read, node, to_levels))
         self._graph.lint()
 
     def _rewrite_call(self, node: Node) -> None:
@@ -216,13 +214,13 @@ class _Rewriting:
         shape = _shape(call, quantisation)
         self._parts[placeholder] = replace(call, shape=shape, overwrites=overwrites, quantisation=quantisation)
         read = [
-            each if each in self._plan.levelled else self._brought(each, node, to_levels, is_own=each is summand)
+            each if each in self._plan.levelled else self._converted(each, node, to_levels, is_own=each is summand)
             for each in operands
         ]
         node.args = (placeholder, *read)
 
-    def _brought(self, read: Node, reader: Node, step: object, *, is_own: bool = False) -> Node:
-        """A value as a reader needs it, made once for all, unless it is written to, or this reader writes to it."""
+    def _converted(self, read: Node, reader: Node, step: object, *, is_own: bool = False) -> Node:
+        """Convert a value for its reader: once for all readers, unless this reader or another node writes to it."""
         key = (read, step is to_levels)
         if key in self._steps and not is_own:
             return self._steps[key]
@@ -244,7 +242,7 @@ class _Rewriting:
 
 
 def _shape(call: FusedCall, quantisation: Quantisation) -> Shape:
-    """Shape that a weight of eight bits is applied to: images padded before where zero is not level 0."""
+    """Shape that a weight of eight bits is applied to: where zero is not level 0, images are padded in advance."""
     shape = replace(call.shape, dtype=torch.int8)
     if not isinstance(shape, ConvolutionShape) or quantisation.source.zero == 0:
         return shape

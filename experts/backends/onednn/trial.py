@@ -1,8 +1,8 @@
-"""A form is tried before anything is packed in it: on made-up weights and images, as a whole and call by call.
+"""Tries a form before anything is packed in it: on synthetic weights and images, as a whole and call by call.
 
 Guarantees: a call is compared with torch's own operators on the very values that it read, so no error vanishes and no
-rounding adds up on the way. The outputs are compared with the module's. A deviation beyond the form's rounding refuses
-the form, by name. The same box decides the same way.
+rounding accumulates. The outputs are compared with the module's. A deviation beyond the form's rounding refuses the
+form, by name. The same box decides the same way.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from experts.backends.base import RefusedModule
-from experts.backends.onednn.calibrating import observed, quantised_weights
+from experts.backends.modules.binding import output_list
+from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import FusedModule, OnednnSkeleton, decided_layouts, fused_module
 from experts.backends.onednn.fusion import LEVELS, SCALES, FusedCall
 from experts.backends.onednn.layouts import ConvolutionShape
-from experts.backends.onednn.quantised_calls import Levels
+from experts.backends.onednn.levels import Levels, by_channel
+from experts.backends.onednn.quantised_weights import quantised_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,30 +31,27 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onednn.form import OnednnModule
-    from experts.backends.onednn.fusion import Activation
-    from experts.backends.onednn.levels import Values
 
     Runs: TypeAlias = Callable[..., Tensor]
 
 log = logging.getLogger(__name__)
 
 TRIED_IMAGES = 4  # another number than it was recorded with
-DEVIATION_MAXIMUM = {  # of made-up answers, of the largest value of each: rounding adds up from call to call
+DEVIATION_MAXIMUM = {  # of an output, in parts of its largest value: rounding accumulates from call to call
     torch.float32: 1e-3,
     torch.bfloat16: 0.3,
     torch.int8: 0.5,
 }
-CALL_DEVIATION_MAXIMUM = {  # of one call's: what its sums, its own rounding and that of what it is compared with make
+CALL_DEVIATION_MAXIMUM = {  # of one call's answer: rounding of its sums and of the expected ones
     torch.float32: 1e-4,
     torch.bfloat16: 0.03,
     torch.int8: 0.03,
 }
-GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
-NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
+GAIN = 1.0  # of a layer with synthetic weights: the change by a wrong call has to reach the outputs
+NOISE = 0.1  # on vectors, so that none is all 0 or all 1 as fresh ones may be
 NOTHING = torch.finfo(torch.float32).tiny
-SUMMING = 1e-6  # of the largest sum that is activated, some units in float32's last place: no small one is more exact
+SUMMING = 1e-6  # of the largest activated sum, some units in float32's last place: no smaller sum is more exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class FormTrial:
 def decided_module(
     module: Module, fused: FusedModule | RefusedModule, outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> OnednnModule | RefusedModule:
-    """Layouts, decided and tried. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
+    """Decide layouts and try them. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
     if isinstance(fused, RefusedModule):
         return fused
     form = decided_layouts(fused)
@@ -78,31 +77,32 @@ def decided_module(
 
 
 def tried(module: Module, form: OnednnModule, outputs: Sequence[str], sample: Mapping[str, Tensor]) -> FormTrial:
-    """Deviation of a form from its module on made-up weights like the sample's."""
+    """Deviation of a form from its module on synthetic weights like the sample's."""
     generator = torch.Generator().manual_seed(0)
-    dtype = form.module.dtype
-    weights = {name: made_up(tensor, generator, dtype) for name, tensor in sample.items()}
-    images = torch.randn((TRIED_IMAGES, 3, *form.module.size), generator=generator)
-    try:
-        ranges = _made_up_ranges(module, outputs, form.module, weights, images)
-        packed = form.tensors(weights, ranges)
-    except ValueError:  # values without levels, which are no numbers
-        return FormTrial(dict.fromkeys(outputs, float("nan")), ())
+    fused, dtype = form.module, form.module.dtype
+    weights = {name: _noisy(tensor, generator, dtype) for name, tensor in sample.items()}
+    images = torch.randn((TRIED_IMAGES, 3, *fused.size), generator=generator)
+    tensors = weights
+    if fused.numbers == torch.int8:
+        plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
+        assert isinstance(plain, FusedModule), "it was fused in float32 already"
+        try:
+            tensors = quantised_weights(fused.calls, weights, observed(plain, weights, [images]).ranges)
+        except ValueError:  # NaN has no levels
+            return FormTrial(dict.fromkeys(outputs, float("nan")), ())
     calls: list[_TriedCall] = []
-    plain = weights if ranges is None else quantised_weights(form.module.inputs, weights, ranges)
 
     def watched(call: FusedCall, made: Runs) -> Runs:
-        calls.append(_TriedCall(call, made, _Expected(call, weights, plain)))
+        calls.append(_TriedCall(call, made, tensors))
         return calls[-1]
 
     skeleton = OnednnSkeleton(form, lambda expert, answers, batch: (), watched)
-    skeleton.bind(packed)
+    skeleton.bind(form.tensors(tensors))
     with torch.inference_mode():
         found = skeleton.outputs(images.unbind())
-        expected = functional_call(module, weights, (images.to(dtype),))
-    named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
+        expected = output_list(functional_call(module, weights, (images.to(dtype),)), outputs)
     return FormTrial(
-        {name: _deviation(each, named[name]) for name, each in zip(outputs, found, strict=True)},
+        {name: _deviation(*pair) for name, *pair in zip(outputs, found, expected, strict=True)},
         tuple((each.call, each.deviation) for each in calls),
     )
 
@@ -113,8 +113,8 @@ def described(call: FusedCall) -> str:
     return f"{call.weight.removesuffix('.weight')} ({done} in {_named(call.shape.dtype)})"
 
 
-def made_up(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """A weight with noise on it, as large as keeps what comes through it as large as it was."""
+def _noisy(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """A weight plus noise that keeps the size of values from layer to layer."""
     if not tensor.is_floating_point():
         return tensor
     scale = GAIN / tensor[0].numel() ** 0.5 if tensor.dim() > 1 else NOISE
@@ -135,84 +135,61 @@ def _beyond(deviations: Iterable[tuple[str, float]], limit: float) -> list[str]:
     return [f"{name} by {deviation:.2g}" for name, deviation in deviations if not deviation <= limit]
 
 
-def _made_up_ranges(
-    module: Module, outputs: Sequence[str], fused: FusedModule, weights: Mapping[str, Tensor], images: Tensor
-) -> Ranges | None:
-    if fused.numbers != torch.int8:
-        return None
-    plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
-    assert isinstance(plain, FusedModule), "it was fused in float32 already"
-    return observed(plain.graph, plain.inputs, weights, [images]).ranges
-
-
 class _TriedCall:
-    """A call whose last image is compared with what torch's operators make of it."""
+    """A call whose answer to the last image is compared with the answer of torch's operators, in float32.
 
-    def __init__(self, call: FusedCall, made: Runs, expected: _Expected) -> None:
+    ``tensors``: of the form, not laid out yet.
+    """
+
+    def __init__(self, call: FusedCall, made: Runs, tensors: Mapping[str, Tensor]) -> None:
         self.call = call
-        self.deviation = 0.0  # of one that no image reaches
+        self.deviation = 0.0  # of a call that no image reaches
         self._made = made
-        self._expected = expected
+        self._tensors = tensors
+        values = call.quantisation
+        self._source = None if values is None else Levels(tensors[LEVELS], values.source)
+        self._summand = None if values is None or values.summand is None else Levels(tensors[LEVELS], values.summand)
+        self._answer = None if values is None or values.answer is None else Levels(tensors[LEVELS], values.answer)
 
     def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
-        expected, slack = self._expected.of(source, *others)  # before the call may write over what is added
+        expected, slack = self._expected(source, *others)  # before the call may overwrite its summand
         answer: Tensor = self._made(source, *others)
-        self.deviation = _deviation(self._expected.read(answer), expected, slack)
+        self.deviation = _deviation(_values(self._last(answer), self._answer).float(), expected, slack)
         return answer
 
-
-class _Expected:
-    """A call's right answer for its last image, by torch, float32. ``packed``: weights, not laid out yet."""
-
-    def __init__(self, call: FusedCall, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
-        self._call = call
-        self._weights = weights
-        self._packed = packed
-        answer = None if call.quantisation is None else call.quantisation.answer
-        self._answer = None if answer is None else Levels(packed[LEVELS], answer)
-
-    def of(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
-        """The answer, and its slack: rounding of sums of that size, and one level, as either may come."""
-        quantisation = self._call.quantisation
-        values = self._values(self._last(source), None if quantisation is None else quantisation.source)
-        sums = self._applied(values).float()
+    def _expected(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
+        """The right answer, and its slack: rounding of sums of that size, and one level, as either may come."""
+        sums = self._applied(_values(self._last(source), self._source)).float()
         if other is not None:
-            sums = sums + self._values(self._last(other), None if quantisation is None else quantisation.summand)
-        activation = self._call.activation
-        largest = float(sums.abs().nan_to_num(0.0, posinf=0.0).max())  # an infinite one explains nothing
-        found, slack = _ACTIVATIONS[activation.name](sums, activation), SUMMING * largest
+            sums = sums + _values(self._last(other), self._summand)
+        activation = self.call.activation
+        slack = SUMMING * float(sums.abs().nan_to_num(0.0, posinf=0.0).max())  # infinity explains no deviation
+        algorithm = {"approximate": activation.algorithm} if activation.algorithm else {}
+        found = _ACTIVATIONS[activation.name](sums, *activation.scalars, **algorithm)
         if self._answer is None:
             return found, slack
         return self._answer.back(self._answer.of(found)), slack + self._answer.scale
 
-    def read(self, answer: Tensor) -> Tensor:
-        last = self._last(answer)
-        return last.float() if self._answer is None else self._answer.back(last)
+    def _applied(self, source: Tensor) -> Tensor:
+        call, shape, weight = self.call, self.call.shape, self._tensors[self.call.weight]
+        bias = None if call.bias is None else self._tensors[call.bias]
+        if call.quantisation is not None:
+            weight = weight * by_channel(self._tensors[f"{call.weight} {SCALES}"], weight)
+        if not isinstance(shape, ConvolutionShape):
+            return functional.linear(source, weight, bias)
+        height, width = source.shape[-2:]  # a call of eight bits may have padded its shape in advance
+        padding = (shape.padding[0] + (shape.height - height) // 2, shape.padding[1] + (shape.width - width) // 2)
+        return torch.conv2d(source, weight, bias, shape.stride, padding, shape.dilation, shape.groups)
 
     def _last(self, values: Tensor) -> Tensor:
-        shape = self._call.shape
-        return (
-            values[-1:] if isinstance(shape, ConvolutionShape) else values.reshape(-1, values.shape[-1])[-shape.rows :]
-        )
+        shape = self.call.shape
+        if isinstance(shape, ConvolutionShape):
+            return values[-1:]
+        return values.reshape(-1, values.shape[-1])[-shape.rows :]
 
-    def _values(self, found: Tensor, levels: Values | None) -> Tensor:
-        return found if levels is None else Levels(self._packed[LEVELS], levels).back(found)
 
-    def _applied(self, source: Tensor) -> Tensor:
-        call, shape = self._call, self._call.shape
-        bias = None if call.bias is None else self._weights[call.bias]
-        if not isinstance(shape, ConvolutionShape):
-            return functional.linear(source, self._weight(), bias)
-        height, width = source.shape[-2:]  # what a call of eight bits pads before is part of what it does
-        padding = (shape.padding[0] + (shape.height - height) // 2, shape.padding[1] + (shape.width - width) // 2)
-        return torch.conv2d(source, self._weight(), bias, shape.stride, padding, shape.dilation, shape.groups)
-
-    def _weight(self) -> Tensor:
-        name = self._call.weight
-        if self._call.quantisation is None:
-            return self._weights[name]
-        levels, scales = self._packed[name], self._packed[f"{name} {SCALES}"]
-        return levels * scales.reshape(-1, *[1] * (levels.dim() - 1))
+def _values(found: Tensor, levels: Levels | None) -> Tensor:
+    return found if levels is None else levels.back(found)
 
 
 def _named(numbers: torch.dtype) -> str:
@@ -233,15 +210,15 @@ def _deviation(found: Tensor, expected: Tensor, slack: float = 0.0) -> float:
     return float(off / expected.abs().max().clamp_min(NOTHING))
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor, Activation], Tensor]] = {
-    "none": lambda values, _: values,
-    "relu": lambda values, _: functional.relu(values),
-    "sigmoid": lambda values, _: torch.sigmoid(values),
-    "tanh": lambda values, _: torch.tanh(values),
-    "swish": lambda values, _: functional.silu(values),
-    "hardswish": lambda values, _: functional.hardswish(values),
-    "hardsigmoid": lambda values, _: functional.hardsigmoid(values),
-    "hardtanh": lambda values, done: functional.hardtanh(values, min_val=done.scalars[0], max_val=done.scalars[1]),
-    "leaky_relu": lambda values, done: functional.leaky_relu(values, negative_slope=done.scalars[0]),
-    "gelu": lambda values, done: functional.gelu(values, approximate=done.algorithm),
+_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "none": torch.positive,
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "swish": functional.silu,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "hardtanh": functional.hardtanh,
+    "leaky_relu": functional.leaky_relu,
+    "gelu": functional.gelu,
 }

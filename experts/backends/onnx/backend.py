@@ -29,9 +29,9 @@ from experts.backends.onnx.memory import peak_bytes
 from experts.backends.onnx.pruning import add_what_is_no_number, keep_outputs, take_batches
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
-from experts.backends.outputs import await_writes, label_by_label
+from experts.backends.outputs import await_writes, is_finite, label_by_label
 from experts.backends.pixels import cropped, stretched
-from experts.backends.weight_files import is_finite, read_onnx
+from experts.backends.weight_files import read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Fit, Precision, Prediction, Task
 

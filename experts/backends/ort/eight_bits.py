@@ -1,8 +1,8 @@
-"""Graphs whose convolutions ONNX Runtime computes in eight bits: uint8 values, int8 weights by output channel.
+"""ONNX Runtime's eight bits: graphs whose convolutions read uint8 values and int8 weights by output channel.
 
-Values are brought to levels and back around each convolution (QDQ), which ONNX Runtime fuses. Weights, scales and zeros
-stay inputs: experts of one architecture share the graph. The convolutions nearest to the outputs stay in float32, as
-do layers that are none, so that scores keep their resolution. Source: ONNX Runtime's guide to quantization.
+Values are converted to levels and back around each convolution (QDQ), which ONNX Runtime fuses. Weights, scales and
+zeros stay inputs: experts of one architecture share the graph. The convolutions nearest to the outputs and all other
+layers stay in float32, so scores keep their resolution. Source: ONNX Runtime's guide to quantization.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from experts.backends.base import Packable, RefusedModule
+from experts.backends.made_once import MadeOnce
 from experts.backends.onednn.levels import levels, quantised_weight
-from experts.backends.ort.session import session_once
-from experts.calibrations import CallRanges, Range
+from experts.backends.ort.execution import KEPT, deviations, made_up, refused
+from experts.backends.ort.export import IMAGES, exported
+from experts.backends.ort.layout import LaidOutGraph, laid_out
+from experts.backends.ort.session import REFUSALS, one_operator, session_once
+from experts.calibrations import CallRanges, Range, required_ranges
+from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from torch import Tensor
 
-WIDE, NARROW = 127, 63  # greatest weights: of 8 bits, and of 7, whose products in pairs fit into 16 bits
-KEPT_LEVELS = frozenset({"MaxPool"})  # answer with levels of what they read
+    from experts.backends.forms.base import Form, Modules
+    from experts.expert import Expert
+
+DEVIATION_MAXIMUM = 0.5  # of an output, in parts of its largest value: rounding accumulates from layer to layer
+WIDE, NARROW = 127, 63  # largest weights: of 8 bits, and of 7, whose products in pairs fit into 16 bits
+KEPT_LEVELS = frozenset({"MaxPool"})  # operators that answer with the levels that they read
 JOINED = frozenset({"Add", "Concat", "MaxPool", "GlobalAveragePool", "Mul"})
 
 
@@ -40,122 +50,143 @@ class LevelledConvolution:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class QuantisedGraph:
-    """A graph in QDQ. ``values``: those brought to levels, each with the value whose levels it shares."""
+    """A graph in QDQ, laid out. ``values``: those converted to levels, each with the value whose levels it shares."""
 
-    model: onnx.ModelProto
+    plain: onnx.ModelProto  # in float32: its values are observed
+    graph: LaidOutGraph
     convolutions: tuple[LevelledConvolution, ...]
     values: Mapping[str, str]
 
-    def copied(self) -> onnx.ModelProto:
-        made = onnx.ModelProto()
-        made.CopyFrom(self.model)
-        return made
-
-    def constants(self) -> dict[str, np.ndarray]:
-        """Made-up values of all inputs that are neither images nor float32 weights: ONNX Runtime fuses constants."""
-        shapes = {value.name: value for value in self.model.graph.input}
-        found: dict[str, np.ndarray] = {}
-        for number, value in enumerate(dict.fromkeys(self.values.values()), start=1):
-            found |= {scale_of(value): np.array(number, np.float32), zero_of(value): np.array(0, np.uint8)}
-        for each in self.convolutions:
-            dims = [dimension.dim_value for dimension in shapes[each.weight].type.tensor_type.shape.dim]
-            found |= {each.weight: np.ones(dims, np.int8), scale_of(each.weight): np.ones(dims[0], np.float32)}
-            if each.bias is not None:  # ONNX Runtime fuses one only where its scale is the product of the others
-                unit = np.full(dims[0], found[scale_of(self.values[each.source])])
-                found |= {each.bias: np.ones(dims[0], np.int32), scale_of(each.bias): unit}
-        return found
-
-    def quantised(self, weights: Mapping[str, Tensor], ranges: Mapping[str, CallRanges]) -> dict[str, Tensor]:
+    def tensors(self, weights: Mapping[str, Tensor], ranges: Mapping[str, CallRanges]) -> dict[str, Tensor]:
         """One expert's inputs. Raises KeyError if a value was not observed, ValueError for NaN."""
         found = dict(weights)
         table: dict[str, tuple[float, int]] = {}
         for value in dict.fromkeys(self.values.values()):
             alike = [ranges[name].answer for name, shared in self.values.items() if shared == value]
-            table[value] = levels(Range.around(alike), None)
-            scale, zero = table[value]
-            found |= {scale_of(value): torch.tensor(scale), zero_of(value): torch.tensor(zero, dtype=torch.uint8)}
+            scale, zero = table[value] = levels(Range.around(alike), None)
+            found |= {_scale(value): torch.tensor(scale), _zero(value): torch.tensor(zero, dtype=torch.uint8)}
         for each in self.convolutions:
-            try:
-                laid, scales = quantised_weight(weights[each.weight].detach().float(), weight_highest())
-            except ValueError as error:
-                raise ValueError(f"{each.weight}: {error}") from error
-            found |= {each.weight: laid.contiguous(), scale_of(each.weight): scales}
+            laid, scales = quantised_weight(each.weight, weights[each.weight], weight_highest())
+            found |= {each.weight: laid.contiguous(), _scale(each.weight): scales}
             if each.bias is not None:
                 unit = scales * table[self.values[each.source]][0]
                 bias = (weights[each.bias].detach().double() / unit).round().clamp(-(2**31), 2**31 - 1)
-                found |= {each.bias: bias.to(torch.int32), scale_of(each.bias): unit}
-        return found
+                found |= {each.bias: bias.to(torch.int32), _scale(each.bias): unit}
+        return self.graph.tensors(found)
+
+    def ranges(self, weights: Mapping[str, Tensor], batches: Iterable[Tensor]) -> dict[str, CallRanges]:
+        """Ranges of the float32 graph's values. Raises ValueError, naming the value, for NaN and infinity."""
+        watched = _copy(self.plain)
+        names = [name for name in self.values if name != IMAGES]
+        outputs = {value.name for value in watched.graph.output}
+        watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outputs)
+        session = session_once(watched.SerializeToString())
+        inputs = [value.name for value in self.plain.graph.input if value.name != IMAGES]
+        feeds = {name: weights[name].contiguous().numpy() for name in inputs}
+        found: dict[str, Range] = {}
+        for batch in batches:
+            answers = session.run(names, {IMAGES: batch.contiguous().numpy(), **feeds})
+            for name, values in zip((IMAGES, *names), (batch.numpy(), *answers), strict=True):
+                try:
+                    seen = Range(float(values.min()), float(values.max()))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+                found[name] = Range.around((seen, *([found[name]] if name in found else [])))
+        return {name: CallRanges(each, each) for name, each in found.items()}
 
 
-def quantised_graph(model: onnx.ModelProto) -> QuantisedGraph:
-    """``model``: as exported, weights are inputs; it stays as it is. Raises ValueError without a convolution for it."""
-    plan = _Plan(model)
+def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
+    """Raises WeightsMismatch where the module is refused, or the expert is not calibrated for it."""
+    weights, made = modules.weights(expert, form), form.accepted(expert, _made(*_key(modules, expert)))
+    ranges = required_ranges(expert, form.name, made.values.keys())
+    try:
+        return Packable(made.tensors(weights, ranges), program=made.graph.program)
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, f"{error}: choose {form.plain}") from error
+
+
+def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> dict[str, CallRanges]:
+    """Raises WeightsMismatch where the module is refused, and for NaN."""
+    made = form.accepted(expert, _made(*_key(modules, expert)))
+    try:
+        return made.ranges(modules.weights(expert, form), batches)
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
+
+
+def _key(modules: Modules, expert: Expert) -> tuple[Modules, Hashable, tuple[int, int]]:
+    return modules, modules.structure(expert), expert.pixels.size
+
+
+def _make(modules: Modules, structure: Hashable, size: tuple[int, int]) -> QuantisedGraph | RefusedModule:
+    module = modules.module(structure)
+    try:
+        made = quantised_graph(exported(module, size, modules.outputs))
+        weights, images = made_up(modules.sample(structure), size)
+        tensors = made.tensors(weights, made.ranges(weights, [images]))
+        found = deviations(module, made.graph.program, modules.outputs, (weights, tensors), images)
+    except (ValueError, *REFUSALS) as error:
+        return RefusedModule(str(error))
+    return refused(found, DEVIATION_MAXIMUM) or made
+
+
+_made = MadeOnce(_make, KEPT)
+
+
+def quantised_graph(plain: onnx.ModelProto) -> QuantisedGraph:
+    """``plain``: as exported, weights are inputs. Raises ValueError without a convolution for eight bits."""
+    plan = _Plan(plain)
     if not plan.convolutions:
         raise ValueError("it has no convolution that ONNX Runtime runs in eight bits")
-    return QuantisedGraph(_rewritten(model, plan), tuple(plan.convolutions), plan.levels)
+    model = _rewritten(plain, plan)
+    graph = laid_out(model, IMAGES, _made_up_constants(model, plan))
+    return QuantisedGraph(plain, graph, tuple(plan.convolutions), plan.levels)
 
 
-def observed_values(
-    model: onnx.ModelProto, names: Iterable[str], weights: Mapping[str, Tensor], batches: Iterable[Tensor], images: str
-) -> dict[str, CallRanges]:
-    """Ranges of a float32 graph's values. Raises ValueError, naming the value, for NaN and infinity."""
-    watched = onnx.ModelProto()
-    watched.CopyFrom(model)
-    asked = [name for name in names if name != images]
-    told = {value.name for value in watched.graph.output}
-    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in asked if name not in told)
-    session = session_once(watched.SerializeToString())
-    feeds = {
-        value.name: weights[value.name].contiguous().numpy() for value in model.graph.input if value.name != images
-    }
-    found: dict[str, Range] = {}
-    for batch in batches:
-        answers = session.run(asked, {images: batch.contiguous().numpy(), **feeds})
-        for name, values in zip((images, *asked), (batch.numpy(), *answers), strict=True):
-            try:
-                seen = Range(float(values.min()), float(values.max()))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            found[name] = Range.around((seen, *([found[name]] if name in found else [])))
-    return {name: CallRanges(each, each) for name, each in found.items()}
+def _made_up_constants(model: onnx.ModelProto, plan: _Plan) -> dict[str, np.ndarray]:
+    """Made-up values of all inputs but images and float32 weights: ONNX Runtime fuses constants only."""
+    shapes = {value.name: value.type.tensor_type.shape for value in model.graph.input}
+    found: dict[str, np.ndarray] = {}
+    for number, value in enumerate(dict.fromkeys(plan.levels.values()), start=1):
+        found |= {_scale(value): np.array(number, np.float32), _zero(value): np.array(0, np.uint8)}
+    for each in plan.convolutions:
+        dims = [dimension.dim_value for dimension in shapes[each.weight].dim]
+        found |= {each.weight: np.ones(dims, np.int8), _scale(each.weight): np.ones(dims[0], np.float32)}
+        if each.bias is not None:  # ONNX Runtime fuses one only where its scale is the product of the others
+            unit = np.full(dims[0], found[_scale(plan.levels[each.source])])
+            found |= {each.bias: np.ones(dims[0], np.int32), _scale(each.bias): unit}
+    return found
 
 
-def scale_of(name: str) -> str:
+def _scale(name: str) -> str:
     return f"{name} scale"
 
 
-def zero_of(name: str) -> str:
+def _zero(name: str) -> str:
     return f"{name} zero"
 
 
 @cache
 def weight_highest() -> int:
-    """Greatest weight whose products this CPU sums exactly: without VNNI, pairs of 8-bit products saturate."""
+    """Largest weight whose products this CPU sums exactly: without VNNI, pairs of 8-bit products saturate."""
     return next((highest for highest in (WIDE, NARROW) if sums_exactly(highest)), 0)
 
 
 def sums_exactly(highest: int) -> bool:
     """True where ONNX Runtime convolves the greatest levels by such weights exactly."""
-    channels, uint8 = 64, TensorProto.UINT8
+    channels, shape = 64, [1, 64, 8, 8]
     weight = np.full((16, channels, 1, 1), highest, np.int8)
     scale = np.float32(channels * highest)  # 255 levels of 255 * channels * highest
     constants = {"one": np.float32(1), "zero": np.uint8(0), "w": weight, "wz": np.int8(0), "scale": scale}
-    node = helper.make_node(
-        "QLinearConv", ["x", "one", "zero", "w", "one", "wz", "scale", "zero"], ["y"], kernel_shape=[1, 1]
-    )
-    shape = [1, channels, 8, 8]
-    graph = helper.make_graph(
-        [node], "trial", [helper.make_tensor_value_info("x", uint8, shape)],
-        [helper.make_tensor_value_info("y", uint8, [1, 16, 8, 8])],
-        [numpy_helper.from_array(np.asarray(values), name) for name, values in constants.items()],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    names = ["x", "one", "zero", "w", "one", "wz", "scale", "zero"]
+    node = helper.make_node("QLinearConv", names, ["y"], kernel_shape=[1, 1])
+    model = one_operator(node, shape, constants, TensorProto.UINT8)
     found = session_once(model.SerializeToString()).run(None, {"x": np.full(shape, 255, np.uint8)})[0]
     return bool((found == 255).all())
 
 
 class _Plan:
-    """Which convolutions and values come to levels. ``cuts``: activations that levels from zero on make needless."""
+    """Convolutions and values in eight bits. ``cuts``: activations that levels from zero on make superfluous."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._nodes = list(model.graph.node)
@@ -168,7 +199,7 @@ class _Plan:
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         leading = self._leading(given)
         self.convolutions: list[LevelledConvolution] = []
-        self.cuts: dict[str, str] = {}  # what a convolution or sum answers, and what is read of it instead
+        self.cuts: dict[str, str] = {}  # by an activation's answer, the convolution's or sum's that it reads
         self.levels: dict[str, str] = {}
         for node in self._nodes:
             if self._is_convolution(node, given) and node.output[0] in leading:
@@ -187,7 +218,7 @@ class _Plan:
         self.levels[answer] = self.levels[node.input[0]] if node.op_type in KEPT_LEVELS else answer
 
     def _cut(self, node: onnx.NodeProto, constants: Mapping[str, TensorProto]) -> str:
-        """The value that comes to levels: behind an activation that cuts at zero, where only that reads the node."""
+        """The value to convert: that of an activation which cuts at zero, where it alone reads the node."""
         answer = str(node.output[0])
         readers = self._readers[answer]
         if node.op_type not in {"Conv", "Add"} or len(readers) != 1 or answer in self._outputs:
@@ -209,7 +240,7 @@ class _Plan:
         return node.op_type == "Conv" and all(each in given and len(self._readers[each]) == 1 for each in weights)
 
     def _leading(self, given: set[str]) -> set[str]:
-        """Values that a convolution reads, directly or through other layers: all others lead to outputs alone."""
+        """Values that a convolution reads, directly or through other layers."""
         found: set[str] = set()
         for node in reversed(self._nodes):
             if self._is_convolution(node, given) or any(name in found for name in node.output):
@@ -218,8 +249,7 @@ class _Plan:
 
 
 def _rewritten(model: onnx.ModelProto, plan: _Plan) -> onnx.ModelProto:
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = _copy(model)
     graph = made.graph
     nodes: list[onnx.NodeProto] = []
     reads = {name: f"{name} back" for name in plan.levels}
@@ -231,16 +261,16 @@ def _rewritten(model: onnx.ModelProto, plan: _Plan) -> onnx.ModelProto:
 
     def to_levels(name: str, written: str) -> None:
         shared = plan.levels[name]
-        add("QuantizeLinear", written, scale_of(shared), zero_of(shared), f"{name} levels")
-        add("DequantizeLinear", f"{name} levels", scale_of(shared), zero_of(shared), reads[name])
+        add("QuantizeLinear", written, _scale(shared), _zero(shared), f"{name} levels")
+        add("DequantizeLinear", f"{name} levels", _scale(shared), _zero(shared), reads[name])
 
     for name in plan.levels:
         if name in inputs:
             to_levels(name, name)
     for each in plan.convolutions:
-        add("DequantizeLinear", each.weight, scale_of(each.weight), zero_of(each.weight), f"{each.weight} back", axis=0)
+        add("DequantizeLinear", each.weight, _scale(each.weight), _zero(each.weight), f"{each.weight} back", axis=0)
         if each.bias is not None:
-            add("DequantizeLinear", each.bias, scale_of(each.bias), f"{each.bias} back", axis=0)
+            add("DequantizeLinear", each.bias, _scale(each.bias), f"{each.bias} back", axis=0)
     for node in model.graph.node:
         if node.output[0] in plan.cuts:
             to_levels(node.output[0], plan.cuts[node.output[0]])
@@ -262,16 +292,22 @@ def _rewritten(model: onnx.ModelProto, plan: _Plan) -> onnx.ModelProto:
 
 
 def _retype_inputs(graph: onnx.GraphProto, plan: _Plan) -> None:
-    """Weights of quantised convolutions become levels, and scales and zeros join the inputs. In place."""
+    """Make inputs of quantised weights levels, and add scales and zeros to the inputs. In place."""
     inputs = {value.name: value for value in graph.input}
     for each in plan.convolutions:
         inputs[each.weight].type.tensor_type.elem_type = TensorProto.INT8
         channels = inputs[each.weight].type.tensor_type.shape.dim[0].dim_value
-        graph.initializer.append(numpy_helper.from_array(np.zeros(channels, np.int8), zero_of(each.weight)))
-        graph.input.append(helper.make_tensor_value_info(scale_of(each.weight), TensorProto.FLOAT, [channels]))
+        graph.initializer.append(numpy_helper.from_array(np.zeros(channels, np.int8), _zero(each.weight)))
+        graph.input.append(helper.make_tensor_value_info(_scale(each.weight), TensorProto.FLOAT, [channels]))
         if each.bias is not None:
             inputs[each.bias].type.tensor_type.elem_type = TensorProto.INT32
-            graph.input.append(helper.make_tensor_value_info(scale_of(each.bias), TensorProto.FLOAT, [channels]))
+            graph.input.append(helper.make_tensor_value_info(_scale(each.bias), TensorProto.FLOAT, [channels]))
     for value in dict.fromkeys(plan.levels.values()):
-        graph.input.append(helper.make_tensor_value_info(scale_of(value), TensorProto.FLOAT, []))
-        graph.input.append(helper.make_tensor_value_info(zero_of(value), TensorProto.UINT8, []))
+        graph.input.append(helper.make_tensor_value_info(_scale(value), TensorProto.FLOAT, []))
+        graph.input.append(helper.make_tensor_value_info(_zero(value), TensorProto.UINT8, []))
+
+
+def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    return made

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a form of execution of torch's architectures, beside fp32, bf16 and fp16; on the CPU.
+"""ONNX Runtime as a form of execution of torch's architectures, on the CPU.
 
 Guarantees: experts of one architecture, input size and number of labels share one program and session, so a switch
 overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images; else the
@@ -13,12 +13,13 @@ import torch
 from onnxruntime import OrtValue
 from torch.func import functional_call
 
-from experts.backends.base import Packable, RefusedModule
+from experts.backends.base import Packable, RefusedModule, require_images, require_tensors
 from experts.backends.made_once import MadeOnce
+from experts.backends.modules.binding import output_list
 from experts.backends.ort.export import EXAMPLES, IMAGES, exported
 from experts.backends.ort.layout import LaidOutGraph, identity_of, laid_out, runtime_identity
 from experts.backends.ort.session import REFUSALS, session_once, shared_session
-from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from experts.backends.forms.base import Form, Modules, Reader
     from experts.expert import Expert, Prediction
 
-KEPT = 64  # graphs, beside those that are held: packing goes through the line's forms in turn
-DEVIATION_MAXIMUM = 1e-3  # of the made-up answers, relative to the largest value of each output
+KEPT = 64  # graphs beside those in use: packing goes through the line's forms by turns
+DEVIATION_MAXIMUM = 1e-3  # of an output, in parts of its largest value
 NOISE = 0.1  # on made-up weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
 
 
@@ -39,7 +40,7 @@ class RuntimeSkeleton:
     """The session of one program, and the addresses of one expert's weights. ``answered`` reads the outputs."""
 
     def __init__(self, subject: str, program: bytes, device: str, answered: Reader) -> None:
-        """Raises BackendUnavailable where this is not the CPU and the ONNX Runtime that the program is laid out for."""
+        """Raises BackendUnavailable for a program that was laid out for another device, CPU or ONNX Runtime."""
         if device != "cpu":
             raise BackendUnavailable(subject, f"it runs on the CPU, not on {device}")
         found, here = identity_of(program), runtime_identity()
@@ -52,13 +53,11 @@ class RuntimeSkeleton:
         self._weights: Mapping[str, OrtValue] = {}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        if tensors.keys() != self._names:
-            raise ValueError(f"tensors do not fit the skeleton: {sorted(tensors.keys() ^ self._names)[:5]}")
+        require_tensors(tensors, self._names)
         self._weights = {name: _as_ort_value(tensor) for name, tensor in tensors.items()}
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        if not batch:
-            raise ValueError("an empty batch")
+        require_images(batch)
         images = _as_ort_value(torch.stack([prepared.tensor for prepared in batch]))
         outputs = self._session.run(self._outputs, {IMAGES: images, **self._weights})
         return self._answered(expert, [torch.from_numpy(output) for output in outputs], batch)
@@ -67,7 +66,7 @@ class RuntimeSkeleton:
 def runtime_form(
     module: Module, size: tuple[int, int], outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> LaidOutGraph | RefusedModule:
-    """``module``: on the meta device; ``sample``: weights as it may have; ``outputs``: see ``export.exported``."""
+    """``module``: on the meta device; ``sample``: weights that it may have; ``outputs``: see ``output_list``."""
     try:
         graph = laid_out(exported(module, size, outputs), IMAGES)
         weights, images = made_up(sample, size)
@@ -86,18 +85,8 @@ def refused(deviations: Mapping[str, float], most: float) -> RefusedModule | Non
 
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """One expert's weights, float32, by their names in the module. Raises WeightsMismatch where it is refused."""
-    found = _made(modules, modules.structure(expert), expert.pixels.size)
-    return packable(expert, form, found, modules.weights(expert, form))
-
-
-def packable(
-    expert: Expert, form: Form, found: LaidOutGraph | RefusedModule, tensors: Mapping[str, Tensor]
-) -> Packable:
-    if isinstance(found, RefusedModule):
-        raise WeightsMismatch(
-            expert.id, f"{expert.architecture} does not run in {form.name}: {found.reason}; choose fp32 or bf16"
-        )
-    return Packable(found.tensors(tensors), program=found.program)
+    found = form.accepted(expert, _made(modules, modules.structure(expert), expert.pixels.size))
+    return Packable(found.tensors(modules.weights(expert, form)), program=found.program)
 
 
 def _make(modules: Modules, structure: Hashable, size: tuple[int, int]) -> LaidOutGraph | RefusedModule:
@@ -114,7 +103,7 @@ def _as_ort_value(tensor: Tensor) -> OrtValue:
 
 
 def made_up(sample: Mapping[str, Tensor], size: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Noisy weights, and another number of images than a graph is exported with."""
+    """Noisy weights, and images in another number than in the export's example."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: _noisy(tensor, generator) for name, tensor in sample.items()}
     return weights, torch.randn((EXAMPLES + 1, 3, *size), generator=generator)
@@ -127,12 +116,11 @@ def deviations(
     """Distance of the program's outputs from the module's; NaN where the module's are. ``weights``: of each."""
     own, packed = weights
     with torch.inference_mode():
-        expected = functional_call(module, own, (images,))
-    named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
+        expected = output_list(functional_call(module, own, (images,)), outputs)
     feeds = {name: _as_ort_value(tensor) for name, tensor in {IMAGES: images, **packed}.items()}
-    session = session_once(program, is_final=True)
-    found = dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
-    return {name: _deviation(torch.from_numpy(found[name]), named[name]) for name in outputs}
+    found = session_once(program, is_final=True).run(list(outputs), feeds)
+    pairs = zip(outputs, found, expected, strict=True)
+    return {name: _deviation(torch.from_numpy(one), other) for name, one, other in pairs}
 
 
 def _noisy(tensor: Tensor, generator: torch.Generator) -> Tensor:

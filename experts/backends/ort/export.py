@@ -1,8 +1,7 @@
 """Torch modules exported as ONNX graphs without weights: every weight is an input, named as in the state dict.
 
-Guarantees: the same module and size give the same bytes, in any process, with any weights, because none are there; the
-number of images is open. The exporter is torch's own (``torch.onnx.export`` over ``torch.export``), which needs the
-package onnxscript. It runs on the meta device: nothing is computed, no memory is taken for weights.
+Guarantees: the same module and size give the same bytes, in any process; the number of images is open. The exporter is
+torch's own, which needs the package onnxscript. It runs on the meta device: nothing is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch.func import functional_call
 
-from experts.backends.modules.binding import weight_names
+from experts.backends.modules.binding import output_list, weight_names
 from experts.backends.ort.session import strip_notes
 
 if TYPE_CHECKING:
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-IMAGES = "images"  # the input that is no weight
+IMAGES = "images"  # name of the other input
 OPSET = 20  # of the standard operators; the first with GELU as one of them
-EXAMPLES = 2  # images in the example: a size of one would be taken for fixed
+EXAMPLES = 2  # images in the example: torch takes a size of one for fixed
 
 
 def exported(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> onnx.ModelProto:
-    """``outputs``: of a mapping, or the one name. Weights that reach none are no inputs. Raises ValueError."""
+    """``outputs``: see ``output_list``. Weights that reach no output are no inputs. Raises ValueError."""
     names = weight_names(module)
     weights = {name: tensor for name, tensor in module.state_dict().items() if name in names}
     stateless = _Stateless(module, outputs).eval()
@@ -56,20 +55,20 @@ def exported(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> o
 
 
 class _Stateless(torch.nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
-    """A module whose weights come in with every call."""
+    """A module whose weights are arguments of each call."""
 
     def __init__(self, module: Module, outputs: Sequence[str]) -> None:
         super().__init__()
-        self._inner = (module,)  # in a tuple, so that its parameters do not become ones of this module
+        self._inner = (module,)  # in a tuple, so that its parameters do not become this module's
         self._outputs = tuple(outputs)
 
     def forward(self, images: Tensor, weights: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         answer = functional_call(self._inner[0], weights, (images,))
-        return answer if isinstance(answer, torch.Tensor) else tuple(answer[name] for name in self._outputs)
+        return answer if isinstance(answer, torch.Tensor) else tuple(output_list(answer, self._outputs))
 
 
 def _pool_means(model: onnx.ModelProto) -> None:
-    """Means over height and width become what they are called where convolutions are optimised. In place."""
+    """Name means over height and width as ONNX Runtime's optimisation of convolutions expects. In place."""
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type != "ReduceMean" or len(node.input) != 2 or node.input[1] not in constants:

@@ -1,8 +1,8 @@
-"""Graphs in the form that ONNX Runtime executes, with their weights still coming in from outside.
+"""Graphs as ONNX Runtime executes them, with their weights still coming in from outside.
 
-ONNX Runtime convolves in blocks of channels and reorders constant weights to suit; weights that are inputs it cannot
-reorder, and convolves a third slower. So packing runs its optimisation once, on made-up weights. In the outcome each
-weight is found again by its values, which tells how a real one has to lie; then the weights become inputs again. The
+ONNX Runtime convolves in blocks of channels and reorders constant weights for it; weights that are inputs it cannot
+reorder, and convolves a third slower. So packing runs its optimisation once, on made-up weights. Each weight is found
+in the result by its values, which show the order that a real one needs; then the weights become inputs again. The
 layout fits this version of ONNX Runtime and this CPU: programs carry both as ``runtime_identity``.
 
 Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); each
@@ -24,7 +24,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
-from experts.backends.ort.session import optimised
+from experts.backends.ort.session import one_operator, optimised
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -35,9 +35,8 @@ IDENTITY_KEY = "coserve.runtime"
 SIZE_MAXIMUM_BYTES = 2**31 - 2**24  # of a serialised graph with the weights of its convolutions; a limit of ONNX
 DISABLED_OPTIMIZERS = (
     "ConvAddFusion", "ConvMulFusion", "ConvBNFusion",  # they change the values of weights
-    "ConstantSharing",  # and this one their names, where values are equal
+    "ConstantSharing",  # it changes their names, where values are equal
 )  # fmt: skip
-NOTHING: Mapping[str, np.ndarray] = {}
 
 
 class WeightOrder(StrEnum):
@@ -51,7 +50,7 @@ class WeightOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightInput:
-    """Which weight of the module an input of the program is, and how it lies there. ``shape``: with its padding."""
+    """An input of the program: the weight of the module that it holds, and its order. ``shape``: with padding."""
 
     source: str
     order: WeightOrder
@@ -77,7 +76,7 @@ class WeightInput:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LaidOutGraph:
-    """A program without weights, and where each of its inputs but the images comes from, in the program's order."""
+    """A program without weights, and its inputs beside the images, in the program's order."""
 
     program: bytes
     inputs: Mapping[str, WeightInput]
@@ -86,11 +85,12 @@ class LaidOutGraph:
         return {name: placement.laid(weights[placement.source]) for name, placement in self.inputs.items()}
 
 
-def laid_out(model: onnx.ModelProto, images: str, named: Mapping[str, np.ndarray] = NOTHING) -> LaidOutGraph:
-    """``model`` is used up. ``named``: made-up constants that keep names and values, such as levels of weights.
+def laid_out(model: onnx.ModelProto, images: str, named: Mapping[str, np.ndarray] | None = None) -> LaidOutGraph:
+    """Lay a graph out, changing ``model``. ``named``: made-up constants that keep names and values, such as levels.
 
     Raises ValueError where the graph is too large or a weight is lost, and ``session.REFUSALS``.
     """
+    named = named or {}
     order = [value.name for value in model.graph.input]
     probes = _probes(model)
     if sum(tensor.nbytes for tensor in (*probes.values(), *named.values())) > SIZE_MAXIMUM_BYTES:
@@ -125,12 +125,8 @@ def identity_of(program: bytes) -> str | None:
 
 def _channel_block() -> int:
     """Channels that ONNX Runtime's convolutions take together here; 1 where it does not block them."""
-    weight = numpy_helper.from_array(np.ones((1, 64, 1, 1), dtype=np.float32), "weight")
-    shapes = {"images": [1, 64, 8, 8], "answer": [1, 1, 8, 8]}
-    images, answer = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
-    node = helper.make_node("Conv", ["images", "weight"], ["answer"])
-    graph = helper.make_graph([node], "probe", [images], [answer], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    weight = np.ones((1, 64, 1, 1), dtype=np.float32)
+    model = one_operator(helper.make_node("Conv", ["x", "w"], ["y"]), [1, 64, 8, 8], {"w": weight})
     found = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL)
     return int(found.graph.initializer[0].dims[0])  # the one output channel, filled up to a block
 
@@ -140,7 +136,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Values whose first tells the weight. What others read as well stays an input, lest results become constants."""
+    """Made-up weights, each with another first value. A weight that other operators read too stays an input."""
     by_convolutions = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
     by_others = {name for node in model.graph.node for name in node.input[: 1 if node.op_type == "Conv" else None]}
     shapes = {value.name: _shape(value) for value in model.graph.input if value.name not in by_others}
@@ -162,7 +158,7 @@ def _settle(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray], named: Collection[str]) -> dict[str, WeightInput]:
-    """Turn what was made of the probes, and what has a name, into inputs again; returns each one's source. In place."""
+    """Turn probes and named constants into inputs again; return the source of each. In place."""
     by_first = {float(values.flat[0]): name for name, values in probes.items()}
     placements: dict[str, WeightInput] = {}
     renamed: dict[str, str] = {}
@@ -193,7 +189,7 @@ def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray], named: Colle
 
 
 def _name_by_place(model: onnx.ModelProto) -> None:
-    """Names that ONNX Runtime gave, which differ from run to run, become numbers. In place."""
+    """Number the names that ONNX Runtime gave, which differ from run to run. In place."""
     graph = model.graph
     graph.ClearField("value_info")
     fixed = {value.name for value in (*graph.input, *graph.output)} | {""}

@@ -1,13 +1,12 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
-Guarantees: a program's session is built once and lives as long as a skeleton or template holds it; beside those, the
-SESSIONS_KEPT asked for last. A trial at packing has a session of its own on one thread, and leaves none.
+Guarantees: a program's session is built once and lives while a skeleton or template refers to it; beside those, the
+latest SESSIONS_KEPT live. A trial at packing has a session of its own on one thread, and leaves none. Telemetry is off.
 
-Each session has its own threads, asleep between batches. ONNX Runtime's process-wide pool cannot be told from Python
-not to spin: a MobileNetV3 then took twice the processor time. Asleep, 36 threads hold 3 MB.
-
-A session holds no weights. All take their workspace from one arena: with one each, every architecture would keep its
-own; without any, detectors of large images run up to a third slower, waiting for the system. Telemetry is off.
+Each session has its own threads, asleep between batches: Python cannot stop ONNX Runtime's process-wide pool from
+spinning, which doubled a MobileNetV3's processor time. Asleep, 36 threads hold 3 MB. A session holds no weights. All
+share one arena for workspace: with one each, every architecture would keep its own; without any, detectors of large
+images run up to a third slower, waiting for the system.
 """
 
 from __future__ import annotations
@@ -16,22 +15,28 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 import onnxruntime
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import GraphOptimizationLevel, OrtAllocatorType, OrtArenaCfg, OrtMemoryInfo, OrtMemType
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from experts.backends.made_once import MadeOnce
 from experts.errors import BackendUnavailable
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 REFUSALS = (
     ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph, ort_errors.InvalidProtobuf,
     ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
-SESSIONS_KEPT = 2  # that no skeleton or template holds: a profile comes back to a form in a moment
+SESSIONS_KEPT = 2  # without a skeleton or template: a profile soon returns to a form
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _preparing = Lock()
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
@@ -40,7 +45,7 @@ _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "
 def shared_session(
     program: bytes, threads: int, device: str, *, is_final: bool = False
 ) -> onnxruntime.InferenceSession:
-    """``is_final``: run as it is. Raises BackendUnavailable rather than run elsewhere, and for a refused program."""
+    """``is_final``: without optimisation. Raises BackendUnavailable for a device or program that does not run."""
     return _sessions(program, threads, device, is_final)
 
 
@@ -65,20 +70,29 @@ def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.Infer
     return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
+def one_operator(
+    node: onnx.NodeProto, shape: Sequence[int], constants: Mapping[str, np.ndarray], element: int = TensorProto.FLOAT
+) -> onnx.ModelProto:
+    """A graph of one operator from ``x``, of that shape, to ``y``."""
+    source, answer = (
+        helper.make_tensor_value_info(name, element, extents) for name, extents in (("x", shape), ("y", None))
+    )
+    weights = [numpy_helper.from_array(np.asarray(values), name) for name, values in constants.items()]
+    graph = helper.make_graph([node], "trial", [source], [answer], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
 def try_runtime() -> None:
     """Run one convolution on the CPU. Raises ArithmeticError for a wrong answer, and one of REFUSALS."""
-    shape, helper, numbers = [1, 1, 3, 3], onnx.helper, onnx.TensorProto.FLOAT
-    values = [helper.make_tensor_value_info(name, numbers, shape if name != "y" else [1, 1, 1, 1]) for name in "xwy"]
-    graph = helper.make_graph([helper.make_node("Conv", ["x", "w"], ["y"])], "trial", values[:2], values[2:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    ones = torch.ones(shape).numpy()
-    found = session_once(model.SerializeToString()).run(None, {"x": ones, "w": ones})[0]
+    ones = np.ones((1, 1, 3, 3), np.float32)
+    model = one_operator(helper.make_node("Conv", ["x", "w"], ["y"]), ones.shape, {"w": ones})
+    found = session_once(model.SerializeToString()).run(None, {"x": ones})[0]
     if float(found.item()) != ones.size:
         raise ArithmeticError(f"it convolves {ones.size} ones to {found.item():g}")
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
-    """Optimise for the CPU, ``without`` some optimizers. Notes go, so that equal graphs become equal programs."""
+    """Optimise for the CPU, ``without`` some optimizers, and strip notes: equal graphs become equal programs."""
     options = _options(threads=1)
     options.graph_optimization_level = level
     with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:
@@ -92,7 +106,7 @@ def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tu
 
 
 def strip_notes(model: onnx.ModelProto) -> None:
-    """Remove what does not decide on the answers: exporter, date, lines of source."""
+    """Remove notes that no answer depends on: exporter, date, lines of source."""
     for field in _NOTES:
         model.ClearField(field)
     graph = model.graph
@@ -117,7 +131,7 @@ def _prepare_process() -> None:
 
 
 def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
-    with _preparing:  # a cache alone lets two threads in that ask at once
+    with _preparing:  # a cache alone would let two threads in at once
         _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well

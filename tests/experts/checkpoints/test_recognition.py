@@ -7,7 +7,7 @@ import torch
 
 from experts.architectures import CLASSIFIERS
 from experts.backends import classifier, detector
-from experts.backends.modules.weightless import Weightless
+from experts.backends.modules.binding import Weightless
 from experts.checkpoints.recognition import FAMILIES, may_be_twin, recognise
 
 ONE_OF_EACH = (  # families, and what differs within one

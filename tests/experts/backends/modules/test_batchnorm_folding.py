@@ -10,7 +10,7 @@ from torch import nn
 from experts.architectures import CLASSIFIERS
 from experts.backends.classifier import build_trainable
 from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pairs
-from experts.backends.modules.weightless import Weightless
+from experts.backends.modules.binding import Weightless
 
 WAIT_S = 60.0
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends.onednn.calibrating import mean_read, observed
-from experts.backends.onednn.correcting import corrected
+from experts.backends.onednn.calibrating import corrected, mean_read, observed
 from experts.backends.onednn.form import OnednnSkeleton, decided_layouts, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.expert import Precision
@@ -64,7 +63,7 @@ def form_of(module):
 def ranges_of(module, seen):
     """Without shifts, and with them."""
     plain, weights = fused_of(module, torch.float32), dict(module.state_dict())
-    found = observed(plain.graph, plain.inputs, weights, seen.split(4))
+    found = observed(plain, weights, seen.split(4))
     return found.ranges, corrected(form_of(module), plain, weights, found, seen)
 
 
@@ -109,7 +108,7 @@ def test_shifts_are_of_the_output_channels_of_calls_in_eight_bits_and_ranges_sta
 def test_a_call_is_measured_on_what_those_before_it_answer_in_eight_bits(module):
     """What the first call's answers are moved by by hand, its own shift undoes; the others then have none of it."""
     plain, weights, seen = fused_of(module, torch.float32), dict(module.state_dict()), images(1)
-    found = observed(plain.graph, plain.inputs, weights, [seen])
+    found = observed(plain, weights, [seen])
     found.means["first.weight"][:] += 0.25
     higher = corrected(form_of(module), plain, weights, found, seen)
     _, once = ranges_of(module, seen)

@@ -14,7 +14,6 @@ from experts.backends.forms import executable_forms, form_of
 from experts.backends.onednn import execution, operators
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
-from experts.calibrations import read_calibration
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
@@ -61,19 +60,16 @@ def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, t
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image):
+def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image, monkeypatch):
     """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
     expert, backend = calibrated(expert, Precision.ONEDNN_INT8, tmp_path, image), backend_for(expert.architecture)
-    form = form_of(Precision.ONEDNN_INT8)
+    form, name = form_of(Precision.ONEDNN_INT8), "features.3.expand3x3.weight"
+    assert backend.pack(expert, form.name).program
     weights = backend.weights(expert, form)
-    ranges = read_calibration(expert.calibration).ranges[form.name]
-    decided = execution._decided(backend, backend.structure(expert), (64, 64), torch.int8)
-    name = "features.3.expand3x3.weight"
     wrong = weights | {name: weights[name].clone().fill_(float("inf"))}
-    assert onednn_form.packable(expert, form, decided, weights, ranges).program
-    assert backend.pack(expert, Precision.ONEDNN_INT8).program
+    monkeypatch.setattr(backend, "weights", lambda *_: wrong)
     with pytest.raises(WeightsMismatch, match=rf"{name}: .* have no levels: choose fp32"):
-        onednn_form.packable(expert, form, decided, wrong, ranges)
+        backend.pack(expert, form.name)
 
 
 def spoil(program, **changed):

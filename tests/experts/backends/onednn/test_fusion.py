@@ -7,9 +7,9 @@ from torch.fx import GraphModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from experts.backends.modules.recording import recorded
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import Activation, FusedCall, fused
-from experts.backends.onednn.recording import recorded
 
 SIZE = (6, 6)
 
@@ -22,8 +22,7 @@ def given(part, weights):
     """What the graph is run with: weights as they lie."""
     if isinstance(part, str):
         return weights[part]
-    bias = None if part.bias is None else weights[part.bias]
-    return bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], bias)
+    return bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], weights)
 
 
 class Around(nn.Module):

@@ -82,7 +82,7 @@ def test_a_packed_weight_answers_as_torch_does(shape, images):
     _, flat = buffered(shape, weight)
     call = FusedCall(shape, "weight", None, Activation())
     with torch.inference_mode():
-        made = bound(call, Arrangements(shape, is_blocked=True), blocked_view(flat, reference(shape)), None)
+        made = bound(call, Arrangements(shape, is_blocked=True), blocked_view(flat, reference(shape)), {})
         found, expected = made(given), by_torch(shape, weight, given)
     tolerance = 1e-5 if shape.dtype == torch.float32 else 0.05
     assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
@@ -99,7 +99,7 @@ def test_a_packed_weight_adds_to_what_lies_in_any_way(images, memory_format, ove
     call = FusedCall(POINTWISE, "weight", None, Activation(), adds=True, overwrites=overwrites)
     with torch.inference_mode():
         weight = blocked_view(flat, reference(POINTWISE))
-        found = bound(call, Arrangements(POINTWISE, is_blocked=True), weight, None)(given, other)
+        found = bound(call, Arrangements(POINTWISE, is_blocked=True), weight, {})(given, other)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_an_opaque_tensor_stands_on_the_bytes_it_was_made_over():
     weight, given = weight_of(POINTWISE), input_of(POINTWISE, 2)
     _, flat = buffered(POINTWISE, weight)
     opaque = blocked_view(flat, reference(POINTWISE))
-    call = bound(FusedCall(POINTWISE, "", None, Activation()), Arrangements(POINTWISE, is_blocked=True), opaque, None)
+    call = bound(FusedCall(POINTWISE, "", None, Activation()), Arrangements(POINTWISE, is_blocked=True), opaque, {})
     assert torch.ops.mkldnn.data_ptr(opaque) == flat.data_ptr()
     flat.zero_()
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_however_a_convolution_is_put_it_answers_the_same(extent):
     weight, other = weight_of(POINTWISE), torch.randn(1, 64, 6, 4).contiguous(memory_format=torch.channels_last)
     call = FusedCall(POINTWISE, "weight", None, Activation("relu"), adds=True, overwrites=True)
     given = input_of(POINTWISE, 1)
-    made = bound(call, Fixed({1: extent}), weight, None)
+    made = bound(call, Fixed({1: extent}), weight, {})
     with torch.inference_mode():
         expected = (by_torch(POINTWISE, weight, given) + other).relu()
         found = made(given, other.clone(memory_format=torch.channels_last))
@@ -171,7 +171,7 @@ def test_a_batch_that_cannot_be_put_whole_is_put_in_parts(images):
     weight, given = weight_of(POINTWISE), input_of(POINTWISE, images)
     one = Fixed({1: POINTWISE.extent(1)})
     with torch.inference_mode():
-        found = bound(FusedCall(POINTWISE, "", None, Activation()), one, weight, None)(given)
+        found = bound(FusedCall(POINTWISE, "", None, Activation()), one, weight, {})(given)
         assert torch.allclose(found, by_torch(POINTWISE, weight, given), atol=1e-5)
     assert found.is_contiguous(memory_format=torch.channels_last)
 

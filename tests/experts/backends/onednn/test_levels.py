@@ -11,11 +11,11 @@ from experts.backends.onednn.levels import (
     HIGHEST,
     MIDDLE,
     WEIGHT_HIGHEST,
+    Levels,
     Values,
     levels,
     quantised_weight,
 )
-from experts.backends.onednn.quantised_calls import Levels
 from experts.calibrations import Range
 
 ZEROS = [None, 0, MIDDLE]
@@ -85,7 +85,7 @@ def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zer
 def test_weights_are_rounded_by_channel(shape):
     weight = torch.randn(shape) * torch.logspace(-3, 3, 5).reshape(-1, *[1] * (len(shape) - 1))
     weight[2] = 0
-    found, scales = quantised_weight(weight)
+    found, scales = quantised_weight("w", weight)
     assert (found.dtype, found.shape, scales.shape) == (torch.int8, weight.shape, (5,))
     back = found * scales.reshape(-1, *[1] * (len(shape) - 1))
     halves = scales.reshape(-1, *[1] * (len(shape) - 1)) / 2
@@ -97,7 +97,7 @@ def test_weights_are_rounded_by_channel(shape):
 @given(st.lists(FINITE, min_size=4, max_size=4))
 def test_weights_of_any_size_are_levels_and_scales_that_are_numbers(numbers):
     weight = torch.tensor([numbers])
-    found, scales = quantised_weight(weight)
+    found, scales = quantised_weight("w", weight)
     assert found.abs().max() <= WEIGHT_HIGHEST
     assert scales.isfinite().all()
     assert (scales > 0).all()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from experts.backends.base import RefusedModule
-from experts.backends.onednn import quantised_calls
+from experts.backends.onednn import calls, levels
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import (
     FusedModule,
@@ -35,7 +35,7 @@ SIZE = (16, 16)
 OUTPUTS = ("answer", "inside")
 MIDDLE = 128  # zero of what is added, where it may be negative
 SLIPS_MAXIMUM = 0.02  # the part of all values that may be the next level, as float32 rounds a tie otherwise
-STEPS = (quantised_calls.to_levels, quantised_calls.to_values)
+STEPS = (levels.to_levels, levels.to_values)
 
 
 @dataclass
@@ -353,7 +353,7 @@ def fused_of(module, numbers):
 
 def ranges_of(module, weights, images):
     plain = fused_of(module, torch.float32)
-    return observed(plain.graph, plain.inputs, weights, [images]).ranges
+    return observed(plain, weights, [images]).ranges
 
 
 def form_of(module):
@@ -417,7 +417,7 @@ def test_it_rounds_as_is_done_in_float64(each, count, threads):
 def test_another_zero_in_the_padding_would_be_told(monkeypatch):
     made = tried(NegativePadding)
     pad = functional.pad
-    monkeypatch.setattr(quantised_calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
+    monkeypatch.setattr(calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
     assert not is_rounded_alike(made, 3, 1)
 
 
@@ -473,6 +473,6 @@ def test_a_program_tells_which_levels_the_bytes_are_of():
 def test_values_go_from_call_to_call_as_levels():
     """No steps to levels but for the images, none back but for the last layer and the output."""
     steps = [node.target for node in form_of(Joined()).module.graph.graph.nodes if node.target in STEPS]
-    assert steps == [quantised_calls.to_levels]
+    assert steps == [levels.to_levels]
     steps = [node.target for node in form_of(ResidualInPlace()).module.graph.graph.nodes if node.target in STEPS]
-    assert steps == [quantised_calls.to_levels, quantised_calls.to_values]
+    assert steps == [levels.to_levels, levels.to_values]

@@ -11,7 +11,7 @@ from torch import nn
 from experts.backends import backend_for
 from experts.backends.base import RefusedModule
 from experts.backends.forms import FORMS
-from experts.backends.ort.execution import packable, runtime_form
+from experts.backends.ort.execution import runtime_form
 from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
@@ -109,8 +109,8 @@ def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
     form = graph_of(module())
     assert isinstance(form, RefusedModule)
     assert reason in form.reason
-    with pytest.raises(WeightsMismatch, match=f"resnet18 does not run in onnxruntime: .*{reason}.*choose fp32 or bf16"):
-        packable(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), FORMS[FORM], form, {})
+    with pytest.raises(WeightsMismatch, match=f"resnet18 does not run in onnxruntime: .*{reason}.*choose fp32"):
+        FORMS[FORM].accepted(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), form)
 
 
 def test_serving_what_is_packed_exports_nothing(files, store, forks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends.onednn.recording import recorded
+from experts.backends.modules.recording import recorded
 from experts.errors import Unrecordable
 
 

@@ -1,11 +1,11 @@
 """A module's forward pass as a graph, call by call, in which the number of images is open.
 
-The module runs twice on the meta device, with another number of images each time, while this thread's torch calls are
-noted. The calls must match. A whole number that differs is a multiple of the number of images, plus a constant.
+The module runs twice on the meta device, with two numbers of images, while this thread's torch calls are recorded. The
+calls must match; a whole number that differs is a multiple of the number of images, plus a constant.
 
 Guarantees: a recording does what the module did, in its order; anything else is Unrecordable, with the reason. Other
-threads are not affected. (torch.fx's tracer replaces ``Module.__call__`` for the whole process, and ends at the first
-``if`` that asks for a size.)
+threads are not affected. (torch.fx's tracer replaces ``Module.__call__`` for the whole process, and stops at an ``if``
+over a size.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
+from experts.backends.modules.binding import output_list
 from experts.errors import Unrecordable
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 IMAGES = "images"
-COUNTS = (2, 3)  # numbers of images; one would be taken for fixed
+COUNTS = (2, 3)  # numbers of images; torch takes a size of one for fixed
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 class RecordedGraph:
     """A graph from images and weights, its placeholders, to the outputs.
 
-    ``meta`` of a node: "shape", with COUNTS[0] images; "storage", equal for equal bytes; "writes", storages it changes.
+    ``meta`` of a node: "shape", with COUNTS[0] images; "storage", equal for equal memory; "writes", changed storages.
     """
 
     graph: Graph
@@ -44,30 +45,37 @@ class RecordedGraph:
 
 
 def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> RecordedGraph:
-    """``outputs``: entries of a mapping, in order. Raises Unrecordable, and what the module raises."""
-    one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
+    """``outputs``: see ``output_list``. Raises Unrecordable, and any error of the module."""
+    one, other = (_run(module, size, dtype, count, outputs) for count in COUNTS)
     if len(other.graph.nodes) != len(one.graph.nodes):
         raise Unrecordable("it makes other calls for another number of images")
     _open_counts(one.graph, other.graph)
     return RecordedGraph(one.graph, one.weights)
 
 
-def _run(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype, count: int) -> _Recorder:
+def recorded_once(module: Module, size: tuple[int, int]) -> RecordedGraph:
+    """The graph for COUNTS[0] images alone, with all tensors of the answer as outputs."""
+    recorder = _run(module, size, torch.float32, COUNTS[0])
+    return RecordedGraph(recorder.graph, recorder.weights)
+
+
+def _run(
+    module: Module, size: tuple[int, int], dtype: torch.dtype, count: int, outputs: Sequence[str] | None = None
+) -> _Recorder:
     names: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
     images = torch.empty((count, 3, *size), dtype=dtype, device=META)
     recorder = _Recorder(names, images.contiguous(memory_format=torch.channels_last))
-    with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # versions tell what is written to
+    with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # outside inference mode, versions count writes
         answer = module(recorder.images)
-    chosen = [answer[name] for name in outputs] if isinstance(answer, dict) else [answer]
-    recorder.end(chosen)
+    recorder.end(list(_tensors(answer)) if outputs is None else output_list(answer, outputs))
     return recorder
 
 
 @dataclass
 class _Values:
-    """The tensors of one run that have a node, kept so that no later one has an id of theirs."""
+    """Tensors of one run that have a node; kept alive, so that no later tensor gets the same id."""
 
     nodes: dict[int, Node] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
@@ -84,7 +92,7 @@ class _Values:
 
 
 class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
-    """Notes calls of one run in a graph. ``names``: the module's weights, by id."""
+    """Records the calls of one run in a graph. ``names``: of the module's weights, by id."""
 
     def __init__(self, names: Mapping[int, str], images: Tensor) -> None:
         super().__init__()
@@ -105,7 +113,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         result = _as_on_the_cpu(func, func(*args, **named))
         written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
         if written or any(True for _ in _tensors(result)):
-            node = self._note(func, args, named)
+            node = self._recorded(func, args, named)
             node.meta["writes"] = frozenset(self._values.storage(tensor) for tensor in written)
             self._keep(result, node)
         return result
@@ -113,7 +121,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
     def end(self, outputs: Sequence[object]) -> None:
         self.graph.output(tuple(self._reference(output) for output in outputs))
 
-    def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
+    def _recorded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         noted = tuple(self._reference(arg) for arg in args)
         named = {key: self._reference(arg) for key, arg in kwargs.items()}
         name = getattr(func, "__name__", "")
@@ -135,7 +143,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
                     self._keep(each, part)
 
     def _reference(self, value: object) -> Any:  # noqa: ANN401  any argument of a call
-        """A value as a graph names it: tensors as the nodes that made them, and the CPU in the place of meta."""
+        """A value as the graph refers to it: a tensor by the node that made it, meta by the CPU."""
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
         if isinstance(value, slice):
@@ -162,13 +170,12 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
 
 
 def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  any answer of a call
-    """A convolution's answer with its channels last, which it is not on the meta device: what is a view of it and what
-    is a copy depends on that."""
+    """Put a convolution's answer channels last, as on the CPU: whether a later call copies depends on it."""
     return result.contiguous(memory_format=torch.channels_last) if func is torch.conv2d else result
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)  # inference mode counts no writes
+    return 0 if tensor.is_inference() else int(tensor._version)  # inference mode counts none
 
 
 def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
@@ -183,7 +190,7 @@ def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
 
 
 def _open_counts(graph: Graph, other: Graph) -> None:
-    """Make every number that depends on the number of images follow it. In place. Raises Unrecordable."""
+    """Replace each number that depends on the number of images by its formula. In place. Raises Unrecordable."""
     opening = _Opening(graph)
     for node, twin in zip(graph.nodes, other.nodes, strict=True):
         if (node.op, node.target) != (twin.op, twin.target):
@@ -193,7 +200,7 @@ def _open_counts(graph: Graph, other: Graph) -> None:
 
 
 class _Opening:
-    """Merges the arguments of a call as they were in the two runs."""
+    """Merges the arguments of a call in the two runs."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -217,7 +224,7 @@ class _Opening:
         return one if one == other else self._number(one, other)
 
     def _number(self, one: object, other: object) -> Node:
-        """A whole number that is a multiple of the number of images, with a constant."""
+        """A whole number that is a multiple of the number of images, plus a constant."""
         if type(one) is not int or type(other) is not int:
             raise Unrecordable("a value depends on the number of images and is no whole number")
         factor = other - one
@@ -227,7 +234,7 @@ class _Opening:
         return self._numbers[factor, constant]
 
     def _computed(self, factor: int, constant: int) -> Node:
-        """A node behind the placeholders, before everything that was recorded."""
+        """A node after the placeholders and before all recorded calls."""
         images, *weights = (node for node in self._graph.nodes if node.op == "placeholder")
         with self._graph.inserting_after([images, *weights][-1]):
             number = self._graph.call_method("size", (images, 0))
