@@ -1,4 +1,4 @@
-"""The registry: which backend runs an architecture. Heavy runtimes are imported inside the factory only."""
+"""The registry of backends, by architecture. Heavy runtimes are imported inside the factory only."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
 STORED_IN = {"bfloat16": Precision.BF16, "float16": Precision.FP16}  # as torch calls them
-LLM = "llm"  # language models: of any architecture that their config.json names
-GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its owner's graph says; it has one form
+LLM = "llm"  # language models of any architecture that their config.json names
+GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # the owner's graph decides how an expert runs: it has one form
 
 
 def family(architecture: str) -> str:
-    """Which backend an architecture's name belongs to: "fake", "onnx", "llm", "detector" or "classifier"."""
+    """Name of an architecture's backend: "fake", "onnx", "llm", "detector" or "classifier"."""
     if architecture in {"fake", "onnx", LLM}:
         return architecture
     return "detector" if architecture.startswith(DETECTOR_PREFIXES) else "classifier"
 
 
-@cache
 def backend_for(architecture: str) -> Backend:
-    """The one backend of this architecture. Raises BackendUnavailable, naming what could not be imported."""
+    """Backend of an architecture. Raises BackendUnavailable, naming the import that failed."""
     try:
         return _build(family(architecture))
     except ImportError as error:
@@ -40,7 +39,7 @@ def backend_for(architecture: str) -> Backend:
 
 
 def own_precision(expert: Expert, processor: str) -> Precision:
-    """Language models run as stored, all others in fp32: emulated, 16 bits take longer than twice the bytes."""
+    """Language models run as stored, all others in fp32. A CPU that emulates 16 bits is slower in them than in fp32."""
     if family(expert.architecture) != LLM:
         return Precision.FP32
     from experts.llm.config import stored_dtype
@@ -54,7 +53,7 @@ def own_precision(expert: Expert, processor: str) -> Precision:
 
 
 def observed_ranges(expert: Expert, form: Precision, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
-    """``batches``: float32 (n, 3, height, width). Raises as packing, WeightsMismatch where the form takes none."""
+    """``batches``: float32 (n, 3, height, width). Raises as packing, and WeightsMismatch without such a form."""
     from experts.backends.forms import form_of
     from experts.backends.torch_backend import TorchBackend
 
@@ -64,6 +63,7 @@ def observed_ranges(expert: Expert, form: Precision, batches: Iterable[Tensor]) 
     return form_of(form).observed(backend, expert, batches)
 
 
+@cache
 def _build(name: str) -> Backend:
     if name == "fake":
         from experts.backends.fake import FakeBackend

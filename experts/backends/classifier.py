@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +17,11 @@ from safetensors.torch import save_file
 from torch.nn import Conv2d
 from torchvision import models
 
-from experts.backends.forms import executable_form
-from experts.backends.made_once import MadeOnce
-from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
+from experts.backends.modules.batchnorm_folding import fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Weightless
 from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
-from experts.backends.state_dict import executable, fit
-from experts.backends.torch_backend import TorchBackend
+from experts.backends.torch_backend import Template, TorchBackend
 from experts.backends.weight_files import read_state_dict, saving
 from experts.errors import WeightsMismatch
 from experts.expert import Prediction, Task
@@ -37,47 +34,29 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from experts.backends.base import Packable, Prepared
-    from experts.backends.forms.base import Form, Reader
-    from experts.expert import Expert, Precision
+    from experts.backends.base import Prepared
+    from experts.backends.forms.base import Reader
+    from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
-RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
+RESNETS = ("resnet", "resnext", "wide_resnet")  # families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
-TEMPLATES_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
-OUTPUTS = ("logits",)
-ANY_SIZE = (224, 224)  # that every family without a size of its own takes
+ANY_SIZE = (224, 224)  # of the families that take any
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """Key of a module's template, from which skeletons of one form are copied."""
-
     architecture: str
     label_count: int
     stem: str | None
     size: tuple[int, int] | None  # height and width where the weights depend on them
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class _Template:
-    """A module without memory: as its weights come, and as they are run."""
-
-    original: Module
-    pairs: tuple[FoldablePair, ...]
-    folded: Module
-
-
 class ClassifierBackend(TorchBackend):
     """See experts.backends.base.Backend."""
 
-    outputs = OUTPUTS
-
-    def pack(self, expert: Expert, precision: Precision) -> Packable:
-        form = executable_form(expert, precision)
-        require_several_labels(expert)
-        return form.pack(self, expert)
+    outputs = ("logits",)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return fitted(image, expert.pixels)
@@ -88,24 +67,21 @@ class ClassifierBackend(TorchBackend):
         except ValueError as error:
             raise WeightsMismatch(expert.id, str(error)) from error
 
-    def prototype(self, expert: Expert) -> object:
-        return _template(self.structure(expert))
+    def build(self, structure: _Structure) -> Module:
+        return _build(structure, init_weights=False)
 
-    def module(self, structure: _Structure) -> Module:
-        return _template(structure).folded
+    def make_template(self, structure: _Structure) -> Template:
+        with Weightless():
+            original = self.build(structure).to("meta").eval().requires_grad_(False)
+        pairs = foldable_pairs(original, structure.size or ANY_SIZE)
+        folded = deepcopy(original)
+        fold_structure(folded, pairs)
+        return Template(original, folded, partial(fold_weights, pairs=pairs))
 
-    def sample(self, structure: _Structure) -> dict[str, Tensor]:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            return fold_weights(_build(structure, init_weights=False).state_dict(), _template(structure).pairs)
-
-    def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
-        template = _template(self.structure(expert))
-        found = read_state_dict(expert)
+    def read_weights(self, expert: Expert) -> dict[str, Tensor]:
+        require_several_labels(expert)
         heads = AUXILIARY_HEADS.get(expert.architecture, ())
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
-        fitted = fit(expert, found, template.original.state_dict())
-        return executable(expert, fold_weights(fitted, template.pairs), form)
+        return {name: tensor for name, tensor in read_state_dict(expert).items() if not name.startswith(heads)}
 
     def reader(self, expert: Expert) -> Reader:
         return _answered
@@ -126,7 +102,7 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
 
 
 def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Build without memory, without auxiliary heads. Raises ValueError for an unknown architecture or stem."""
+    """Shapes of all weights but auxiliary heads. Raises ValueError for an unknown architecture or stem."""
     structure = _structure_of(architecture, class_count, stem, (image_size, image_size))
     with Weightless():
         weights = _build(structure, init_weights=False).state_dict()
@@ -143,7 +119,7 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
-    """One prediction per row of (n, labels). Raises OutputInvalid where a row holds something that is not a number."""
+    """One prediction per row of (n, labels). Raises OutputInvalid for NaN and infinity."""
     require_numbers(expert, probabilities)
     scores, winners = (values.tolist() for values in probabilities.max(dim=1))
     return tuple(Prediction(expert.labels[winner], score) for winner, score in zip(winners, scores, strict=True))
@@ -180,20 +156,8 @@ def _build(structure: _Structure, *, init_weights: bool) -> Module:
     return module
 
 
-def _make_template(structure: _Structure) -> _Template:
-    with Weightless():
-        original = _build(structure, init_weights=False).to("meta").eval().requires_grad_(False)
-    pairs = foldable_pairs(original, structure.size or ANY_SIZE)
-    folded = deepcopy(original)
-    fold_structure(folded, pairs)
-    return _Template(original, pairs, folded)
-
-
-_template = MadeOnce(_make_template, TEMPLATES_KEPT)
-
-
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-    """Reads the logits."""
+    """See ``Reader``: reads the logits."""
     require_numbers(expert, *outputs)
     logits = outputs[0].float()
     if expert.task is Task.MULTILABEL:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +13,68 @@ import torch
 from experts.backends.base import require_images, require_tensors
 from experts.backends.forms import executable_form, executable_forms, form_of
 from experts.backends.forms.base import Modules
+from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import ModuleBinding, output_list
+from experts.backends.state_dict import executable, fit
+from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
+    from torch.nn import Module
 
     from experts.backends.base import Packable, Prepared, Skeleton
-    from experts.backends.forms.base import Reader
+    from experts.backends.forms.base import Form, Reader
     from experts.expert import Expert, Precision, Prediction
+
+TEMPLATES_KEPT = 64  # beside those in use: packing goes through the line's forms by turns
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Template:
+    """A module without memory, as trained and as it runs. ``fold`` turns weights of the one into the other's."""
+
+    original: Module
+    folded: Module
+    fold: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class TorchBackend(Modules):
     """Implements experts.backends.base.Backend but for ``prepare``."""
+
+    @abstractmethod
+    def build(self, structure: Any) -> Module:  # noqa: ANN401  a family's own
+        """A fresh module. Raises ValueError for an unknown architecture."""
+
+    @abstractmethod
+    def make_template(self, structure: Any) -> Template:  # noqa: ANN401
+        """Raises ValueError for an unknown architecture."""
+
+    @abstractmethod
+    def read_weights(self, expert: Expert) -> dict[str, Tensor]:
+        """The expert's file, named as in the family's module. Raises as ``Backend.pack``."""
+
+    def prototype(self, expert: Expert) -> Template:
+        try:
+            return _template(self, self.structure(expert))
+        except ValueError as error:
+            raise WeightsMismatch(expert.id, str(error)) from error
+
+    def module(self, structure: Any) -> Module:  # noqa: ANN401
+        return _template(self, structure).folded
+
+    def sample(self, structure: Any) -> dict[str, Tensor]:  # noqa: ANN401
+        template = _template(self, structure)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return template.fold(self.build(structure).state_dict())
+
+    def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
+        template = self.prototype(expert)
+        fitted = fit(expert, self.read_weights(expert), template.original.state_dict())
+        return executable(expert, template.fold(fitted), form)
 
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
         placed = {"device": torch.device(device), "dtype": dtype, "memory_format": self.memory_format(expert)}
@@ -57,13 +106,13 @@ class TorchBackend(Modules):
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        self.prototype(expert)  # refuses what it cannot be built for
+        self.prototype(expert)  # refuses an expert that it cannot be built for
         found = _workspace(self, self.structure(expert), expert.pixels.size, form_of(precision).dtype)
         return found.batch_bytes(batch_size)
 
 
 class ModuleSkeleton:
-    """A module as torch runs it. ``placed``: what batches become."""
+    """A module as torch runs it. ``placed``: device, dtype and memory format of batches."""
 
     def __init__(self, modules: Modules, expert: Expert, placed: Mapping[str, Any]) -> None:
         self._read: Reader = modules.reader(expert)
@@ -81,6 +130,13 @@ class ModuleSkeleton:
         with torch.inference_mode():
             images = torch.stack([prepared.tensor for prepared in batch]).to(**self._placed)
             return self._read(expert, output_list(self._module(images), self._outputs), batch)
+
+
+def _make_template(backend: TorchBackend, structure: Hashable) -> Template:
+    return backend.make_template(structure)
+
+
+_template = MadeOnce(_make_template, TEMPLATES_KEPT)
 
 
 @lru_cache(maxsize=256)

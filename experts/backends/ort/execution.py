@@ -85,8 +85,9 @@ def refused(deviations: Mapping[str, float], most: float) -> RefusedModule | Non
 
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """One expert's weights, float32, by their names in the module. Raises WeightsMismatch where it is refused."""
+    weights = modules.weights(expert, form)
     found = form.accepted(expert, _made(modules, modules.structure(expert), expert.pixels.size))
-    return Packable(found.tensors(modules.weights(expert, form)), program=found.program)
+    return Packable(found.tensors(weights), program=found.program)
 
 
 def _make(modules: Modules, structure: Hashable, size: tuple[int, int]) -> LaidOutGraph | RefusedModule:

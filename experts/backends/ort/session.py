@@ -71,7 +71,7 @@ def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.Infer
 
 
 def one_operator(
-    node: onnx.NodeProto, shape: Sequence[int], constants: Mapping[str, np.ndarray], element: int = TensorProto.FLOAT
+    node: onnx.NodeProto, shape: Sequence[int], constants: Mapping[str, object], element: int = TensorProto.FLOAT
 ) -> onnx.ModelProto:
     """A graph of one operator from ``x``, of that shape, to ``y``."""
     source, answer = (

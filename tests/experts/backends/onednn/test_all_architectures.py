@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from experts.backends import classifier, detector
+from experts.backends import backend_for, classifier
 from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, tried
@@ -50,12 +50,11 @@ RUN = [
 @functools.cache
 def folded(architecture):
     """The folded module, the size of its images, its outputs, and weights that a trial makes noisy."""
+    backend, side = backend_for(architecture), CLASSIFIERS.get(architecture, 64)
+    structure = (architecture, 3)
     if architecture in CLASSIFIERS:
-        side = CLASSIFIERS[architecture]
-        module = classifier._template(classifier._structure_of(architecture, 4, None, (side, side))).folded
-        shape = (side, side), classifier.OUTPUTS
-    else:
-        module, shape = detector._template(architecture, 3).folded, ((64, 64), detector.OUTPUTS)
+        structure = classifier._structure_of(architecture, 4, None, (side, side))
+    module = backend.module(structure)
     sample = {
         name: torch.ones(tensor.shape)
         if name.endswith("running_var")
@@ -63,7 +62,7 @@ def folded(architecture):
         for name, tensor in module.state_dict().items()
         if not name.endswith("num_batches_tracked")
     }
-    return module, *shape, sample
+    return module, (side, side), backend.outputs, sample
 
 
 def trial_of(architecture, numbers):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from experts.backends import classifier, detector
+from experts.backends import backend_for, classifier
 from experts.backends.onednn.form import decided_layouts, fused_module
 from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXIMUM, decided_module, tried
 from experts.errors import WeightsMismatch
@@ -20,6 +20,7 @@ from experts.packed.packing import pack_line
 from tests.forms import needs
 
 ARCHITECTURE, PX = "resnet18", 32
+CLASSIFIER = backend_for(ARCHITECTURE)
 OFF = 1.1  # what the wrong calls are multiplied by
 NUMBERS = [torch.float32, pytest.param(torch.bfloat16, marks=needs(Precision.ONEDNN_BF16))]
 EIGHT_BITS = pytest.param(torch.int8, marks=needs(Precision.ONEDNN_INT8))
@@ -62,13 +63,13 @@ def computing():
 def made(numbers, architecture=ARCHITECTURE, px=PX):
     """A folded module, weights such as it may have, and what it is fused to."""
     form = classifier._structure_of(architecture, 4, None, (px, px))
-    module, sample = classifier._template(form).folded, classifier.ClassifierBackend().sample(form)
-    return module, sample, fused_module(module, (px, px), classifier.OUTPUTS, numbers)
+    module, sample = CLASSIFIER.module(form), CLASSIFIER.sample(form)
+    return module, sample, fused_module(module, (px, px), CLASSIFIER.outputs, numbers)
 
 
 def trial_of(numbers, *of):
     module, sample, fused = made(numbers, *of)
-    return tried(module, decided_layouts(fused), classifier.OUTPUTS, sample)
+    return tried(module, decided_layouts(fused), CLASSIFIER.outputs, sample)
 
 
 @pytest.mark.parametrize("numbers", [*NUMBERS, EIGHT_BITS])
@@ -91,7 +92,7 @@ def test_a_wrong_kind_of_call_is_told_of_and_no_other(numbers, computing):
 def test_the_reason_names_the_call_its_kind_and_how_far_off(computing):
     computing("_linear_pointwise", multiplying)
     module, sample, fused = made(torch.float32, "mobilenet_v3_small")
-    found = decided_module(module, fused, classifier.OUTPUTS, sample)
+    found = decided_module(module, fused, CLASSIFIER.outputs, sample)
     assert found.reason == (
         "on this box oneDNN is off in classifier.0 (linear + hardswish in float32) by 0.1 of the largest value"
     )
@@ -102,7 +103,7 @@ def test_an_answer_that_is_no_number_is_wrong(computing):
     module, sample, fused = made(torch.float32, "mobilenet_v3_small")
     assert (
         "classifier.0 (linear + hardswish in float32) by nan"
-        in decided_module(module, fused, classifier.OUTPUTS, sample).reason
+        in decided_module(module, fused, CLASSIFIER.outputs, sample).reason
     )
 
 
@@ -111,8 +112,8 @@ def test_a_graph_of_another_module_is_refused_though_its_calls_are_right():
     module, sample, _ = made(torch.float32, ARCHITECTURE, *size[:1])
     other = deepcopy(module)
     other.avgpool = nn.AdaptiveMaxPool2d(1)
-    fused = fused_module(other, size, classifier.OUTPUTS, torch.float32)
-    reason = decided_module(module, fused, classifier.OUTPUTS, sample).reason
+    fused = fused_module(other, size, CLASSIFIER.outputs, torch.float32)
+    reason = decided_module(module, fused, CLASSIFIER.outputs, sample).reason
     assert reason.startswith("its graph does not answer as torch does: logits by ")
 
 
@@ -154,9 +155,10 @@ def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
 def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
     """Joined with what is a hundred times as large, all of its values lie in three levels, one of them in another."""
     architecture, size = "yolo12n", (320, 320)
-    module, sample = detector._template(architecture, 3).folded, detector.DetectorBackend().sample((architecture, 3))
-    fused = fused_module(module, size, detector.OUTPUTS, torch.int8)
-    found = tried(module, decided_layouts(fused), detector.OUTPUTS, sample)
+    backend = backend_for(architecture)
+    module, sample = backend.module((architecture, 3)), backend.sample((architecture, 3))
+    fused = fused_module(module, size, backend.outputs, torch.int8)
+    found = tried(module, decided_layouts(fused), backend.outputs, sample)
     assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]
 
 
