@@ -1,12 +1,12 @@
 """Anomaly experts: a graph's scores and maps, judged against the line's threshold.
 
-A score is one number per image, a map one per pixel; the larger, the stranger. Without a score, the map's maximum is
+A score is one number per image, a map one per pixel; larger means more anomalous. Without a score, the map's maximum is
 the score. Anomalib's outputs are known by name (v2: ``pred_score`` and ``anomaly_map``; ``pred_label`` and
 ``pred_mask`` follow a threshold of its own and are dropped), all others by shape: (n,) or (n, 1) is a score, (n, 1, h,
-w) or (n, h, w) a map. The choice is made at packing and noted in the program: nothing else is computed.
+w) or (n, h, w) a map. The choice is made at packing and noted in the program; other outputs are not computed.
 
-Guarantees: an image's score does not depend on its neighbours: a graph that mixes them runs one image at a time. No
-threshold lies in the packed bytes, so another one packs nothing anew.
+Guarantees: an image's score does not depend on its neighbours: a graph that mixes them runs one image at a time. The
+threshold is not in the packed bytes: another one packs nothing again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_max_pool2d
 
-from experts.backends.onnx.answers import probe_images
+from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.ort.session import REFUSALS, session_once
@@ -37,19 +37,18 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
-RECIPE = "measures anomalies"  # in manifests: a graph packed as a classifier is packed anew as an anomaly expert
+RECIPE = "measures anomalies"  # in manifests
 SCORE_NAMES = ("pred_score", "pred_scores")  # Anomalib, v2 and v1
 MAP_NAMES = ("anomaly_map", "anomaly_maps")
-SIDE_BY_SIDE = 2  # images that a graph of any batch is tried with at once
 BATCH_TOLERANCE = 1e-3  # of the largest score: what the order of sums may change
-MAP_SIDE_PX = 128  # the longest side of a map that is kept
-SCALE = 4.0  # a score of nothing is this many logistic units below its threshold, one of twice that as many above
+MAP_SIDE_PX = 128  # longest side of a kept map
+SCALE = 4.0  # logistic units from a score of 0 to the threshold
 _NOTE = "coserve.anomaly"
 
 
 @dataclass(frozen=True, slots=True)
 class AnomalyOutputs:
-    """The outputs of a graph that count, by name; at least one of them."""
+    """Names of the outputs of a graph that count; at least one."""
 
     score: str | None
     map: str | None
@@ -60,7 +59,7 @@ class AnomalyOutputs:
 
 
 def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
-    """Leave the outputs that count, and fix a batch of one if need be. In place. Raises WeightsMismatch, REFUSALS."""
+    """Keep the outputs that count, and fix a batch of one if need be. In place. Raises WeightsMismatch, REFUSALS."""
     made_up = probe_images(expert.pixels.height, expert.pixels.width)
     alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
     outputs = _counting(expert, alone)
@@ -75,13 +74,12 @@ def note(model: onnx.ModelProto, outputs: AnomalyOutputs) -> None:
     model.metadata_props.add(key=_NOTE, value=json.dumps(asdict(outputs), sort_keys=True))
 
 
-def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
-    note = session.get_modelmeta().custom_metadata_map.get(_NOTE)
-    return None if note is None else AnomalyOutputs(**json.loads(note))
+def noted(notes: Mapping[str, str]) -> AnomalyOutputs | None:
+    return AnomalyOutputs(**json.loads(notes[_NOTE])) if _NOTE in notes else None
 
 
 def predictions(
-    expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
+    outputs: AnomalyOutputs, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
     """``runs``: the graph's answers, by output. Raises OutputInvalid for NaN or infinity, or without a threshold."""
     if expert.threshold is None:
@@ -105,7 +103,7 @@ def predictions(
 
 
 def certainty(score: float, threshold: float) -> float:
-    """Logistic in units of the threshold, where it is 0.5: each model counts on a scale of its own."""
+    """Logistic function of the score in units of the threshold, where it is 0.5: each model has a scale of its own."""
     distance = SCALE * (score - threshold) / (abs(threshold) or 1.0)
     return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
 
@@ -122,7 +120,7 @@ def _prediction(
 
 
 def _small(values: np.ndarray) -> AnomalyMap:
-    """A map as it is kept: each of its pixels is the highest of those that it stands for, so no peak is lost."""
+    """A map as it is kept: each pixel is the maximum of those that it replaces, so no peak is lost."""
     height, width = values.shape
     shrink = min(1.0, MAP_SIDE_PX / max(height, width))
     size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
@@ -137,13 +135,9 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
-    """Answers to the made-up images, by output, ``at_once`` at a time unless the graph's batch is fixed."""
-    images = session.get_inputs()[0]
-    size = images.shape[0] if isinstance(images.shape[0], int) else at_once
-    filled = np.concatenate([made_up, np.zeros((-len(made_up) % size, *made_up.shape[1:]), made_up.dtype)])
-    rows = [session.run(None, {images.name: filled[start : start + size]}) for start in range(0, len(filled), size)]
-    names = [output.name for output in session.get_outputs()]
-    return {name: _joined(parts)[: len(made_up)] for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
+    """Answers to the made-up images, by output."""
+    outputs = zip(session.get_outputs(), zip(*probed(session, made_up, at_once), strict=True), strict=True)
+    return {output.name: _joined(parts)[: len(made_up)] for output, parts in outputs}
 
 
 def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
@@ -172,16 +166,16 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
 def _takes_several(
     model: onnx.ModelProto, outputs: AnomalyOutputs, made_up: np.ndarray, alone: Mapping[str, np.ndarray]
 ) -> bool:
-    """True where images side by side are answered as each is alone."""
+    """True where two images at once get the same answers as each alone."""
     try:
-        together = _answers(session_once(model.SerializeToString()), made_up, at_once=SIDE_BY_SIDE)
+        together = _answers(session_once(model.SerializeToString()), made_up, at_once=2)
     except REFUSALS:
         return False
     return all(_are_alike(together[name], alone[name]) for name in outputs.names)
 
 
 def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """NaN or infinity must stand at the same places in both."""
+    """True within BATCH_TOLERANCE, with NaN and infinity at the same places."""
     numbers = np.isfinite(other)
     if one.shape != other.shape or not np.array_equal(np.isfinite(one), numbers):
         return False

@@ -1,11 +1,12 @@
 """Meaning of an ONNX classifier's values: decided once, at packing, and noted in its program.
 
-An answer is one probability per label. Logits become probabilities by a softmax, for `task: multilabel` by a sigmoid
-each. The graph's last operator (Softmax, Sigmoid) tells which they are, and is refused for the other task. Otherwise
-answers to made-up images decide: probabilities add up to 1 for each. Multilabel graphs are told by operators alone: a
-second sigmoid would make every label hold.
-Guarantees: an image's score does not depend on its neighbours. A graph of logits carries no note: device profiles know
-its program byte for byte.
+A classifier answers with one probability per label. Logits become probabilities by a softmax; for `task: multilabel`
+each by a sigmoid. The graph's last operator (Softmax, Sigmoid) shows which they are, and is refused for the other task.
+Otherwise the answers to made-up images decide: probabilities add up to 1 for each. Multilabel graphs are decided by
+operators alone: a second sigmoid would make every label hold.
+
+Guarantees: an image's score does not depend on its neighbours. A graph of logits has no note: device profiles know its
+program byte for byte.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ import numpy as np
 import torch
 
 from experts.backends.onnx.layouts import mismatch
-from experts.backends.outputs import require_several_labels
+from experts.backends.outputs import label_by_label, require_several_labels
 from experts.errors import OutputInvalid
-from experts.expert import Task
+from experts.expert import Prediction, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import onnx
     from onnxruntime import InferenceSession
 
+    from experts.backends.base import Prepared
     from experts.expert import Expert
 
-RECIPE = "what its answers mean is noted"  # in manifests: what was packed before is packed anew
+RECIPE = "what its answers mean is noted"  # in manifests
+AT_ONCE = 2  # made-up images that a graph of any batch is given: it may claim any and take one
 PROBES = 6  # made-up images
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
 _NOTE = "coserve.answers"
-ROUNDED_SUM_TOLERANCE = 0.05  # once they are known to be probabilities: quantised graphs round each of them
+ROUNDED_SUM_TOLERANCE = 0.05  # of known probabilities: quantised graphs round each of them
 _KEEPING_VALUES = frozenset(
     {"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape", "Squeeze", "Unsqueeze"}
 )
@@ -56,8 +61,28 @@ def probe_images(height: int, width: int) -> np.ndarray:
     return np.stack(images).astype(np.float32)
 
 
-def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> OutputKind:
-    """Kind of a graph's values; ``rows``: its answers to the made-up images. Raises WeightsMismatch, see above."""
+def probed(session: InferenceSession, images: np.ndarray, at_once: int = AT_ONCE) -> list[list[np.ndarray]]:
+    """A graph's answers, run by run, ``at_once`` images in each unless its batch is fixed; the last one is repeated."""
+    source, size = session.get_inputs()[0], _fixed_batch(session) or at_once
+    parts = (images[start : start + size] for start in range(0, len(images), size))
+    filled = (np.concatenate([part, np.repeat(part[-1:], size - len(part), axis=0)]) for part in parts)
+    return [session.run(None, {source.name: part}) for part in filled]
+
+
+def decided(expert: Expert, model: onnx.ModelProto, session: InferenceSession, images: np.ndarray) -> OutputKind:
+    """Kind of a graph's values, by its answers to made-up images. Raises WeightsMismatch, see above.
+
+    Each image has to be answered with one value per label.
+    """
+    size, parts = _fixed_batch(session) or AT_ONCE, []
+    for first, *_ in probed(session, images):
+        rows = _by_label(expert, first)
+        if rows.ndim != 2 or rows.shape[0] != size:
+            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it anew")
+        parts.append(rows)
+    rows = np.concatenate(parts)[:PROBES]
+    if rows.shape[1] != len(expert.labels):
+        raise mismatch(expert, f"tells {rows.shape[1]} labels apart, the line names {len(expert.labels)}")
     require_several_labels(expert)
     operator = last_operator(model)
     known = rows[np.isfinite(rows).all(axis=1)]
@@ -93,18 +118,27 @@ def note(model: onnx.ModelProto, answers: OutputKind) -> None:
         model.metadata_props.add(key=_NOTE, value=answers)
 
 
-def noted(session: InferenceSession) -> OutputKind:
-    return OutputKind(session.get_modelmeta().custom_metadata_map.get(_NOTE, OutputKind.LOGITS))
+def noted(notes: Mapping[str, str]) -> OutputKind:
+    return OutputKind(notes.get(_NOTE, OutputKind.LOGITS))
 
 
-def probabilities(expert: Expert, rows: np.ndarray, answers: OutputKind) -> np.ndarray:
-    """The answers as probabilities (n, labels). Raises OutputInvalid for what is no number, or is none of them."""
+def predictions(
+    kind: OutputKind, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
+) -> tuple[Prediction, ...]:
+    """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN, and for impossible probabilities."""
+    rows = _probabilities(expert, _by_label(expert, np.concatenate([run[0] for run in runs])[: len(batch)]), kind)
+    if expert.task is Task.MULTILABEL:
+        return label_by_label(expert, rows.tolist())
+    return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
+
+
+def _probabilities(expert: Expert, rows: np.ndarray, kind: OutputKind) -> np.ndarray:
     if not np.isfinite(rows).all():
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     rows = rows.astype(np.float32, copy=False)
     if expert.task is Task.MULTILABEL:
-        return _each_probable(expert, rows, answers)
-    if answers is OutputKind.LOGITS:
+        return _each_probable(expert, rows, kind)
+    if kind is OutputKind.LOGITS:
         powers = np.exp(rows - rows.max(axis=1, keepdims=True))
         softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
         return softmax
@@ -116,8 +150,8 @@ def probabilities(expert: Expert, rows: np.ndarray, answers: OutputKind) -> np.n
     return rows
 
 
-def _each_probable(expert: Expert, rows: np.ndarray, answers: OutputKind) -> np.ndarray:
-    if answers is OutputKind.LOGITS:
+def _each_probable(expert: Expert, rows: np.ndarray, kind: OutputKind) -> np.ndarray:
+    if kind is OutputKind.LOGITS:
         sigmoid: np.ndarray = torch.from_numpy(rows).sigmoid().numpy()
         return sigmoid
     if not _are_within(rows).all():
@@ -136,7 +170,7 @@ def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -
 
 
 def last_operator(model: onnx.ModelProto) -> str | None:
-    """Operator behind the first output; None: outside. Of joined outputs, their common one, else Concat."""
+    """Operator that computes the first output; None: an input. Of joined values their common one, else Concat."""
     makers = {name: node for node in model.graph.node for name in node.output}
     found, waiting = set(), [model.graph.output[0].name]
     for name in waiting:
@@ -146,3 +180,12 @@ def last_operator(model: onnx.ModelProto) -> str | None:
         else:
             found.add(None if node is None else str(node.op_type))
     return found.pop() if len(found) == 1 else "Concat"
+
+
+def _fixed_batch(session: InferenceSession) -> int | None:
+    count = session.get_inputs()[0].shape[0]
+    return count if isinstance(count, int) else None
+
+
+def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
+    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows  # one label may lack its axis

@@ -1,20 +1,20 @@
 """Packs ONNX graphs in a process of its own; run by file name, see experts.backends.onnx.sandbox.
 
-Each line of stdin is a folder with an expert.json. A fork packs it, its memory and time bounded before it reads the
-graph, and leaves tensors and program in the folder, or the reason in error.json. Its exit status goes to stdout. After
-IDLE_S without a line the process ends.
+Each line of stdin is a folder with a job, a pickle of the parent's. A fork packs it, memory and time bounded before it
+reads the graph, and writes tensors and program into the folder, or the reason into error.json. Its exit status goes to
+stdout. After IDLE_S without a line the process ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import select
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # isolated Python adds no path
 
@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 from experts.backends.onnx.backend import packed
 from experts.errors import ExpertError
-from experts.expert import Expert, Fit, InputSpec, Task
 
 IDLE_S = 20.0
 
@@ -39,17 +38,17 @@ def main() -> None:
 
 def _end(folder: Path) -> int:
     try:
-        job = json.loads((folder / "expert.json").read_text("utf-8"))
-        _bound(job["memory_bytes"], job["limit_s"])
-        packable = packed(_expert(job["expert"]))
+        expert, memory_bytes, limit_s = pickle.loads((folder / "job").read_bytes())
+        _bound(memory_bytes, limit_s)
+        packable = packed(expert)
         save_file({name: tensor.contiguous() for name, tensor in packable.tensors.items()}, folder / "tensors")
         (folder / "program").write_bytes(packable.program)
     except ExpertError as error:
-        _tell(folder, type(error).__name__, error.message)
+        _report(folder, type(error).__name__, error.message)
     except MemoryError:
-        _tell(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
+        _report(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
     except Exception as error:  # noqa: BLE001  an untrusted graph: any fault is that one expert's
-        _tell(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
+        _report(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
     return 0
 
 
@@ -64,15 +63,7 @@ def _bound(memory_bytes: int, limit_s: int) -> None:
     signal.alarm(10 * limit_s)  # waiting takes no processor time
 
 
-def _expert(values: dict[str, Any]) -> Expert:
-    pixels = InputSpec(**{**values["input"], "fit": Fit(values["input"]["fit"])})
-    task = None if values["task"] is None else Task(values["task"])
-    return Expert(
-        values["id"], values["architecture"], Path(values["weights"]), tuple(values["labels"]), pixels, task=task
-    )
-
-
-def _tell(folder: Path, kind: str, message: str) -> None:
+def _report(folder: Path, kind: str, message: str) -> None:
     (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), "utf-8")
 
 

@@ -1,63 +1,63 @@
 """ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts of any exporter.
 
-Inputs and outputs are float32; between them a graph may compute with eight bits, as its quantiser left it.
-
-Building a session takes most of a second, too long for a switch. So packing folds constants and BatchNorm by ONNX
-Runtime's own means, then lifts the weights out: they become inputs. The rest is the program: experts of one program
-share a session. Outputs: see ``answers`` (classifiers), ``detections`` and ``anomaly``.
+Inputs and outputs are float32; between them a graph may compute in eight bits, as its quantiser left it. Building a
+session takes most of a second, too long for a switch. So packing folds constants and BatchNorm with ONNX Runtime, then
+lifts the weights out: they become inputs. The rest is the program: experts of one program share a session. Outputs: see
+``answers`` (classifiers), ``detections`` and ``anomaly``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
+from onnx.helper import tensor_dtype_to_np_dtype
 from onnxruntime import GraphOptimizationLevel
 
-from experts.backends.base import Packable
+from experts.backends.base import Packable, require_images
 from experts.backends.letterbox import filled, letterboxed
-from experts.backends.onnx import anomaly, detections
-from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
+from experts.backends.onnx import anomaly, answers, detections
+from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.heading import read_heading
-from experts.backends.onnx.layouts import mismatch, read_detections, require_names
-from experts.backends.onnx.memory import peak_bytes
-from experts.backends.onnx.pruning import add_what_is_no_number, keep_outputs, take_batches
+from experts.backends.onnx.layouts import mismatch, read_detections, require_fitting_input, require_names
+from experts.backends.onnx.pruning import keep_outputs, propagate_nan, take_batches
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
-from experts.backends.outputs import await_writes, is_finite, label_by_label
+from experts.backends.outputs import await_writes, is_finite
 from experts.backends.pixels import cropped, stretched
 from experts.backends.weight_files import read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
-from experts.expert import Fit, Precision, Prediction, Task
+from experts.expert import Fit, Precision, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from onnxruntime import InferenceSession, IOBinding
     from torch import Tensor
 
     from experts.backends.base import Prepared
-    from experts.expert import Expert
+    from experts.expert import Expert, Prediction
 
-LIFTED_BYTES = 1024  # a float constant of this size is a weight for any reader
+LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
 WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
-)  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
+)  # a smaller constant is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
 FEW_BITS = "weights of few bits lie beside the program"  # in manifests
 QUANTISED = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.INT32})
-QUANTISED_READERS = frozenset(  # and which of their inputs are weights of few bits, whose scales stay constant
+QUANTISED_READERS = frozenset(  # operators and the place of their weights of few bits, whose scales stay constant
     {("DequantizeLinear", 0), ("QLinearConv", 3), ("QLinearConv", 8), ("QLinearMatMul", 3)}
     | {("ConvInteger", 1), ("MatMulInteger", 1)}
 )
 SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
 _FITTED = {Fit.STRETCHED: stretched, Fit.CROPPED: cropped, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
-NOISY = slice(2, 4)  # of the made-up images: what says most about boxes
+NOISY = slice(2, 4)  # of the made-up images: those with the most varied boxes
 NUMPY_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
     torch.int8: np.int8, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32,
@@ -65,15 +65,18 @@ NUMPY_TYPES = {
 
 
 class OnnxSkeleton:
-    """One session, shared by all skeletons of its program; the weights' addresses go in with every batch."""
+    """One session, shared by all skeletons of its program; weights are passed by address with every batch."""
 
     def __init__(self, session: InferenceSession, device: str) -> None:
         self._session = session
-        self._layout = detections.noted(session)
-        self._answers = noted(session)
-        self._anomaly = anomaly.noted_outputs(session)
-        names = [output.name for output in session.get_outputs()]
-        self._outputs = (names if self._layout else names[:1]) if self._anomaly is None else self._anomaly.names
+        notes, names = session.get_modelmeta().custom_metadata_map, [output.name for output in session.get_outputs()]
+        self._read: partial[tuple[Prediction, ...]]
+        if (layout := detections.noted(notes)) is not None:
+            self._outputs, self._read = names, partial(detections.predictions, layout)
+        elif (outputs := anomaly.noted(notes)) is not None:
+            self._outputs, self._read = list(outputs.names), partial(anomaly.predictions, outputs)
+        else:
+            self._outputs, self._read = names[:1], partial(answers.predictions, answers.noted(notes))
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -92,23 +95,14 @@ class OnnxSkeleton:
         self._tensors = dict(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        if not batch:
-            raise ValueError("an empty batch")
+        require_images(batch)
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
         size = self._batch_size or len(batch)
-        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
-        if self._layout is not None:
-            return detections.predictions(expert, self._layout, parts, batch)
-        if self._anomaly is not None:
-            return anomaly.predictions(expert, self._anomaly, parts, batch)
-        answers = _by_label(expert, np.concatenate([part[0] for part in parts])[: len(batch)])
-        rows = probabilities(expert, answers, self._answers)
-        if expert.task is Task.MULTILABEL:
-            return label_by_label(expert, rows.tolist())
-        return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
+        runs = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
+        return self._read(expert, runs, batch)
 
     def fed(self, images: Tensor) -> IOBinding:
-        """Inputs and outputs of a run, by address. Made per batch: the session keeps nothing of any expert."""
+        """Inputs and outputs of a run, by address. Made per batch: the session keeps no expert's data."""
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
@@ -121,7 +115,7 @@ class OnnxSkeleton:
 
     def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self.fed(images)
-        await_writes(self._device)  # the session reads on a stream of its own
+        await_writes(self._device)  # the session reads on another stream
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()
         outputs: list[np.ndarray] = feeds.copy_outputs_to_cpu()
@@ -138,8 +132,10 @@ class OnnxBackend:
             raise WeightsMismatch(expert.id, f"ONNX graphs run in fp32 only, not in {precision}")
         if expert.weights.suffix != ".onnx":
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
-        if expert.task is not Task.ANOMALY:  # whose labels are the line's own words
-            require_names(expert, read_heading(expert.id, expert.weights).names)
+        heading = read_heading(expert.id, expert.weights)
+        require_fitting_input(expert, heading)
+        if expert.task is not Task.ANOMALY:  # the labels of anomaly experts are the line's own words
+            require_names(expert, heading.names)
         return packed_apart(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
@@ -155,10 +151,10 @@ class OnnxBackend:
         if expert.task is Task.ANOMALY:
             own = anomaly.RECIPE
         elif expert.task is Task.MULTILABEL:
-            own = f"{RECIPE}, label by label"
+            own = f"{answers.RECIPE}, label by label"
         else:
             is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
-            own = f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
+            own = f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else answers.RECIPE
         return f"{own}; {FEW_BITS}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
@@ -171,16 +167,18 @@ class OnnxBackend:
 
 
 def packed(expert: Expert) -> Packable:
-    """Read the expert's graph, try it on made-up images, take it apart, see ``sandbox``. Raises as ``Backend.pack``."""
+    """Read the expert's graph, try it on made-up images and lift its weights out. Raises as ``Backend.pack``.
+
+    Runs in the process of ``sandbox``.
+    """
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
     take_batches(model, images)
-    _require_fitting_input(expert, images)
     try:
         folded = _understood(expert, model, images)
     except REFUSALS as error:
         raise mismatch(expert, f"does not run on ONNX Runtime: {error}") from error
-    add_what_is_no_number(folded)
+    propagate_nan(folded)
     tensors = _lift(folded)
     for name, tensor in tensors.items():
         if not is_finite(tensor):
@@ -189,7 +187,7 @@ def packed(expert: Expert) -> Packable:
 
 
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
-    """The graph as it is run, still in standard operators, with a note of what it answers with."""
+    """The graph as it runs, still in standard operators, with a note of its outputs' meaning."""
     if expert.task is Task.ANOMALY:
         outputs = anomaly.settle_outputs(expert, model, images)
         folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
@@ -204,14 +202,11 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     session = session_once(folded.SerializeToString())
     made_up = probe_images(expert.pixels.height, expert.pixels.width)
     if found is None:
-        note(folded, answers_of(expert, folded, _label_rows(expert, session, made_up)))
+        answers.note(folded, answers.decided(expert, folded, session, made_up))
     else:
-        detections.note(folded, detections.decided(expert, found, next(_probe(session, made_up[NOISY]))))
+        first, *_ = probed(session, made_up[NOISY])
+        detections.note(folded, detections.decided(expert, found, first))
     return folded
-
-
-def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
-    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows  # one label may lack its axis
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
@@ -219,32 +214,6 @@ def _filled(images: Tensor, size: int) -> Tensor:
     if len(images) == size:
         return images.contiguous()
     return torch.cat((images, images[-1:].expand(size - len(images), *images.shape[1:])))
-
-
-def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
-    size = _probed_at_once(session)
-    made_up = torch.from_numpy(images)
-    for start in range(0, len(images), size):
-        yield session.run(None, {session.get_inputs()[0].name: _filled(made_up[start : start + size], size).numpy()})
-
-
-def _probed_at_once(session: InferenceSession) -> int:
-    count = session.get_inputs()[0].shape[0]
-    return count if isinstance(count, int) else 2  # a graph may claim any batch and only take one
-
-
-def _label_rows(expert: Expert, session: InferenceSession, images: np.ndarray) -> np.ndarray:
-    """One row per made-up image. WeightsMismatch unless it answers every image with one value per label."""
-    size, parts = _probed_at_once(session), []
-    for first, *_ in _probe(session, images):
-        rows = _by_label(expert, first)
-        if rows.ndim != 2 or rows.shape[0] != size:
-            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it anew")
-        parts.append(rows)
-    found = np.concatenate(parts)[:PROBES]
-    if found.shape[1] != len(expert.labels):
-        raise mismatch(expert, f"tells {found.shape[1]} labels apart, the line names {len(expert.labels)}")
-    return found
 
 
 def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
@@ -255,17 +224,6 @@ def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
         names = ", ".join(value.name for value in inputs) or "none"
         raise mismatch(expert, f"must have one input, the images; it has {names}")
     return inputs[0]
-
-
-def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
-    """WeightsMismatch unless it takes float32 (n, 3, height, width) of the expert's size."""
-    kind = images.type.tensor_type
-    shape = [dimension.dim_value or None for dimension in kind.shape.dim]
-    wanted = [None, 3, expert.pixels.height, expert.pixels.width]
-    fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], wanted[1:], strict=True))
-    if kind.elem_type != TensorProto.FLOAT or not fits:
-        kind_name = TensorProto.DataType.Name(kind.elem_type)
-        raise mismatch(expert, f"takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`")
 
 
 def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:
@@ -300,8 +258,36 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[tuple[str, int]]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _workspace_bytes(expert: Expert, stamp: tuple[int, ...]) -> int:
-    """Workspace of one image; keyed by the file's stamp, so that other weights are looked at anew."""
+    """Workspace of one image: the most that values take at once, in the graph's order. ``stamp``: of the file.
+
+    A value of unknown shape counts as the largest.
+    """
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
     take_batches(model, images)
-    return peak_bytes(model, images.name, (1, 3, expert.pixels.height, expert.pixels.width))
+    for dimension, extent in zip(images.type.tensor_type.shape.dim, (1, 3, *expert.pixels.size), strict=True):
+        dimension.dim_value = extent
+    sizes = _value_bytes(model)
+    guess = max(sizes.values(), default=0)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    last_use = {name: place for place, node in enumerate(model.graph.node) for name in node.input}
+    outputs = {value.name for value in model.graph.output}
+    live = {images.name: sizes[images.name]}
+    peak = sizes[images.name]
+    for place, node in enumerate(model.graph.node):
+        live.update({name: sizes.get(name, guess) for name in node.output if name and name not in weights})
+        peak = max(peak, sum(live.values()))
+        live = {name: size for name, size in live.items() if name in outputs or last_use.get(name, place) > place}
+    return peak
+
+
+def _value_bytes(model: onnx.ModelProto) -> dict[str, int]:
+    """Sizes of the values whose shapes can be inferred."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    found = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        if kind.elem_type and kind.HasField("shape") and all(extent.HasField("dim_value") for extent in kind.shape.dim):
+            extents = [extent.dim_value for extent in kind.shape.dim]
+            found[value.name] = int(prod(extents) * tensor_dtype_to_np_dtype(kind.elem_type).itemsize)
+    return found

@@ -1,10 +1,11 @@
 """Boxes of ONNX detectors: their layout is decided once, at packing, and noted in the program.
 
 A file's heading says which layouts are possible, see ``layouts``; answers to made-up images decide among several, and
-what stays open is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
+an ambiguous graph is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
+
 Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
-chooses its boxes itself has room for a fixed number: where all are boxes, others may be missing, and the image is not
-judged.
+chooses its boxes itself has room for a fixed number: where all of it is used, others may be missing, and the image is
+not judged.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from experts.backends.outputs import require_numbers
 from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import onnx
-    from onnxruntime import InferenceSession
     from torch import Tensor
 
     from experts.backends.base import Prepared
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 RECIPE = "what its boxes mean is noted"  # in manifests
 _NOTE = "coserve.detections"
-_SCORE_TOLERANCE = 1e-3  # by which a score may be under 0 or over 1
+_SCORE_TOLERANCE = 1e-3  # of a score below 0 or above 1
 
 
 def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
-    """``answers``: for made-up images. Raises WeightsMismatch for none or several, or images prepared otherwise."""
+    """``answers``: to made-up images. Raises WeightsMismatch without one clear layout, and for another input."""
     layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
     if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
         raise mismatch(
@@ -51,7 +51,7 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
     possible = fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
     layouts = {each for each in possible & set(found.layouts) if _are_scores(each, answer, len(expert.labels))}
     if Layout.CHOSEN in layouts:
-        return Layout.CHOSEN  # whole numbers in the place of labels are no chance
+        return Layout.CHOSEN  # whole numbers in the place of labels are no coincidence
     if len(layouts) != 1:
         what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
         raise mismatch(
@@ -62,7 +62,7 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
 
 
 def _are_scores(layout: Layout, answer: np.ndarray, label_count: int) -> bool:
-    """True where a layout's scores and labels in the answers can be scores and labels."""
+    """True where numbers in the places of a layout's scores and labels can be scores and labels."""
     if layout is Layout.ANCHORS_LAST:
         return _within(answer[:, 4 : 4 + label_count])
     if layout is Layout.OBJECTNESS:
@@ -83,13 +83,12 @@ def note(model: onnx.ModelProto, layout: Layout) -> None:
     model.metadata_props.add(key=_NOTE, value=layout)
 
 
-def noted(session: InferenceSession) -> Layout | None:
-    found = session.get_modelmeta().custom_metadata_map.get(_NOTE)
-    return None if found is None else Layout(found)
+def noted(notes: Mapping[str, str]) -> Layout | None:
+    return Layout(notes[_NOTE]) if _NOTE in notes else None
 
 
 def predictions(
-    expert: Expert, layout: Layout, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
+    layout: Layout, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
     """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN and for too many boxes."""
     if layout is Layout.TORCHVISION:
@@ -111,14 +110,13 @@ def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) ->
     if layout is Layout.OBJECTNESS:
         scores = answer[:, 4:5] * answer[:, 5 : 5 + count]
         return suppressed(expert, box_convert(answer[:, :4], "cxcywh", "xyxy"), scores)
-    if layout is Layout.CHOSEN:
-        _refuse_full(expert, answer[:, 4])
-        return selected(expert, answer[:, :4], answer[:, 4], answer[:, 5])
-    extent = answer.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height of its input
-    boxes = box_convert(answer[:, :4], "cxcywh", "xyxy") * extent
+    boxes = answer[:, :4]
+    if layout is not Layout.CHOSEN:
+        extent = answer.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height of its input
+        boxes = box_convert(boxes, "cxcywh", "xyxy") * extent
     if layout is Layout.QUERIES:
-        scores, labels = answer[:, 4 : 4 + count].max(dim=1)
-        return selected(expert, boxes, scores, labels)
+        best, labels = answer[:, 4 : 4 + count].max(dim=1)
+        return selected(expert, boxes, best, labels)
     _refuse_full(expert, answer[:, 4])
     return selected(expert, boxes, answer[:, 4], answer[:, 5])
 
@@ -130,7 +128,7 @@ def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, sco
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:
-    """Raises OutputInvalid where every box that the graph has room for is one: it left out what had none."""
+    """Raises OutputInvalid where all boxes that the graph has room for count: it may have left out others."""
     if bool((scores > expert.confidence).all()):
         raise OutputInvalid(
             expert.id,

@@ -1,8 +1,8 @@
-"""What an ONNX file says of itself beside its weights: inputs, outputs, metadata. Read without a runtime.
+"""Heading of an ONNX file: inputs, outputs and metadata, read without a runtime.
 
 Guarantees: weights and nodes are skipped, so a file of gigabytes costs kilobytes and milliseconds; any file ends in a
-Heading or in WeightsCorrupt. The format is protobuf's wire format; the numbers of fields
-are those of onnx.proto3 (ONNX, IR version 3 and later).
+Heading or in WeightsCorrupt. The format is protobuf's wire format; the numbers of fields are those of onnx.proto3
+(ONNX, IR version 3 and later).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXT_BYTES_MAXIMUM = 1 << 20  # of one name, or one entry of metadata
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An input or output. ``shape``: None where the file does not say it; a dimension is None where it is open."""
+    """An input or output. ``shape``: None where the file has none; an open dimension is None."""
 
     name: str
     element: int | None
@@ -40,7 +40,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """``inputs`` are those that are no weights."""
+    """``inputs``: those that are no weights."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
@@ -48,7 +48,7 @@ class Heading:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The labels that ultralytics and YOLOv5 write into the metadata, in their order; None where there are none."""
+        """Labels in the metadata, in order, as ultralytics and YOLOv5 write them; None where there are none."""
         try:
             found = ast.literal_eval(self.metadata.get("names", ""))
         except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -59,7 +59,7 @@ class Heading:
 
 
 def read_heading(expert: str, path: Path) -> Heading:
-    """The heading of a file. Raises WeightsMissing, LoadError, or WeightsCorrupt where it is no ONNX file."""
+    """Raises WeightsMissing, LoadError, or WeightsCorrupt where the file is no ONNX file."""
     try:
         with path.open("rb") as file:
             return _heading(file, path.stat().st_size)
@@ -73,7 +73,7 @@ def read_heading(expert: str, path: Path) -> Heading:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One field of a message. ``number`` of a varint in ``value``; of bytes, where they begin and end."""
+    """One field of a message: the value of a varint, or where bytes begin and end in the file."""
 
     number: int
     value: int = 0
@@ -99,13 +99,20 @@ def _heading(file: BinaryIO, size: int) -> Heading:
         elif each.number == _OUTPUT:
             outputs.append(_value(_message(file, each)))
         elif each.number == _INITIALIZER:
-            weights |= {_text(file, p) for p in _fields(file, each.start, each.end) if p.number == _INITIALIZER_NAME}
+            weights |= {_text(file, part) for part in _within(file, each, _INITIALIZER_NAME)}
     taken = tuple(value for value in inputs if value.name not in weights)
     return Heading(taken, tuple(outputs), MappingProxyType(metadata))
 
 
+def _within(file: BinaryIO, message: _Field, *numbers: int) -> Iterator[_Field]:
+    """Fields below a message, by the numbers on the way to them."""
+    for part in _fields(file, message.start, message.end):
+        if part.number == numbers[0]:
+            yield from _within(file, part, *numbers[1:]) if len(numbers) > 1 else (part,)
+
+
 def _fields(file: BinaryIO, start: int, end: int) -> Iterator[_Field]:
-    """The fields of the message that lies there. Whoever takes one may read elsewhere meanwhile."""
+    """Fields of the message between two places. The file may be read elsewhere between two fields."""
     place = start
     while place < end:
         file.seek(place)
@@ -153,30 +160,14 @@ def _text(file: BinaryIO, field_: _Field) -> str:
 
 
 def _value(message: bytes) -> Value:
-    """Read a ValueInfoProto: its name, element type and shape."""
-    file = BytesIO(message)
+    """Read a ValueInfoProto: its name, and the element type and shape of a tensor."""
+    file, whole = BytesIO(message), _Field(0, end=len(message))
     name, element, shape = "", None, None
-    for part in _fields(file, 0, len(message)):
-        if part.number == 1:
-            name = _text(file, part)
-        elif part.number == 2:
-            for kind in _fields(file, part.start, part.end):
-                if kind.number == 1:  # a tensor
-                    element, shape = _tensor(file, kind)
+    for part in _within(file, whole, 1):
+        name = _text(file, part)
+    for part in _within(file, whole, 2, 1, 1):
+        element = part.value
+    for part in _within(file, whole, 2, 1, 2):
+        extents = [[found.value for found in _within(file, dim, 1)] for dim in _within(file, part, 1)]
+        shape = tuple(found[-1] or None if found else None for found in extents)
     return Value(name, element, shape)
-
-
-def _tensor(file: BinaryIO, tensor: _Field) -> tuple[int | None, tuple[int | None, ...] | None]:
-    element, shape = None, None
-    for part in _fields(file, tensor.start, tensor.end):
-        if part.number == 1:
-            element = part.value
-        elif part.number == 2:
-            dims = [each for each in _fields(file, part.start, part.end) if each.number == 1]
-            shape = tuple(_extent(file, each) for each in dims)
-    return element, shape
-
-
-def _extent(file: BinaryIO, dimension: _Field) -> int | None:
-    found = [part.value for part in _fields(file, dimension.start, dimension.end) if part.number == 1]
-    return found[-1] or None if found else None

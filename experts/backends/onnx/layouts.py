@@ -1,7 +1,7 @@
-"""What the boxes of an ONNX graph may be, told from its file's heading: metadata and shapes. Needs no runtime.
+"""Possible layouts of an ONNX graph's boxes, by its file's heading: metadata and shapes. Needs no runtime.
 
-The layouts that are known, with who writes them, stand at ``Layout``. Which of them a graph answers with is decided
-when it is packed, see ``detections``; what none of them can be is refused here.
+``Layout`` lists the known layouts with their exporters. Packing decides which of them a graph has, see ``detections``;
+a graph that fits none is refused here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from experts.expert import Expert, InputSpec
 
 _KNOWN = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
-_SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # of those that ultralytics notes
+_SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # in ultralytics' metadata
 
 
 class Layout(StrEnum):
@@ -47,12 +47,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """Layouts that a graph's boxes may have, at least one."""
+    """Layouts that a graph's boxes may have; at least one."""
 
     layouts: tuple[Layout, ...]
-    outputs: tuple[str, ...]  # that hold them
+    outputs: tuple[str, ...]  # names of those with boxes
     extra: int = 0  # see Layout
-    at_once: int | None = None  # images that it takes, where fewer than its input says
+    at_once: int | None = None  # images per run, where fewer than the input's shape says
 
     @property
     def fit(self) -> Fit:
@@ -62,7 +62,7 @@ class Detections:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """Preparation of images as a file's exporter does it. ``fit``: None where the file is no detector."""
+    """Preparation of images by a file's exporter. ``fit``: None where the file is no detector."""
 
     fit: Fit | None
     orientation: Orientation
@@ -73,7 +73,7 @@ class ImageFacts:
 
 
 def image_facts(expert: Expert) -> ImageFacts:
-    """Read them from the file: images for ultralytics and YOLOv5 stand upright. Raises as ``read_detections``."""
+    """Read a file's facts: ultralytics and YOLOv5 turn images upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
     orientation = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
@@ -86,9 +86,9 @@ def read_detections(expert: Expert) -> Detections | None:
 
 
 def require_served(expert: Expert) -> None:
-    """Raises as ``read_detections``, and WeightsMismatch for what a heading shows; packing finds the rest."""
+    """Raises as ``read_detections``, and WeightsMismatch for faults that a heading shows; packing finds the rest."""
     heading = read_heading(expert.id, expert.weights)
-    _require_fitting_input(expert, heading)
+    require_fitting_input(expert, heading)
     if expert.task is Task.ANOMALY:
         _require_measuring(expert, heading)
         return
@@ -112,21 +112,17 @@ def require_served(expert: Expert) -> None:
         )
 
 
-def _require_fitting_input(expert: Expert, heading: Heading) -> None:
-    size = (expert.pixels.height, expert.pixels.width)
+def require_fitting_input(expert: Expert, heading: Heading) -> None:
+    """WeightsMismatch unless the one input takes float32 (n, 3, height, width) of the expert's size."""
+    size = (3, *expert.pixels.size)
     if len(heading.inputs) != 1:
         names = ", ".join(value.name for value in heading.inputs) or "none"
         raise mismatch(expert, f"must have one input, the images; it has {names}")
-    shape = heading.inputs[0].shape
-    if shape is None:
-        return
-    fits = shape == (3, *size) or (
-        len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], (3, *size), strict=True))
-    )
-    if heading.inputs[0].element != FLOAT or not fits:
-        raise mismatch(
-            expert, f"does not take float32 (n, 3, {size[0]}, {size[1]}) but {_shown(shape)}: correct `input`"
-        )
+    shape = heading.inputs[0].shape or ()
+    fits = len(shape) in {3, 4} and all(one in {None, other} for one, other in zip(shape[-3:], size, strict=True))
+    if heading.inputs[0].element != FLOAT or not fits or (len(shape) == 3 and None in shape):
+        wanted = f"(n, 3, {size[1]}, {size[2]})"
+        raise mismatch(expert, f"does not take float32 {wanted} but {_shown(shape)}: correct `input`")
 
 
 def _require_measuring(expert: Expert, heading: Heading) -> None:
@@ -175,7 +171,7 @@ def mismatch(expert: Expert, what: str) -> WeightsMismatch:
 
 
 def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
-    """WeightsMismatch for another number of labels, or the same in another order; other words are the line's own."""
+    """WeightsMismatch for another number of labels, or another order; other words are the line's own choice."""
     if names is None or expert.labels == names:
         return
     if len(names) != len(expert.labels):
@@ -192,7 +188,7 @@ def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
 
 
 def fitting(shape: Sequence[int | None], label_count: int, extra: int) -> set[Layout]:
-    """The layouts that a shape of three dimensions can be."""
+    """Layouts that a shape of three dimensions fits."""
     wanted = {
         Layout.ANCHORS_LAST: (1, 4 + label_count),
         Layout.OBJECTNESS: (2, 5 + label_count),
@@ -204,7 +200,7 @@ def fitting(shape: Sequence[int | None], label_count: int, extra: int) -> set[La
 
 
 def _written_by(metadata: Mapping[str, str]) -> set[Layout]:
-    """Layouts of the exporter that the metadata names; without metadata, all but those of a named exporter."""
+    """Layouts of the exporter in the metadata; without metadata, all but those of a named exporter."""
     is_ultralytics = metadata.get("author") == "Ultralytics"
     described = metadata.get("description", "").lower().replace("-", "")
     if metadata.get("head") == "RTDETRDecoder" or (is_ultralytics and "rtdetr" in described):
@@ -215,13 +211,13 @@ def _written_by(metadata: Mapping[str, str]) -> set[Layout]:
 
 
 def _extra(heading: Heading) -> int:
-    """Coefficients of masks beside each box: as many as there are masks (n, masks, height, width) to be mixed."""
+    """Mask coefficients beside each box: one for each mask of a second output (n, masks, height, width)."""
     second = heading.outputs[1].shape if len(heading.outputs) == 2 else None
     return second[1] or 0 if second is not None and len(second) == 4 else 0
 
 
 def _suppressed_at_once(heading: Heading) -> int | None:
-    """Batch size for which ultralytics unrolled the suppression: its graph drops the images beyond."""
+    """Batch size for which ultralytics unrolled the suppression: its graph drops further images."""
     batch = heading.metadata.get("batch", "")
     return int(batch) if "'nms': True" in heading.metadata.get("args", "") and batch.isdecimal() else None
 

@@ -1,7 +1,7 @@
-"""ONNX graphs adapted to serving: unused outputs go, and images come in batches.
+"""ONNX graphs adapted to serving: unused outputs are removed, and images come in batches.
 
 In a graph of few bits a NaN becomes a level like any other, and a plausible answer. So each value that may become NaN
-or infinite before it is quantised is also added to the outputs, as 0 or NaN: the answer is then refused.
+or infinite before it is quantised is added to the outputs, as 0 or NaN: the answer is then refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
 
 
 def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
-    """Let a graph that takes one image (3, height, width) take a batch of one; others stay as they are. In place."""
+    """Make a graph of one image (3, height, width) take a batch of one; others stay as they are. In place."""
     shape = images.type.tensor_type.shape
     extents = [dimension.dim_value for dimension in shape.dim]
     if len(extents) != 3 or not all(extents):
@@ -40,7 +40,7 @@ def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
 
 
 def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
-    """Leave these outputs, in this order, and the nodes and weights that they need. In place."""
+    """Keep these outputs, in this order, and the nodes and weights that they need. In place."""
     graph = model.graph
     values = {value.name: value for value in graph.output}
     outputs = [values[name] for name in names]
@@ -48,7 +48,7 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph.output.extend(outputs)
     needed = set(names)
     kept = []
-    for node in reversed(graph.node):  # a graph is in the order of its execution: readers come later
+    for node in reversed(graph.node):  # nodes are in execution order: readers come later
         if needed.intersection(node.output):
             needed.update(_read_by(node))
             kept.append(node)
@@ -60,10 +60,10 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph.ClearField("value_info")
 
 
-def add_what_is_no_number(model: onnx.ModelProto) -> None:
-    """Let a graph of few bits answer NaN where any of its values is NaN or infinite. In place."""
+def propagate_nan(model: onnx.ModelProto) -> None:
+    """Make a graph of few bits answer NaN where any of its values is NaN or infinite. In place."""
     graph = model.graph
-    levelled: set[str] = set()  # values that levels are made of, directly or not
+    levelled: set[str] = set()  # values that become levels, directly or not
     for node in reversed(graph.node):
         if node.op_type in LEVELLING or levelled.intersection(node.output):
             levelled.update(_read_by(node))
@@ -72,7 +72,7 @@ def add_what_is_no_number(model: onnx.ModelProto) -> None:
         return
     added = []
     for number, name in enumerate(doubted):
-        zero = f"no number {number}"  # the difference of NaN or infinity with itself is NaN
+        zero = f"no number {number}"  # NaN or infinity minus itself is NaN
         added += [
             helper.make_node("Sub", [name, name], [f"{zero} of each"]),
             helper.make_node("Cast", [f"{zero} of each"], [f"{zero} in float"], to=TensorProto.FLOAT),
@@ -95,7 +95,7 @@ def add_what_is_no_number(model: onnx.ModelProto) -> None:
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Names of what a node reads, those inside its branches and bodies included."""
+    """Names of values that a node reads, also inside its branches and bodies."""
     yield from node.input
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):

@@ -1,7 +1,7 @@
-"""Packs and tries ONNX graphs in a process of its own, see ``apart``.
+"""Packs and tries ONNX graphs in a process of their own, see ``apart``.
 
 Folding constants and trying images run the graph, which may hold an endless loop or a tensor larger than any memory.
-Guarantees: a graph beyond the bounds is a refusal of that one expert; this process never runs it.
+Guarantees: a graph beyond the bounds is refused, that one expert alone; this process never runs it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import pickle
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 SCRIPT = Path(__file__).with_name("apart.py")
-LIMIT_S_PER_GB = 120  # of the processor
-MEMORY_BYTES = 6_000_000_000  # for constants and activations; weights come on top
-COPIES = 8  # of the weights: as they were read, in sessions, written
+LIMIT_S_PER_GB = 120  # of processor time
+MEMORY_BYTES = 6_000_000_000  # for constants and activations, beside COPIES of the weights
+COPIES = 8  # as read, in sessions, written
 
 
 class _Packer:
-    """The packing process: kept while in use, one graph at a time."""
+    """The packing process: one graph at a time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -42,13 +42,13 @@ class _Packer:
     def ended(self, folder: Path) -> int:
         """Exit status of the fork that packed this folder."""
         with self._lock:
-            answer = self._asked(folder) or self._asked(folder)  # an idle process ends by itself
+            answer = self._send(folder) or self._send(folder)  # an idle process ends by itself
         if not answer:
             raise OSError("the process that packs graphs cannot be started")
         return int(answer)
 
-    def _asked(self, folder: Path) -> str:
-        """Answer of the process; empty where it has ended."""
+    def _send(self, folder: Path) -> str:
+        """The process's answer; empty where it has ended."""
         self._process = self._process or subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -78,19 +78,19 @@ def packed_apart(expert: Expert) -> Packable:
     try:
         size_bytes = expert.weights.stat().st_size if expert.weights.is_file() else 0
         limit_s = LIMIT_S_PER_GB * max(1, math.ceil(size_bytes / 1e9))
-        bounds = {"memory_bytes": MEMORY_BYTES + COPIES * size_bytes, "limit_s": limit_s}
+        memory_bytes = MEMORY_BYTES + COPIES * size_bytes
         with tempfile.TemporaryDirectory(prefix="coserve-pack-") as name:
             folder = Path(name)
-            (folder / "expert.json").write_text(json.dumps({"expert": asdict(expert), **bounds}, default=str), "utf-8")
+            (folder / "job").write_bytes(pickle.dumps((expert, memory_bytes, limit_s)))
             ended = _packer.ended(folder)
             if (folder / "error.json").is_file():
-                told = json.loads((folder / "error.json").read_text("utf-8"))
-                raise getattr(errors, told["kind"])(expert.id, told["message"])  # a class of those, by ``apart``
+                found = json.loads((folder / "error.json").read_text("utf-8"))
+                raise getattr(errors, found["kind"])(expert.id, found["message"])
             if ended:
                 raise errors.WeightsRefused(
                     expert.id,
                     f"{expert.weights}: packing and trying it took over {limit_s} s of the processor or "
-                    f"{bounds['memory_bytes'] / 1e9:.0f} GB of memory, and was ended ({ended}): no model does",
+                    f"{memory_bytes / 1e9:.0f} GB of memory, and was ended ({ended}): no model does",
                 )
             return Packable(load_file(folder / "tensors"), program=(folder / "program").read_bytes())
     except OSError as error:
