@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 import warnings
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +32,7 @@ from experts.backends.weight_files import read_state_dict
 from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -200,26 +199,18 @@ def _strides(template: Template) -> tuple[float, ...]:
 
 
 def _build(architecture: str, class_count: int) -> DetectionModel:
-    try:
-        with _building_alone():
+    with _one_at_a_time:  # building a YOLOv6 sets the activation of all models that the process builds meanwhile
+        activation = Conv.default_act
+        try:
             model = DetectionModel(f"{architecture}.yaml", nc=class_count, verbose=False)
-    except FileNotFoundError as error:
-        raise ValueError(f"ultralytics has no model {architecture!r}") from error
+        except FileNotFoundError as error:
+            raise ValueError(f"ultralytics has no model {architecture!r}") from error
+        finally:
+            Conv.default_act = activation
     if type(model.model[-1]) not in {Detect, v10Detect}:
         raise ValueError(f"{architecture} is not a plain YOLO detector: choose one such as yolov5m or yolo11s")
     model.end2end = False  # of two heads (YOLOv10, YOLO26) the one with suppression, as by default
     return model
-
-
-@contextmanager
-def _building_alone() -> Iterator[None]:
-    """One model at a time: building a YOLOv6 sets the activation of all models that the process builds meanwhile."""
-    with _one_at_a_time:
-        activation = Conv.default_act
-        try:
-            yield
-        finally:
-            Conv.default_act = activation
 
 
 def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from experts.backends.modules.binding import output_list
 from experts.errors import Unrecordable
@@ -69,7 +71,7 @@ def _run(
     recorder = _Recorder(names, images.contiguous(memory_format=torch.channels_last))
     with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # outside inference mode, versions count writes
         answer = module(recorder.images)
-    recorder.end(list(_tensors(answer)) if outputs is None else output_list(answer, outputs))
+    recorder.end(_tensors(answer) if outputs is None else output_list(answer, outputs))
     return recorder
 
 
@@ -108,11 +110,11 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
-        given = list(_tensors((args, named)))
+        given = _tensors((args, named))
         versions = [_version(tensor) for tensor in given]
         result = _as_on_the_cpu(func, func(*args, **named))
         written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
-        if written or any(True for _ in _tensors(result)):
+        if written or _tensors(result):
             node = self._recorded(func, args, named)
             node.meta["writes"] = frozenset(self._values.storage(tensor) for tensor in written)
             self._keep(result, node)
@@ -137,23 +139,20 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
             self._values.put(result, node)
         elif isinstance(result, list | tuple):
             for place, each in enumerate(result):
-                if any(True for _ in _tensors(each)):
+                if _tensors(each):
                     part = self.graph.call_function(operator.getitem, (node, place))
                     part.meta["writes"] = frozenset()
                     self._keep(each, part)
 
     def _reference(self, value: object) -> Any:  # noqa: ANN401  any argument of a call
         """A value as the graph refers to it: a tensor by the node that made it, meta by the CPU."""
-        if isinstance(value, torch.Tensor):
-            return self._node_of(value)
-        if isinstance(value, slice):
-            return slice(*(self._reference(part) for part in (value.start, value.stop, value.step)))
-        if isinstance(value, list | tuple):
-            parts = [self._reference(each) for each in value]
-            return parts if isinstance(value, list) else tuple(parts)
-        if isinstance(value, dict):
-            return {key: self._reference(each) for key, each in value.items()}
-        return CPU if value in (META, "meta") else value
+
+        def referred(each: object) -> object:
+            if isinstance(each, torch.Tensor):
+                return self._node_of(each)
+            return CPU if each in (META, "meta") else each
+
+        return map_aggregate(value, referred)
 
     def _node_of(self, tensor: Tensor) -> Node:
         found = self._values.nodes.get(id(tensor))
@@ -178,15 +177,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)  # inference mode counts none
 
 
-def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _tensors(each)
-    elif isinstance(values, dict):
-        for each in values.values():
-            yield from _tensors(each)
+def _tensors(values: object) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def _open_counts(graph: Graph, other: Graph) -> None:
@@ -207,20 +199,19 @@ class _Opening:
         self._numbers: dict[tuple[int, int], Node] = {}  # by factor and constant
 
     def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  any argument of a call
+        (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
+        if kind != other_kind:
+            raise Unrecordable("it makes other calls for another number of images")
+        return tree_unflatten([self._merged(*pair) for pair in zip(ones, others, strict=True)], kind)
+
+    def _merged(self, one: object, other: object) -> object:
         if isinstance(one, Node):
             if not isinstance(other, Node) or other.name != one.name:
                 raise Unrecordable("it reads other tensors for another number of images")
             return one
-        if isinstance(one, slice):
-            parts = ((getattr(one, part), getattr(other, part)) for part in ("start", "stop", "step"))
-            return slice(*(self.merged(*pair) for pair in parts))
-        if isinstance(one, list | tuple):
-            if len(one) != len(other):
-                raise Unrecordable("it makes other calls for another number of images")
-            merged = [self.merged(*pair) for pair in zip(one, other, strict=True)]
-            return merged if isinstance(one, list) else tuple(merged)
-        if isinstance(one, dict):
-            return {key: self.merged(one[key], other[key]) for key in one}
+        if isinstance(one, slice) and isinstance(other, slice):
+            pairs = ((getattr(each, part) for each in (one, other)) for part in ("start", "stop", "step"))
+            return slice(*(self._merged(*pair) for pair in pairs))
         return one if one == other else self._number(one, other)
 
     def _number(self, one: object, other: object) -> Node:

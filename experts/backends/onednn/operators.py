@@ -35,6 +35,8 @@ NEEDED = (
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004, saturation a half
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
+PADDED_BYTES = 772  # of a serialised layout, a C struct; four bytes at each place in PADDING
+PADDING = (108, 316)  # are never written: they hold parts of addresses, other ones in each process
 CPU_INFORMATION = Path("/proc/cpuinfo")
 CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flags", "CPU part", "Features")
 
@@ -108,8 +110,10 @@ class BlockedLayout:
 
 def layout_of(blocked: Tensor) -> BlockedLayout:
     operators = torch.ops.mkldnn
-    description = bytes(operators._get_mkldnn_serialized_md(blocked).numpy())
-    return BlockedLayout(tuple(blocked.shape), blocked.dtype, int(operators._nbytes(blocked)), description)
+    description = bytearray(operators._get_mkldnn_serialized_md(blocked).numpy())
+    for place in PADDING if len(description) == PADDED_BYTES else ():
+        description[place : place + 4] = bytes(4)
+    return BlockedLayout(tuple(blocked.shape), blocked.dtype, int(operators._nbytes(blocked)), bytes(description))
 
 
 def blocked_bytes(blocked: Tensor) -> Tensor:

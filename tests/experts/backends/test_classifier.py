@@ -13,12 +13,19 @@ from experts.packed.packing import pack_line
 from tests.experts.conftest import answers
 
 BACKEND = ClassifierBackend()
-FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]
+ANSWERS = [  # (architecture, form, tolerance of a score)
+    *((name, Precision.FP32, 1e-4) for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5")),
+    *((name, Precision.FP32, 1e-4) for name in ("squeezenet1_1", "regnet_x_400mf", "densenet121", "swin_t")),
+    *((name, Precision.BF16, 0.1) for name in ("resnet18", "swin_t")),
+    ("resnet18", Precision.FP16, 0.1),
+]
 
 
-def check_against_torchvision(expert, image, precision=Precision.FP32, tolerance=1e-4):
+@pytest.mark.parametrize(("architecture", "precision", "tolerance"), ANSWERS)
+def test_each_form_answers_as_torchvision_in_fp32(files, image, architecture, precision, tolerance):
+    expert = files.classifier("cls/x", architecture)
     images = (image, image[::-1].copy(), 255 - image)
-    module = build_trainable(expert.architecture, len(expert.labels), expert.stem).eval()
+    module = build_trainable(architecture, len(expert.labels)).eval()
     module.load_state_dict(load_file(expert.weights))
     with torch.inference_mode():
         expected = module(torch.stack([BACKEND.prepare(expert, each).tensor for each in images])).softmax(dim=1)
@@ -28,23 +35,25 @@ def check_against_torchvision(expert, image, precision=Precision.FP32, tolerance
     assert [each.score for each in found] == pytest.approx(scores.tolist(), abs=tolerance)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_fp32_answers_as_torchvision(files, image, architecture):
-    check_against_torchvision(files.classifier("cls/x", architecture), image)
+def test_batchnorm_is_gone_where_the_convolution_before_it_takes_it(files):
+    tensors = BACKEND.pack(files.classifier("cls/x", "densenet121"), Precision.FP32).tensors
+    assert "features.denseblock1.denselayer1.norm1.running_mean" in tensors  # a ReLU stands before its convolution
+    assert "features.denseblock1.denselayer1.norm2.running_mean" not in tensors
+    assert tensors["features.denseblock1.denselayer1.conv2.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_transformer_answers_as_torchvision(files, image):
-    expert = files.classifier("cls/x", "swin_t")
-    check_against_torchvision(expert, image)
-    check_against_torchvision(expert, image, Precision.BF16, tolerance=0.1)
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
-def test_half_precisions_agree_on_the_label(files, image, precision):
-    expert = files.classifier("cls/x", "resnet18", size=32)
-    packable = BACKEND.pack(expert, precision)
-    assert all(tensor.element_size() == 2 for tensor in packable.tensors.values())
-    check_against_torchvision(expert, image, precision, tolerance=0.1)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architecture": "resnet50"}, r"not a resnet50: missing: layer1\.0\.conv3\.weight.*of another shape"),
+        ({"architecture": "resnet110"}, "resnet101"),
+        ({"architecture": "squeezenet1_1", "stem": "3x3"}, "stem"),
+        ({"stem": "5x5"}, "stem"),
+    ],
+)
+def test_another_architecture_or_stem_is_a_mismatch_that_names_it(files, changes, reason):
+    with pytest.raises(WeightsMismatch, match=reason):
+        BACKEND.pack(replace(files.classifier("cls/x", "resnet18"), **changes), Precision.FP32)
 
 
 def test_sizes_that_a_skeleton_is_built_for_are_layouts_of_their_own(files, store, make_slot, image):
@@ -58,45 +67,12 @@ def test_sizes_that_a_skeleton_is_built_for_are_layouts_of_their_own(files, stor
         assert make_slot(expert, form, store).infer(expert, image)[0].label in expert.labels
 
 
-def test_batchnorm_is_gone_where_a_convolution_takes_it(files):
-    packable = BACKEND.pack(files.classifier("cls/x", "resnet18"), Precision.FP32)
-    assert not [name for name in packable.tensors if "running" in name or "bn" in name]
-    assert packable.tensors["layer1.0.conv1.weight"].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_batchnorm_before_a_convolution_stays(files, image):
-    expert = files.classifier("cls/x", "densenet121")
-    names = BACKEND.pack(expert, Precision.FP32).tensors.keys()
-    assert "features.denseblock1.denselayer1.norm1.running_mean" in names  # a ReLU stands before its convolution
-    assert "features.denseblock1.denselayer1.norm2.running_mean" not in names
-    check_against_torchvision(expert, image)
-
-
 def test_auxiliary_heads_of_a_training_checkpoint_are_left_out(files):
     from torchvision import models
 
     module = models.googlenet(weights=None, num_classes=3, aux_logits=True, init_weights=False)
     expert = files.torch_module("cls/x", module, "googlenet")
     assert not [name for name in BACKEND.pack(expert, Precision.FP32).tensors if name.startswith("aux")]
-
-
-def test_another_architecture_is_a_mismatch_that_names_tensors(files):
-    expert = replace(files.classifier("cls/x", "resnet18"), architecture="resnet50")
-    with pytest.raises(WeightsMismatch, match=r"not a resnet50: missing: layer1\.0\.conv3\.weight.*of another shape"):
-        BACKEND.pack(expert, Precision.FP32)
-
-
-def test_an_unknown_architecture_names_its_neighbours(files):
-    expert = replace(files.classifier("cls/x", "squeezenet1_1"), architecture="resnet110")
-    with pytest.raises(WeightsMismatch, match="resnet101"):
-        BACKEND.pack(expert, Precision.FP32)
-
-
-@pytest.mark.parametrize(("architecture", "stem"), [("squeezenet1_1", "3x3"), ("resnet18", "5x5")])
-def test_a_stem_that_does_not_exist_is_refused(files, architecture, stem):
-    expert = replace(files.classifier("cls/x", "squeezenet1_1"), architecture=architecture, stem=stem)
-    with pytest.raises(WeightsMismatch, match="stem"):
-        BACKEND.pack(expert, Precision.FP32)
 
 
 def test_values_that_are_not_numbers_are_corrupt(files):

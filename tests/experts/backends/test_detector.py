@@ -197,29 +197,17 @@ def test_names_with_and_without_prefix_are_the_same(files, prefix):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("architecture", ["yolov5z", "yolov8n-seg", "rtdetr-l"])
-def test_what_is_no_plain_detector_is_a_mismatch(files, architecture):
-    expert = replace(files.detector("det/x"), architecture=architecture)
-    with pytest.raises(WeightsMismatch, match=architecture):
+@pytest.mark.parametrize(
+    ("architecture", "size", "reason"),
+    [
+        *((name, 64, name) for name in ("yolov5z", "yolov8n-seg", "rtdetr-l")),
+        ("yolov5n", 80, "multiples of 32, not 80x80"),
+    ],
+)
+def test_another_model_or_size_is_a_mismatch(files, architecture, size, reason):
+    expert = replace(files.detector("det/x", size=size), architecture=architecture)
+    with pytest.raises(WeightsMismatch, match=reason):
         BACKEND.pack(expert, Precision.FP32)
-
-
-def test_a_size_that_the_strides_do_not_divide_is_a_mismatch(files):
-    expert = files.detector("det/x", size=80)
-    with pytest.raises(WeightsMismatch, match="multiples of 32, not 80x80"):
-        BACKEND.pack(expert, Precision.FP32)
-
-
-def test_a_trainable_model_has_a_loss_that_reaches_its_weights():
-    model = build_trainable("yolov5n", 2)
-    batch = {
-        "img": torch.rand(2, 3, 64, 64),
-        "cls": torch.tensor([[0.0], [1.0]]),
-        "bboxes": torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.3, 0.3, 0.2, 0.2]]),
-        "batch_idx": torch.tensor([0.0, 1.0]),
-    }
-    model.loss(batch)[0].sum().backward()
-    assert model.model[0].conv.weight.grad.abs().sum() > 0
 
 
 def test_a_model_built_beside_another_keeps_its_own_activation():

@@ -16,9 +16,10 @@ from experts.backends import backend_for
 from experts.backends.classifier import build_trainable
 from experts.backends.forms import form_of
 from experts.backends.onnx.layouts import require_served
-from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
 from tests.experts.conftest import answers, bound, calibrated
+from tests.forms import needs
 
 TOLERANCES = {
     Precision.FP32: 1e-4, Precision.BF16: 0.05, Precision.FP16: 0.01, Precision.ONNXRUNTIME: 1e-4,
@@ -32,8 +33,10 @@ def independent(expert, **keys):
 
 @pytest.mark.parametrize(
     ("precision", "labels"),
-    [*((precision, ("ng",)) for precision in TOLERANCES), (Precision.FP32, ("scratch", "dent", "gone"))],
-    ids=str,
+    [
+        *(pytest.param(form, ("ng",), marks=needs(form), id=form) for form in TOLERANCES),
+        (Precision.FP32, ("scratch", "dent", "gone")),
+    ],
 )
 def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, labels, tmp_path):
     expert = independent(files.classifier("cls/x", "resnet18", labels=labels, size=32), otherwise="ok")
@@ -42,16 +45,11 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
     module.load_state_dict(load_file(expert.weights))
     images = (image, image[::-1].copy(), 255 - image)
     batch = torch.stack([backend.prepare(expert, each).tensor for each in images])
-    if precision is Precision.ONEDNN_INT8:
-        if form_of(precision).why_absent() is not None:
-            pytest.skip(form_of(precision).why_absent())
+    if form_of(precision).needs_calibration:
         expert = calibrated(expert, precision, tmp_path, *images)
     with torch.inference_mode():
         expected = module.eval()(batch).sigmoid()
-    try:
-        found = answers(expert, *images, precision=precision)
-    except (WeightsMismatch, BackendUnavailable) as error:
-        pytest.skip(f"this form is not for here: {error}")
+    found = answers(expert, *images, precision=precision)
     for prediction, row in zip(found, expected.tolist(), strict=True):
         assert [output.label for output in prediction.outputs] == list(labels)
         assert [output.score for output in prediction.outputs] == pytest.approx(row, abs=TOLERANCES[precision])
@@ -60,9 +58,7 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
 
 @pytest.mark.parametrize("architecture", ["resnet18", "onnx"])
 def test_one_label_is_refused_for_a_softmax(files, architecture):
-    expert = (
-        files.onnx("cls/x", labels=("ok",)) if architecture == "onnx" else files.classifier("cls/x", labels=("ok",))
-    )
+    expert = (files.onnx if architecture == "onnx" else files.classifier)("cls/x", labels=("ok",))
     with pytest.raises(WeightsMismatch, match=r"nothing to choose from: every image would be it - write `task: multil"):
         backend_for(architecture).pack(expert, Precision.FP32)
 

@@ -1,7 +1,4 @@
-"""Which BatchNorms are folded: those that torch.fx's graph proves, found without patching anything outside."""
-
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+"""Which BatchNorms are folded: those that torch.fx's graph proves."""
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from experts.architectures import CLASSIFIERS
 from experts.backends.classifier import build_trainable
 from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pairs
 from experts.backends.modules.binding import Weightless
-
-WAIT_S = 60.0
 
 
 def weightless(architecture):
@@ -44,19 +39,6 @@ def traced_pairs(module):
 def test_the_pairs_are_those_of_the_traced_graph(architecture):
     module = weightless(architecture)
     assert foldable_pairs(module, (224, 224)) == traced_pairs(module)
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-
-
-class Net(nn.Module):
-    """A convolution and a BatchNorm; subclasses say how they are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, images):
-        return self.norm(self.conv(images))
 
 
 class Doubling(nn.Conv2d):
@@ -64,21 +46,21 @@ class Doubling(nn.Conv2d):
         return 2 * super().forward(images)
 
 
-class Calling(Net):
-    """A Net whose parts are others, or called otherwise: ``call(net, images)``."""
+class Calling(nn.Module):
+    """A convolution and a BatchNorm, called by ``call(net, images)``."""
 
-    def __init__(self, call=None, **parts):
+    def __init__(self, call=None, conv=None, norm=None):
         super().__init__()
         self.call = call or (lambda net, images: net.norm(net.conv(images)))
-        for name, part in parts.items():
-            setattr(self, name, part)
+        self.conv = conv or nn.Conv2d(3, 4, 1)
+        self.norm = norm or nn.BatchNorm2d(4)
 
     def forward(self, images):
         return self.call(self, images)
 
 
 def reading(call):
-    """A Net of which ``call(net, convolved)`` reads what is convolved."""
+    """A net of which ``call(net, convolved)`` reads the convolution's answer."""
     return Calling(lambda net, images: call(net, net.conv(images)))
 
 
@@ -100,29 +82,3 @@ UNFOLDABLE = {
 @pytest.mark.parametrize("net", UNFOLDABLE.values(), ids=UNFOLDABLE)
 def test_whatever_else_reads_it_or_runs_twice_forbids_it(net):
     assert foldable_pairs(net.to("meta").eval(), (8, 8)) == ()
-
-
-def test_another_module_runs_while_pairs_are_looked_for():
-    """The two meet inside the module's forward: whatever that patches for the process, the other would run into."""
-    meeting = Barrier(2, timeout=WAIT_S)
-
-    class Meeting(Net):
-        def forward(self, images):
-            meeting.wait()  # from here on the other one runs ...
-            meeting.wait()  # ... and has ended
-            return super().forward(images)
-
-    def run(module, images):
-        meeting.wait()
-        try:
-            with torch.inference_mode():
-                return module(images)
-        finally:
-            meeting.wait()
-
-    other, images = Net().eval(), torch.ones(2, 3, 8, 8)
-    with ThreadPoolExecutor(2) as threads:
-        pairs = threads.submit(foldable_pairs, Meeting().to("meta").eval(), (8, 8))
-        answer = threads.submit(run, other, images)
-        assert answer.result(WAIT_S).shape == (2, 4, 8, 8)
-        assert pairs.result(WAIT_S) == (FoldablePair("conv", "norm", 1e-5),)

@@ -1,6 +1,6 @@
-"""Graphs in eight bits answer as the same rounding done in float64, to the level.
+"""Graphs in eight bits answer as the same rounding in float64, to the level.
 
-Each module says itself, with ``at``, where its values become levels: the expectation knows nothing of graphs or oneDNN.
+Each module marks with ``at`` where its values become levels: the expectation knows nothing of graphs or oneDNN.
 """
 
 import json
@@ -18,14 +18,12 @@ from experts.backends.base import RefusedModule
 from experts.backends.onednn import calls, levels
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import (
-    FusedModule,
     OnednnModule,
     OnednnSkeleton,
     decided_layouts,
     fused_module,
     packed_module,
 )
-from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.operators import on_threads
 from experts.errors import BackendUnavailable
 from experts.expert import Precision
@@ -59,231 +57,173 @@ class Seen:
 
 
 class Module(nn.Module):
-    """Layers for all; which are in eight bits. ``path`` answers with what ``last`` reads, and what else is to be told.
+    """Layers for all kinds. ``at(name, values, zero)``: here values are levels, and share them with all of that name."""
 
-    ``at(name, values, zero)``: here values are levels, and share them with all of that name.
-    """
-
-    eight = ("first", "second", "third")
-    channels = 8
-
-    def __init__(self):
+    def __init__(self, path, eight, layers):
         super().__init__()
-        channels = self.channels
-        self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-        self.third = nn.Conv2d(channels, channels, 1)
-        self.last = nn.Conv2d(channels, 4, 1)
+        self.path, self.eight = path, eight
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.third = nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 4, 1)
         self.at = lambda name, values, zero=None: values
-        self.build()
+        for name, made in layers.items():
+            setattr(self, name, made())
         self.eval().requires_grad_(False)
 
-    def build(self):
-        """Change the layers."""
-
     def forward(self, images):
-        inside = self.path(self.at("images", images) if "first" in self.eight else images)
+        inside = self.path(self, self.at("images", images) if "first" in self.eight else images)
         return {"answer": self.last(inside), "inside": inside}
 
 
-class NegativePadding(Module):
+KINDS = {}
+
+
+def kind(eight=("first", "second", "third"), **layers):
+    """Register a way from the images to what the last layer reads. ``eight``: the layers in eight bits."""
+
+    def register(path):
+        KINDS[path.__name__] = lambda: Module(path, eight, layers)
+        return path
+
+    return register
+
+
+@kind(third=lambda: nn.Conv2d(8, 8, 5, padding=(2, 1)))
+def negative_padding(net, images):
     """What is padded has its zero between the levels, at every layer."""
-
-    def build(self):
-        self.third = nn.Conv2d(8, 8, 5, padding=(2, 1))
-
-    def path(self, images):
-        second = self.at("second", self.second(self.at("first", functional.silu(self.first(images)))))
-        return self.third(second)
+    second = net.at("second", net.second(net.at("first", functional.silu(net.first(images)))))
+    return net.third(second)
 
 
-class ResidualInPlace(Module):
-    def path(self, images):
-        first = self.at("first", self.first(images).relu_(), 0)
-        found = self.at("second", self.second(first).relu_(), 0)
-        found = self.third(found)
-        found += first
-        return self.at("sum", found.relu_(), 0)
+@kind()
+def residual_in_place(net, images):
+    first = net.at("first", net.first(images).relu_(), 0)
+    found = net.third(net.at("second", net.second(first).relu_(), 0))
+    found += first
+    return net.at("sum", found.relu_(), 0)
 
 
-class ResidualOntoItself(Module):
+@kind(eight=("first", "second"))
+def residual_onto_itself(net, images):
     """The first is summand and source of one call, and written by it in the module."""
-
-    eight = ("first", "second")
-
-    def path(self, images):
-        first = self.at("first", self.first(images), MIDDLE)
-        first += self.second(first)
-        return self.at("sum", first)
+    first = net.at("first", net.first(images), MIDDLE)
+    first += net.second(first)
+    return net.at("sum", first)
 
 
-class TwoResiduals(Module):
+@kind()
+def two_residuals(net, images):
     """A summand of two sums, the first of which must leave it as it is."""
-
-    def path(self, images):
-        first = self.at("first", self.first(images), MIDDLE)
-        second = self.at("second", functional.relu(self.second(first) + first), 0)
-        return self.at("sum", self.third(second) + first)
+    first = net.at("first", net.first(images), MIDDLE)
+    second = net.at("second", functional.relu(net.second(first) + first), 0)
+    return net.at("sum", net.third(second) + first)
 
 
-class FloatSummand(Module):
+@kind()
+def float_summand(net, images):
     """What is added was computed in float32, and is read by others too."""
-
-    def path(self, images):
-        first = functional.hardswish(self.first(images))
-        first = self.at("float", first + first, MIDDLE)
-        second = self.at("second", functional.relu(self.second(first) + first), 0)
-        return self.at("sum", self.third(second) + first)
+    first = functional.hardswish(net.first(images))
+    first = net.at("float", first + first, MIDDLE)
+    second = net.at("second", functional.relu(net.second(first) + first), 0)
+    return net.at("sum", net.third(second) + first)
 
 
-class SummandLaidOtherwise(Module):
+@kind(eight=("first", "second"))
+def summand_laid_otherwise(net, images):
     """What is added does not lie channels last."""
-
-    eight = ("first", "second")
-
-    def path(self, images):
-        first = functional.hardswish(self.first(images))
-        first = self.at("float", (first + first).contiguous(), MIDDLE)
-        return self.at("sum", functional.relu(self.second(first) + first), 0)
+    first = functional.hardswish(net.first(images))
+    first = net.at("float", (first + first).contiguous(), MIDDLE)
+    return net.at("sum", functional.relu(net.second(first) + first), 0)
 
 
-class Joined(Module):
+@kind(third=lambda: nn.Conv2d(16, 8, 1))
+def joined(net, images):
     """All that is joined has the same levels, and is read alone as well."""
-
-    def build(self):
-        self.third = nn.Conv2d(16, 8, 1)
-
-    def path(self, images):
-        first = self.at("joined", functional.silu(self.first(images)))
-        second = self.at("joined", self.second(first))
-        return functional.hardswish(self.third(torch.cat([first, second], 1)))
+    first = net.at("joined", functional.silu(net.first(images)))
+    second = net.at("joined", net.second(first))
+    return functional.hardswish(net.third(torch.cat([first, second], 1)))
 
 
-class JoinedWithFloat(Module):
+@kind(third=lambda: nn.Conv2d(16, 8, 1))
+def joined_with_float(net, images):
     """One part is no call's answer: it is brought to the levels of the others."""
-
-    def build(self):
-        self.third = nn.Conv2d(16, 8, 1)
-
-    def path(self, images):
-        first = self.at("first", functional.silu(self.first(images)))
-        second = self.at("joined", functional.silu(first + first))
-        return self.third(torch.cat([self.at("joined", self.second(first)), second], 1))
+    first = net.at("first", functional.silu(net.first(images)))
+    second = net.at("joined", functional.silu(first + first))
+    return net.third(torch.cat([net.at("joined", net.second(first)), second], 1))
 
 
-class DividedAndJoinedWithFloat(Module):
+@kind(second=lambda: nn.Conv2d(4, 4, 3, padding=1), third=lambda: nn.Conv2d(12, 8, 1))
+def divided_and_joined_with_float(net, images):
     """As in a YOLOv8 with a shortcut: one half goes to a layer, the other only to where all is joined."""
-
-    def build(self):
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.third = nn.Conv2d(12, 8, 1)
-
-    def path(self, images):
-        one, other = self.at("joined", functional.silu(self.first(images))).chunk(2, 1)
-        summed = self.at("joined", other + functional.silu(self.second(other)))
-        return functional.silu(self.third(torch.cat([one, other, summed], 1)))
+    one, other = net.at("joined", functional.silu(net.first(images))).chunk(2, 1)
+    summed = net.at("joined", other + functional.silu(net.second(other)))
+    return functional.silu(net.third(torch.cat([one, other, summed], 1)))
 
 
-class DividedAndAdded(Module):
+@kind(second=lambda: nn.Conv2d(4, 4, 3, padding=1), third=lambda: nn.Conv2d(4, 8, 1))
+def divided_and_added(net, images):
     """A summand that is a part of another value, with gaps between its bytes."""
-
-    def build(self):
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.third = nn.Conv2d(4, 8, 1)
-
-    def path(self, images):
-        one, other = self.at("first", self.first(images), MIDDLE).chunk(2, 1)
-        second = self.at("second", functional.relu(self.second(other) + one), 0)
-        return self.third(second)
+    one, other = net.at("first", net.first(images), MIDDLE).chunk(2, 1)
+    return net.third(net.at("second", functional.relu(net.second(other) + one), 0))
 
 
-class Pooled(Module):
+@kind()
+def pooled(net, images):
     """As at the start of a ResNet."""
-
-    def path(self, images):
-        first = self.at("first", functional.relu(self.first(images)), 0)
-        first = functional.max_pool2d(first, 3, 2, 1)
-        second = self.at("second", functional.relu(self.second(first)), 0)
-        return self.third(functional.dropout(second, 0.5, training=False))
+    first = functional.max_pool2d(net.at("first", functional.relu(net.first(images)), 0), 3, 2, 1)
+    second = net.at("second", functional.relu(net.second(first)), 0)
+    return net.third(functional.dropout(second, 0.5, training=False))
 
 
-class Grouped(Module):
-    """Depthwise, in groups, and without offsets of their own."""
-
-    def build(self):
-        self.second = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.third = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
-
-    def path(self, images):
-        first = self.at("first", functional.relu6(self.first(images)), 0)
-        second = self.at("second", functional.hardswish(self.second(first)))
-        return self.third(second)
+@kind(
+    second=lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8),
+    third=lambda: nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False),
+)
+def grouped(net, images):
+    """Depthwise, in groups, and without a bias."""
+    first = net.at("first", functional.relu6(net.first(images)), 0)
+    return net.third(net.at("second", functional.hardswish(net.second(first))))
 
 
-class Dilated(Module):
-    def build(self):
-        self.second = nn.Conv2d(8, 16, 3, stride=2, padding=2, dilation=2)
-        self.third = nn.Conv2d(16, 8, (1, 3), padding=(0, 1))
+@kind(
+    second=lambda: nn.Conv2d(8, 16, 3, stride=2, padding=2, dilation=2),
+    third=lambda: nn.Conv2d(16, 8, (1, 3), padding=(0, 1)),
+)
+def dilated(net, images):
+    first = net.at("first", functional.silu(net.first(images)))
+    return net.third(net.at("second", functional.relu(net.second(first)), 0))
 
-    def path(self, images):
-        first = self.at("first", functional.silu(self.first(images)))
-        return self.third(self.at("second", functional.relu(self.second(first)), 0))
 
-
-class Twice(Module):
+@kind(eight=("first", "third"))
+def twice(net, images):
     """A weight of two calls stays as it is, and so do these."""
-
-    eight = ("first", "third")
-
-    def path(self, images):
-        first = functional.relu(self.first(images))
-        found = self.second(self.second(first))
-        return self.third(self.at("found", found))
+    first = functional.relu(net.first(images))
+    return net.third(net.at("found", net.second(net.second(first))))
 
 
-class Written(Module):
-    """What is written to in place stays in float32, and whoever reads it reads it as it is then."""
-
-    eight = ("second", "third")
-
-    def path(self, images):
-        first = self.first(images)
-        second = self.at("second", self.second(self.at("before", first)), MIDDLE)
-        first.relu_()
-        return self.at("sum", self.third(self.at("after", first)) + second)
+@kind(eight=("second", "third"))
+def written(net, images):
+    """What is written to in place stays in float32, and each reader reads it as it is then."""
+    first = net.first(images)
+    second = net.at("second", net.second(net.at("before", first)), MIDDLE)
+    first.relu_()
+    return net.at("sum", net.third(net.at("after", first)) + second)
 
 
-class Rows(Module):
+@kind(
+    second=lambda: nn.Linear(8, 2048), third=lambda: nn.Linear(2048, 8, bias=False), last=lambda: nn.Linear(8, 4),
+)  # fmt: skip
+def rows(net, images):
     """Linear layers on the rows of pixels."""
-
-    eight = ("first", "second", "third")
-
-    def build(self):
-        self.second = nn.Linear(8, 2048)
-        self.third = nn.Linear(2048, 8, bias=False)
-        self.last = nn.Linear(8, 4)
-
-    def path(self, images):
-        first = self.at("first", self.first(images)).flatten(2).transpose(1, 2)
-        second = self.at("second", functional.gelu(self.second(first)))
-        return functional.relu(self.third(second))
+    first = net.at("first", net.first(images)).flatten(2).transpose(1, 2)
+    return functional.relu(net.third(net.at("second", functional.gelu(net.second(first)))))
 
 
-class SingleRow(Module):
-    eight = ("first", "second", "third")
-
-    def build(self):
-        self.second = nn.Linear(8 * 256, 64)
-        self.third = nn.Linear(64, 512)
-        self.last = nn.Linear(512, 4)
-
-    def path(self, images):
-        first = self.at("first", self.first(images)).flatten(1)
-        second = self.at("second", functional.relu(self.second(first)), 0)
-        return functional.gelu(self.third(second))
-
-
-MODULES = Module.__subclasses__()
+@kind(second=lambda: nn.Linear(8 * 256, 64), third=lambda: nn.Linear(64, 512), last=lambda: nn.Linear(512, 4))
+def single_row(net, images):
+    first = net.at("first", net.first(images)).flatten(1)
+    return functional.gelu(net.third(net.at("second", functional.relu(net.second(first)), 0)))
 
 
 @dataclass
@@ -296,16 +236,13 @@ class Tried:
     tensors: dict[str, torch.Tensor]
     seen: dict[str, Seen]
 
-    def answers(self, count, threads):
-        """What the form's graph answers with."""
-        return outputs_of(bound_to(self.form, self.tensors), self.images[:count], threads)
-
     def emulated(self, count):
-        """What the module answers with where its values and weights are rounded so, in float64."""
+        """The module's answers with its values and weights rounded so, in float64."""
         module = deepcopy(self.module).double()
         for name in module.eight:
             layer = getattr(module, name)
-            layer.weight.copy_(rounded_weight(getattr(self.module, name).weight.double()))
+            scales = layer.weight.abs().flatten(1).amax(1).div(127).reshape(-1, *[1] * (layer.weight.dim() - 1))
+            layer.weight.copy_((layer.weight / scales).round() * scales)
         with rounding(module, self._rounded):
             found = module(self.images[:count].double())
         return [found[name] for name in OUTPUTS]
@@ -328,18 +265,10 @@ def rounding(module, at):
     module.at = before
 
 
-def rounded_weight(weight):
-    scales = weight.abs().flatten(1).amax(1).div(127).reshape(-1, *[1] * (weight.dim() - 1))
-    return (weight / scales).round() * scales
+def outputs_of(each, images, threads=1):
+    skeleton = OnednnSkeleton(each.form, lambda expert, answers, batch: ())
+    skeleton.bind(each.tensors)
 
-
-def bound_to(form, tensors):
-    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
-    skeleton.bind(tensors)
-    return skeleton
-
-
-def outputs_of(skeleton, images, threads):
     def run():
         with torch.inference_mode():
             return skeleton.outputs(images.unbind())
@@ -351,21 +280,10 @@ def fused_of(module, numbers):
     return fused_module(deepcopy(module).to("meta"), SIZE, OUTPUTS, numbers)
 
 
-def ranges_of(module, weights, images):
-    plain = fused_of(module, torch.float32)
-    return observed(plain, weights, [images]).ranges
-
-
-def form_of(module):
-    fused = fused_of(module, torch.int8)
-    assert isinstance(fused, FusedModule)
-    return decided_layouts(fused)
-
-
 @cache
-def tried(kind):
+def tried(name):
     torch.manual_seed(0)
-    module, images = kind(), torch.randn(8, 3, *SIZE)
+    module, images = KINDS[name](), torch.randn(8, 3, *SIZE)
     seen: dict[str, Seen] = {}
 
     def note(name, values, zero=None):
@@ -376,35 +294,25 @@ def tried(kind):
     with rounding(module, note):
         module(images)
     weights = dict(module.state_dict())
-    form = form_of(module)
-    return Tried(module, images, form, form.tensors(weights, ranges_of(module, weights, images)), seen)
+    form = decided_layouts(fused_of(module, torch.int8))
+    ranges = observed(fused_of(module, torch.float32), weights, [images]).ranges
+    return Tried(module, images, form, form.tensors(weights, ranges), seen)
 
 
-@pytest.fixture(params=MODULES, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=KINDS)
 def each(request):
     return tried(request.param)
 
 
-def calls_of(form):
-    return [part for part in form.module.inputs if isinstance(part, FusedCall)]
-
-
-def levels_apart(found, expected, scale):
-    """How many levels are between them; what float32 rounds otherwise is told as the part that it is of all."""
-    apart = ((found - expected) / scale).abs()
-    return float(apart.max()), float((apart > 0.5).double().mean())
-
-
 def is_rounded_alike(each, count, threads):
-    (_, found), (_, expected) = each.answers(count, threads), each.emulated(count)
-    most, slips = levels_apart(found, expected, each.scale)
-    return most < 1.01 and slips <= SLIPS_MAXIMUM
+    """True within a level of float64's answers, and for nearly all values on it."""
+    (_, found), (_, expected) = outputs_of(each, each.images[:count], threads), each.emulated(count)
+    apart = ((found - expected) / each.scale).abs()
+    return apart.max() < 1.01 and (apart > 0.5).double().mean() <= SLIPS_MAXIMUM
 
 
-def test_what_is_in_eight_bits(each):
-    """The last layer is left alone, and whatever was said of the others."""
-    found = {call.weight for call in calls_of(each.form) if call.quantisation is not None}
-    assert found == {f"{name}.weight" for name in each.module.eight}
+def test_the_layers_in_eight_bits_are_those_that_can_be(each):
+    assert each.form.quantised == {f"{name}.weight" for name in each.module.eight}
 
 
 @needs(Precision.ONEDNN_INT8)
@@ -415,7 +323,7 @@ def test_it_rounds_as_is_done_in_float64(each, count, threads):
 
 @needs(Precision.ONEDNN_INT8)
 def test_another_zero_in_the_padding_would_be_told(monkeypatch):
-    made = tried(NegativePadding)
+    made = tried("negative_padding")
     pad = functional.pad
     monkeypatch.setattr(calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
     assert not is_rounded_alike(made, 3, 1)
@@ -423,43 +331,29 @@ def test_another_zero_in_the_padding_would_be_told(monkeypatch):
 
 @needs(Precision.ONEDNN_INT8)
 def test_what_no_image_showed_becomes_the_end_of_the_range():
-    made = tried(ResidualInPlace)
-    _, found = outputs_of(bound_to(made.form, made.tensors), made.images * 1e6, 2)
+    made = tried("residual_in_place")
+    _, found = outputs_of(made, made.images * 1e6)
     assert float(found.min()) == 0
     assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)
 
 
-class LastAlone(Module):
-    """Nothing reads what its only layer answers with."""
-
-    def forward(self, images):
-        found = functional.relu(self.first(images))
-        return {"answer": found.mean((2, 3)), "inside": found}
-
-
-class SinglePixels(Module):
-    """Layers of a single pixel cost nothing."""
-
-    def forward(self, images):
-        found = self.third(self.third(images.mean((2, 3), keepdim=True).repeat(1, 8, 1, 1)[:, :8]))
-        return {"answer": self.last(found), "inside": found}
+UNABLE = {
+    "nothing reads its only layer": lambda net, images: functional.relu(net.first(images)).mean((2, 3), keepdim=True),
+    "single pixels": lambda net, images: net.third(
+        net.third(images.mean((2, 3), keepdim=True).repeat(1, 3, 1, 1)[:, :8])
+    ),
+    "no such activation": lambda net, images: functional.leaky_relu(net.first(images), 0.1).sigmoid(),
+}
 
 
-class Unable(Module):
-    """What oneDNN has no activation for in eight bits stays in float32, and so does whoever reads only that."""
-
-    def forward(self, images):
-        found = functional.leaky_relu(self.first(images), 0.1)
-        return {"answer": self.last(found.sigmoid()), "inside": found}
-
-
-@pytest.mark.parametrize("kind", [LastAlone, SinglePixels, Unable])
-def test_a_module_without_a_layer_for_eight_bits_is_refused(kind):
-    assert fused_of(kind(), torch.int8) == RefusedModule("it has no layer that oneDNN runs in eight bits")
+@pytest.mark.parametrize("path", UNABLE.values(), ids=UNABLE)
+def test_a_module_without_a_layer_for_eight_bits_is_refused(path):
+    module = Module(path, (), {"last": nn.Identity} if path is UNABLE["nothing reads its only layer"] else {})
+    assert fused_of(module, torch.int8) == RefusedModule("it has no layer that oneDNN runs in eight bits")
 
 
 def test_a_program_tells_which_levels_the_bytes_are_of():
-    form, other = form_of(Joined()), form_of(JoinedWithFloat())
+    form, other = (tried(name).form for name in ("joined", "joined_with_float"))
     assert packed_module("cls", form.module, form.program) == form
     assert form.blocked == other.blocked  # so that nothing else would tell
     with pytest.raises(BackendUnavailable, match=r"its levels are of other calls .*: pack the line again here"):
@@ -470,9 +364,7 @@ def test_a_program_tells_which_levels_the_bytes_are_of():
         packed_module("cls", form.module, json.dumps(plain).encode())
 
 
-def test_values_go_from_call_to_call_as_levels():
+@pytest.mark.parametrize(("name", "steps"), [("joined", STEPS[:1]), ("residual_in_place", STEPS)])
+def test_values_go_from_call_to_call_as_levels(name, steps):
     """No steps to levels but for the images, none back but for the last layer and the output."""
-    steps = [node.target for node in form_of(Joined()).module.graph.graph.nodes if node.target in STEPS]
-    assert steps == [levels.to_levels]
-    steps = [node.target for node in form_of(ResidualInPlace()).module.graph.graph.nodes if node.target in STEPS]
-    assert steps == [levels.to_levels, levels.to_values]
+    assert [node.target for node in tried(name).form.module.graph.graph.nodes if node.target in STEPS] == list(steps)
