@@ -10,12 +10,11 @@ import torch
 
 from agent.runtime.executor import judge
 from experts.backends import backend_for, observed_ranges
-from experts.calibrations import CalibrationFolder, Range
+from experts.calibrations import CalibrationFolder, Range, read_calibration
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
-from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
-from tests.experts.conftest import bound
+from tests.experts.conftest import bound, calibrated, packed_in
 from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
@@ -35,21 +34,9 @@ def folder(store):
     return CalibrationFolder.beside(store.directory)
 
 
-def images_for(expert, image):
-    """What an expert sees of three images."""
-    backend = backend_for(expert.architecture)
-    return torch.stack([backend.prepare(expert, each).tensor for each in (image, image[::-1].copy(), 255 - image)])
-
-
 def observed(expert, image):
-    ranges = observed_ranges(expert, FORM, [images_for(expert, image)])
-    return calibration_of(expert, "0" * 64, 3, ("bad", "ok"), {FORM: ranges})
-
-
-def packed_in(store, expert, *precisions):
-    report = pack_line([expert], lambda _: set(precisions), store)
-    assert report.failed == {}
-    return report.packed[expert.id]
+    images = (image, image[::-1].copy(), 255 - image)
+    return read_calibration(calibrated(expert, FORM, expert.weights.parent / "calibrations", *images).calibration)
 
 
 def refusal(store, expert):
@@ -71,26 +58,25 @@ def test_one_that_is_not_calibrated_is_refused_with_what_to_do(expert, store):
 def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
     found = observed(expert, image)
     ranges = found.ranges[FORM]
-    folder.write(
-        expert.id, replace(found, ranges={FORM: {name: each for name, each in ranges.items() if "layer1" not in name}})
-    )
+    lacking = {name: each for name, each in ranges.items() if "layer1" not in name}
+    folder.write(expert.id, replace(found, ranges={FORM: lacking}))
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
 
 
 def test_another_calibration_packs_again_and_the_same_does_not(expert, store, folder, image):
     found = observed(expert, image)
     folder.write(expert.id, found)
-    first = packed_in(store, expert, FORM, Precision.FP32)
+    first = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
     written = store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns
     folder.write(expert.id, found)
     os.utime(expert.weights, ns=(1, 1))
-    assert packed_in(store, expert, FORM, Precision.FP32) == first
+    assert packed_in(store, [expert], FORM, Precision.FP32)[expert.id] == first
     assert store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns == written
     ranges = dict(found.ranges[FORM])
     (name, *_) = ranges
     ranges[name] = replace(ranges[name], source=Range(-9.0, 9.0))
     folder.write(expert.id, replace(found, ranges={FORM: ranges}))
-    second = packed_in(store, expert, FORM, Precision.FP32)
+    second = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
     assert second[Precision.FP32] == first[Precision.FP32]
     assert second[FORM].own.sha256 != first[FORM].own.sha256
     assert second[FORM].layout == first[FORM].layout
@@ -100,7 +86,7 @@ def test_another_calibration_packs_again_and_the_same_does_not(expert, store, fo
 def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_slot, image):
     expert = files.detector("det/x", "yolov5n")
     folder.write(expert.id, observed(expert, image))
-    packed = packed_in(store, expert, FORM, Precision.FP32)
+    packed = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
     sizes = {form: sum(segment.size_bytes for segment in each.segments) for form, each in packed.items()}
     assert sizes[FORM] < 0.35 * sizes[Precision.FP32]
     (found,), (expected,) = (make_slot(expert, packed[form], store).infer(expert, image) for form in packed)

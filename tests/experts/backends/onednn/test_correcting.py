@@ -17,6 +17,7 @@ from tests.forms import needs
 
 SIZE = (8, 8)
 CHANNELS = 8
+SHIFTS = {"first.weight": CHANNELS, "second.weight": CHANNELS, "third.weight": CHANNELS, "last.weight": 0}
 BETWEEN_LEVELS = 1.49  # of a weight's levels: all of them are rounded the same way, which is a shift and no noise
 
 pytestmark = needs(Precision.ONEDNN_INT8)
@@ -61,10 +62,13 @@ def form_of(module):
 
 
 def ranges_of(module, seen):
-    """Without shifts, and with them."""
+    """Without shifts, and with them: those of the output channels of calls in eight bits."""
     plain, weights = fused_of(module, torch.float32), dict(module.state_dict())
     found = observed(plain, weights, seen.split(4))
-    return found.ranges, corrected(form_of(module), plain, weights, found, seen)
+    shifted = corrected(form_of(module), plain, weights, found, seen)
+    assert {name: len(each.shifts) for name, each in shifted.items()} == SHIFTS
+    assert {name: replace(each, shifts=()) for name, each in shifted.items()} == found.ranges
+    return found.ranges, shifted
 
 
 def moved(module, ranges, seen):
@@ -95,14 +99,6 @@ def test_a_weight_that_is_no_number_is_told_where_an_activation_hides_it(module)
 def test_the_means_of_the_outputs_are_nearer_to_those_in_float32(module, seed):
     plain, shifted = ranges_of(module, images(1))
     assert moved(module, shifted, images(seed)) < 0.1 * moved(module, plain, images(seed))
-
-
-def test_shifts_are_of_the_output_channels_of_calls_in_eight_bits_and_ranges_stay(module):
-    plain, shifted = ranges_of(module, images(1))
-    assert {name: len(each.shifts) for name, each in shifted.items()} == {
-        "first.weight": CHANNELS, "second.weight": CHANNELS, "third.weight": CHANNELS, "last.weight": 0,
-    }  # fmt: skip
-    assert {name: replace(each, shifts=()) for name, each in shifted.items()} == plain
 
 
 def test_a_call_is_measured_on_what_those_before_it_answer_in_eight_bits(module):

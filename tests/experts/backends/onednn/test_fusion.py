@@ -40,12 +40,25 @@ class Around(nn.Module):
         return self.act(self.sum_of(self.second(first), first))
 
 
-class Apart(Around):
-    """The second convolution reads something else than what is added to it."""
+class By(Around):
+    """Two convolutions, called by ``call(net, images)``."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
 
     def forward(self, images):
-        first = self.first(images)
-        return self.act(self.sum_of(self.second(first.sigmoid()), first))
+        return self.call(self, images)
+
+
+def apart(sum_of, act=lambda found: found):
+    """The second convolution reads something else than what is added to it."""
+
+    def call(net, images):
+        first = net.first(images)
+        return act(sum_of(net.second(first.sigmoid()), first))
+
+    return By(call)
 
 
 class Layers(nn.Module):
@@ -93,70 +106,62 @@ def test_an_activation_goes_with_its_convolution(name):
     assert (second.activation.name, second.adds, second.bias) == (name, False, None)
 
 
-class Viewed(Around):
+def viewed(net, images):
     """A sum in place, seen through a view that is older."""
-
-    def forward(self, images):
-        first = self.first(images)
-        part = first[:, :4]
-        first += self.second(first.sigmoid())
-        return torch.cat([part, first[:, 4:] * 2], 1)
+    first = net.first(images)
+    part = first[:, :4]
+    first += net.second(first.sigmoid())
+    return torch.cat([part, first[:, 4:] * 2], 1)
 
 
-class Onto(Around):
-    def forward(self, images):
-        first = self.first(images)
-        first += self.second(first.sigmoid())
-        return first.relu_()
+def onto(net, images):
+    first = net.first(images)
+    first += net.second(first.sigmoid())
+    return first.relu_()
 
 
-class Permuted(Around):
+def permuted(net, images):
     """What is added is read again through a view of what lies channels last."""
-
-    def forward(self, images):
-        first = self.first(images)
-        rows = first.permute(0, 2, 3, 1).contiguous()
-        return torch.cat([(self.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
+    first = net.first(images)
+    rows = first.permute(0, 2, 3, 1).contiguous()
+    return torch.cat([(net.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
 
 
-class Writing(Around):
+def writing(net, images):
     """What is added is written between the convolution and the sum."""
-
-    def forward(self, images):
-        first = self.first(images)
-        found = self.second(first)
-        first.mul_(2)
-        return found + first
+    first = net.first(images)
+    found = net.second(first)
+    first.mul_(2)
+    return found + first
 
 
-class Depthwise(Around):
+def depthwise():
     """The convolution reads what is added row by row, each of which the next row needs."""
-
-    def __init__(self):
-        super().__init__(None, lambda one, other: one + other)
-        self.second = nn.Conv2d(8, 8, 3, padding=1, groups=8).requires_grad_(False)
+    made = Around(None, torch.add)
+    made.second = nn.Conv2d(8, 8, 3, padding=1, groups=8).requires_grad_(False)
+    return made
 
 
 SUMS = {  # (module, whether its second convolution adds, overwrites what it adds, and its activation)
-    "a sum": (Apart(nn.ReLU(), lambda one, other: one + other), True, True, "relu"),
-    "in place": (Apart(nn.ReLU(inplace=True), lambda one, other: one.add_(other)), True, True, "relu"),
-    "onto the summand": (Onto(), True, False, "relu"),
-    "not channels last": (Apart(None, lambda one, other: one + other.contiguous()), True, True, "none"),
+    "a sum": (apart(torch.add, nn.ReLU()), True, True, "relu"),
+    "in place": (apart(torch.Tensor.add_, nn.ReLU(inplace=True)), True, True, "relu"),
+    "onto the summand": (By(onto), True, False, "relu"),
+    "not channels last": (apart(lambda one, other: one + other.contiguous()), True, True, "none"),
     "read again": (Around(None, lambda one, other: torch.cat([one + other, other], 1)), True, False, "none"),
     "a view read again": (
         Around(None, lambda one, other: torch.cat([(one + other.view_as(one)).relu(), other * 2], 1)), False, False,
         "none",
     ),
-    "a permuted view read again": (Permuted(), True, False, "none"),
-    "the convolution's own source": (Depthwise(), True, False, "none"),
+    "a permuted view read again": (By(permuted), True, False, "none"),
+    "the convolution's own source": (depthwise(), True, False, "none"),
     "a view of its source": (Around(None, lambda one, other: one + other.view(-1, 8, 32, 32)), True, False, "none"),
-    "an activation that follows no sum": (Around(nn.SiLU(), lambda one, other: one + other), True, False, "none"),
+    "an activation that follows no sum": (Around(nn.SiLU(), torch.add), True, False, "none"),
     "another shape": (
         Around(nn.ReLU(), lambda one, other: one + other.mean(dim=(2, 3), keepdim=True)), False, False, "none",
     ),
     "scaled": (Around(nn.ReLU(), lambda one, other: torch.add(one, other, alpha=2)), False, False, "none"),
-    "an older view": (Viewed(), False, False, "none"),
-    "written before": (Writing(), False, False, "none"),
+    "an older view": (By(viewed), False, False, "none"),
+    "written before": (By(writing), False, False, "none"),
     "read by others": (Around(None, lambda one, other: one.relu() * one), False, False, "none"),
 }  # fmt: skip
 
@@ -168,12 +173,7 @@ def test_a_sum_goes_with_its_convolution_where_nothing_else_shows_it(module, add
 
 
 def test_a_weight_of_two_convolutions_stays_plain_in_both():
-    class Twice(Around):
-        def forward(self, images):
-            first = self.first(images)
-            return self.second(self.second(first).relu())
-
-    _, second, third = check(Twice())
+    _, second, third = check(By(lambda net, images: net.second(net.second(net.first(images)).relu())))
     assert not second.owns_weight
     assert not third.owns_weight
     assert second.activation.name == "relu"

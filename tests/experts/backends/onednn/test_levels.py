@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from experts.backends.onednn.levels import (
     HIGHEST,
     MIDDLE,
+    SCALE_LEAST,
     WEIGHT_HIGHEST,
     Levels,
     Values,
@@ -59,13 +60,6 @@ def test_what_lies_outside_becomes_the_end_and_never_wraps(seen, zero):
     assert made.of(outside).tolist() == [0, 0, HIGHEST, HIGHEST]
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
-def test_what_is_no_number_becomes_no_level(value):
-    """Eight bits would make it a plausible answer."""
-    with pytest.raises(FloatingPointError):
-        levels_of(Range(-1.0, 1.0), None).of(torch.tensor([0.5, value]))
-
-
 @given(RANGES)
 def test_a_zero_of_its_own_spends_no_level_on_what_never_comes(seen):
     scale, _ = levels(seen, None)
@@ -81,25 +75,14 @@ def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zer
     assert math.isfinite(1 / made.scale)
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 3, 3), (5, 1, 3, 3)])
-def test_weights_are_rounded_by_channel(shape):
-    weight = torch.randn(shape) * torch.logspace(-3, 3, 5).reshape(-1, *[1] * (len(shape) - 1))
-    weight[2] = 0
+@given(st.lists(st.lists(FINITE, min_size=4, max_size=4), min_size=1, max_size=3))
+def test_weights_of_any_size_are_rounded_by_channel(numbers):
+    weight = torch.tensor(numbers)
     found, scales = quantised_weight("w", weight)
-    assert (found.dtype, found.shape, scales.shape) == (torch.int8, weight.shape, (5,))
-    back = found * scales.reshape(-1, *[1] * (len(shape) - 1))
-    halves = scales.reshape(-1, *[1] * (len(shape) - 1)) / 2
-    assert ((back - weight).abs() <= halves * (1 + 1e-5)).all()
-    largest = found.abs().flatten(1).amax(dim=1).tolist()
-    assert largest == [WEIGHT_HIGHEST, WEIGHT_HIGHEST, 0, WEIGHT_HIGHEST, WEIGHT_HIGHEST]
-
-
-@given(st.lists(FINITE, min_size=4, max_size=4))
-def test_weights_of_any_size_are_levels_and_scales_that_are_numbers(numbers):
-    weight = torch.tensor([numbers])
-    found, scales = quantised_weight("w", weight)
-    assert found.abs().max() <= WEIGHT_HIGHEST
     assert scales.isfinite().all()
     assert (scales > 0).all()
-    distance = (found.double() * scales.double() - weight.double()).abs().max()
-    assert distance <= float(scales) * 0.5 * (1 + 1e-5)
+    assert (found.abs() <= WEIGHT_HIGHEST).all()
+    distance = (found.double() * scales.double()[:, None] - weight.double()).abs()
+    assert (distance <= scales.double()[:, None] * 0.5 * (1 + 1e-5)).all()
+    is_whole = found.abs().amax(dim=1) == WEIGHT_HIGHEST  # the largest weight of a channel is its highest level
+    assert (is_whole | (scales == SCALE_LEAST) | (weight == 0).all(dim=1)).all()

@@ -57,7 +57,7 @@ class Seen:
 
 
 class Module(nn.Module):
-    """Layers for all kinds. ``at(name, values, zero)``: here values are levels, and share them with all of that name."""
+    """``at(name, values, zero)``: here values are levels, and share them with all of that name."""
 
     def __init__(self, path, eight, layers):
         super().__init__()
@@ -339,9 +339,7 @@ def test_what_no_image_showed_becomes_the_end_of_the_range():
 
 UNABLE = {
     "nothing reads its only layer": lambda net, images: functional.relu(net.first(images)).mean((2, 3), keepdim=True),
-    "single pixels": lambda net, images: net.third(
-        net.third(images.mean((2, 3), keepdim=True).repeat(1, 3, 1, 1)[:, :8])
-    ),
+    "single pixels": lambda net, images: net.third(images.mean((2, 3), keepdim=True).repeat(1, 3, 1, 1)[:, :8]),
     "no such activation": lambda net, images: functional.leaky_relu(net.first(images), 0.1).sigmoid(),
 }
 
