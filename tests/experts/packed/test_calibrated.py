@@ -25,17 +25,6 @@ def calibrate(expert, folder, **changes):
     CalibrationFolder.beside(folder).write(expert.id, found)
 
 
-def test_one_of_these_weights_holds(files, folder):
-    expert = files.fake("cls/x")
-    calibrate(expert, folder)
-    assert why_not_calibrated(expert, FORM, folder) is None
-
-
-def test_none_is_told_with_what_to_do(files, folder):
-    told = why_not_calibrated(files.fake("cls/x"), FORM, folder)
-    assert told == "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
-
-
 def test_one_of_other_weights_is_told(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)
@@ -53,23 +42,15 @@ def test_one_of_another_input_is_told(files, folder):
     assert why_not_calibrated(corrected, FORM, folder).startswith(told)
 
 
-def test_weights_that_were_only_touched_are_the_same(files, folder):
+def test_one_of_these_weights_holds_and_they_are_hashed_only_where_their_stamp_changed(files, folder):
     expert = files.fake("cls/x")
+    told = "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
+    assert why_not_calibrated(expert, FORM, folder) == told
+    calibrate(expert, folder, weights_sha256="0" * 64)
+    assert why_not_calibrated(expert, FORM, folder) is None
     calibrate(expert, folder)
     os.utime(expert.weights, ns=(1, 1))
     assert why_not_calibrated(expert, FORM, folder) is None
-
-
-def test_weights_that_lie_as_they_did_are_not_hashed(files, folder):
-    """A start with hundreds of experts looks at how their files lie."""
-    expert = files.fake("cls/x")
-    calibrate(expert, folder, weights_sha256="0" * 64)
-    assert why_not_calibrated(expert, FORM, folder) is None
-
-
-def test_of_weights_that_are_not_there_is_told(files, folder):
-    expert = files.fake("cls/x")
-    calibrate(expert, folder)
     expert.weights.unlink()
     with pytest.raises(WeightsMissing):
         why_not_calibrated(expert, FORM, folder)

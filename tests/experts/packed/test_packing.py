@@ -1,9 +1,12 @@
-"""Packing a line: incremental, shared where tensors are the same, and safe at any point."""
+"""Packing a line: incremental, shared where tensors are the same, one at a time, and safe at any point."""
 
+import fcntl
 import json
 import os
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import onnx
@@ -17,13 +20,14 @@ from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
 from experts.packed.sources import stamp_of
+from experts.packed.weights import SegmentStore
 from tests.forms import each_of
 
 MIB = 1024 * 1024
 
 
-def pack(store, experts, precision=Precision.FP32):
-    return pack_line(experts, lambda expert: {precision}, store)
+def pack(store, experts, *precisions, **options):
+    return pack_line(experts, lambda expert: set(precisions) or {Precision.FP32}, store, **options)
 
 
 def packed_in(store, experts):
@@ -97,11 +101,7 @@ def test_another_number_of_labels_is_looked_at_anew(files, store):
 def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store, tmp_path, suffix):
     """Trained again with its folders in another order: each label would be told for another."""
     line = ("ok", "missing", "shifted")
-    expert = (
-        files.classifier("cls/x", "squeezenet1_1", labels=line)
-        if suffix != ".onnx"
-        else files.onnx("cls/x", labels=line)
-    )
+    expert = (files.onnx if suffix == ".onnx" else files.classifier)("cls/x", labels=line)
 
     def bring_with(labels):
         if suffix == ".onnx":
@@ -166,35 +166,14 @@ def test_broken_experts_do_not_stop_the_others(files, store):
     check_sound(store, {"cls/sound": report.packed["cls/sound"][Precision.FP32]})
 
 
-def test_a_precision_that_fails_leaves_the_other(files, store):
-    expert = files.onnx("cls/x")
-    report = pack_line([expert], {"cls/x": {Precision.FP32, Precision.BF16}}, store)
-    assert list(report.packed["cls/x"]) == [Precision.FP32]
-    assert "fp32 only" in str(report.failed["cls/x"])
-
-
-def test_progress_counts_every_expert_and_precision(files, store):
-    experts = [files.fake("cls/a"), files.fake("cls/b")]
+def test_experts_that_left_the_line_and_forms_that_were_not_chosen_leave_the_disk(files, store):
+    experts = [files.fake(f"cls/{name}") for name in "xyz"]
     steps = []
-    pack_line(experts, lambda expert: {Precision.FP32, Precision.BF16}, store, steps.append)
-    assert [(step.expert, step.precision, step.number, step.total) for step in steps] == [
-        ("cls/a", "bf16", 1, 4),
-        ("cls/a", "fp32", 2, 4),
-        ("cls/b", "bf16", 3, 4),
-        ("cls/b", "fp32", 4, 4),
-    ]
-
-
-def test_an_expert_that_left_the_line_leaves_the_disk(files, store):
-    experts = [files.fake("cls/a"), files.fake("cls/b")]
-    packed_in(store, experts)
-    check_sound(store, packed_in(store, experts[:1]))
-    assert ManifestFolder(store.directory / "manifests").read("cls/b", "fp32") is None
-
-
-def test_forms_that_were_not_chosen_leave_the_disk(files, store):
-    experts = [files.fake("cls/x"), files.fake("cls/y")]
-    pack_line(experts, lambda expert: {Precision.FP32, Precision.BF16}, store)
+    pack(store, experts, Precision.FP32, Precision.BF16, progress=steps.append)
+    assert [(step.expert, step.precision, step.number, step.total) for step in steps[:3]] == [
+        ("cls/x", "bf16", 1, 6), ("cls/x", "fp32", 2, 6), ("cls/y", "bf16", 3, 6),
+    ]  # fmt: skip
+    pack(store, experts[:2], Precision.FP32, Precision.BF16)
     forget_other_forms({"cls/x": {Precision.BF16}, "cls/y": {Precision.FP32, Precision.BF16}}, store)
     left = [manifest.packed for manifest in ManifestFolder(store.directory / "manifests").read_all()]
     assert {(each.expert, each.precision) for each in left} == {
@@ -289,3 +268,33 @@ def test_unfinished_files_of_an_earlier_run_are_removed(files, store):
     (store.directory / "segments" / f"{'0' * 64}.bin").write_bytes(b"nobody's")
     assert packed_in(store, [expert]) == packed
     check_sound(store, packed)
+
+
+def test_the_store_is_locked_while_it_is_packed_and_free_afterwards(files, store):
+    refusals = []
+
+    def lock():
+        with (store.directory / "packing.lock").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def try_to_lock(_step):
+        with pytest.raises(BlockingIOError) as refused:
+            lock()
+        refusals.append(refused.value)
+
+    pack(store, [files.fake("cls/x")], progress=try_to_lock)
+    assert len(refusals) == 1
+    lock()
+
+
+def test_several_packings_at_once_leave_a_sound_store(files, store):
+    experts = [files.fake(f"cls/{number}") for number in range(6)]
+
+    def pack_apart(_):
+        with closing(SegmentStore(store.directory)) as own:
+            return packed_in(own, experts)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(pack_apart, range(4)))
+    assert all(each == found[0] for each in found)
+    check_sound(store, found[0])

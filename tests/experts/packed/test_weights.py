@@ -4,11 +4,12 @@ import hashlib
 import os
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
-from experts.packed.weights import AlignedBuffer, PackedExpert, Segment, SegmentStore, TensorSpec, tensor_views
+from experts.packed.weights import AlignedBuffer, PackedExpert, Segment, TensorSpec, tensor_views
 
 PARTS_BYTES = 8 * 1024 * 1024 * 2 + 4096  # more than one part of a parallel read, and not a multiple of it
 
@@ -78,39 +79,45 @@ def buffer():
     buffer.close()
 
 
-@pytest.mark.parametrize("size_bytes", [4096, 8192, PARTS_BYTES])
-def test_a_read_fills_the_head_of_the_buffer(store, buffer, size_bytes):
+@pytest.mark.parametrize(("size_bytes", "offset"), [(4096, 0), (PARTS_BYTES, 0), (PARTS_BYTES - 4096, 3)])
+def test_a_read_fills_the_head_of_the_buffer_aligned_or_not(store, buffer, size_bytes, offset):
     content = random_bytes(size_bytes)
     buffer.view[-1] = 7
-    store.read(written(store, content), buffer, "cls/x")
-    assert buffer.view[:size_bytes] == content
+    store.read(written(store, content), buffer.view[offset:], "cls/x")
+    assert buffer.view[offset : offset + size_bytes] == content
     assert size_bytes == PARTS_BYTES or buffer.view[-1] == 7
 
 
-def test_memory_that_is_not_aligned_is_read_through_the_cache(store, buffer):
-    content = random_bytes(PARTS_BYTES - 4096)
-    store.read(written(store, content), buffer.view[3:], "cls/x")
-    assert buffer.view[3 : 3 + len(content)] == content
-
-
-def test_a_flipped_bit_is_found_by_the_first_read_of_a_process(store, buffer):
-    segment = written(store, random_bytes(PARTS_BYTES))
-    spoil(store.segment_path(segment.sha256))
-    with pytest.raises(WeightsCorrupt, match=f"cls/x.*{segment.sha256}"):
-        store.read(segment, buffer, "cls/x")
-
-
-def test_a_file_changed_after_it_was_verified_is_verified_again(store, buffer):
-    content = random_bytes(16384)
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_a_flipped_bit_is_found_by_the_first_read_and_after_each_change(store, buffer, is_verified):
+    content = random_bytes(PARTS_BYTES)
     segment = written(store, content)
-    store.read(segment, buffer, "cls/x")
     path = store.segment_path(segment.sha256)
+    if is_verified:
+        store.read(segment, buffer, "cls/x")
     spoil(path)
-    with pytest.raises(WeightsCorrupt):
+    with pytest.raises(WeightsCorrupt, match=f"cls/x.*{segment.sha256}"):
         store.read(segment, buffer, "cls/x")
     rewrite(path, content)
     store.read(segment, buffer, "cls/x")
-    assert buffer.view[:16384] == content
+    assert buffer.view == content
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "reason"),
+    [
+        (lambda path: os.truncate(path, 4096), WeightsCorrupt, "4096 bytes, 8192 expected"),
+        (lambda path: path.unlink(), WeightsMissing, "is not there"),
+        (lambda path: (path.unlink(), path.mkdir()), LoadError, "Is a directory"),
+    ],
+)
+def test_a_verified_file_that_is_cut_gone_or_unreadable_is_told(store, buffer, damage, error, reason):
+    segment = written(store, random_bytes(8192))
+    store.read(segment, buffer, "cls/x")
+    damage(store.segment_path(segment.sha256))
+    for check in (lambda: store.read(segment, buffer, "cls/x"), lambda: store.verify(segment, "cls/x")):
+        with pytest.raises(error, match=reason):
+            check()
 
 
 def test_an_unchanged_file_is_hashed_once(store, buffer):
@@ -127,31 +134,6 @@ def test_an_unchanged_file_is_hashed_once(store, buffer):
         store.verify(segment, "cls/x")
     with pytest.raises(WeightsCorrupt):
         store.read(segment, buffer, "cls/x")
-
-
-def test_a_truncated_file_is_corrupt(store, buffer):
-    segment = written(store, random_bytes(8192))
-    os.truncate(store.segment_path(segment.sha256), 4096)
-    for check in (lambda: store.read(segment, buffer, "cls/x"), lambda: store.verify(segment, "cls/x")):
-        with pytest.raises(WeightsCorrupt, match="4096 bytes, 8192 expected"):
-            check()
-
-
-def test_a_verified_file_that_went_away_is_missing(store, buffer):
-    segment = written(store, random_bytes(8192))
-    store.read(segment, buffer, "cls/x")
-    store.segment_path(segment.sha256).unlink()
-    for check in (lambda: store.read(segment, buffer, "cls/x"), lambda: store.verify(segment, "cls/x")):
-        with pytest.raises(WeightsMissing):
-            check()
-
-
-def test_what_the_system_refuses_is_a_failed_load_that_may_be_retried(tmp_path, buffer):
-    (tmp_path / "packed").write_bytes(b"a file where a folder should be")
-    store = SegmentStore(tmp_path / "packed")
-    with pytest.raises(LoadError, match="Not a directory"):
-        store.read(Segment("0" * 64, 4096, ()), buffer, "cls/x")
-    store.close()
 
 
 def test_a_program_is_checked_whenever_it_is_read(store):
@@ -205,18 +187,12 @@ def test_views_need_a_flat_buffer_of_bytes_that_is_long_enough(buffer):
 def test_a_closed_buffer_has_given_its_memory_back():
     buffer = AlignedBuffer(64 * 1024 * 1024)
     tensor = buffer.tensor.fill_(1)
-    before = resident_bytes()
+    before = psutil.Process().memory_info().rss
     buffer.close()
     buffer.close()
-    assert before - resident_bytes() > 60 * 1024 * 1024  # though a tensor over it still lives
+    assert before - psutil.Process().memory_info().rss > 60 * 1024 * 1024  # though a tensor over it still lives
     assert tensor.numel() == 64 * 1024 * 1024
     with pytest.raises(ValueError, match="closed"):
         _ = buffer.view
     with pytest.raises(ValueError, match="0 bytes"):
         AlignedBuffer(0)
-
-
-def resident_bytes():
-    import psutil
-
-    return psutil.Process().memory_info().rss
