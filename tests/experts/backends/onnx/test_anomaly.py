@@ -1,5 +1,7 @@
 """Anomaly experts: which outputs count, what a score means against a threshold, and where an image is strange."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -22,21 +24,16 @@ UNIT = InputSpec(SIZE_PX, SIZE_PX, "unit")
 BANK = 64  # patches in the memory bank, 8 numbers each: enough to be lifted
 
 
-class Graphs:
-    """Writes graphs that answer with chosen outputs, and describes the experts that own them."""
+@pytest.fixture
+def expert_of(tmp_path):
+    """Describes the expert of a graph, which it writes."""
 
-    def __init__(self, folder):
-        self._folder = folder
-
-    def expert(self, model, name="anomaly/x", threshold=0.5, size=UNIT):
-        path = self._folder / f"{name.replace('/', '-')}.onnx"
+    def made(model, name="anomaly/x", threshold=0.5, size=UNIT):
+        path = tmp_path / f"{name.replace('/', '-')}.onnx"
         onnx.save_model(model, path)
         return Expert(name, "onnx", path, LABELS, size, task=Task.ANOMALY, threshold=threshold)
 
-
-@pytest.fixture
-def graphs(tmp_path):
-    return Graphs(tmp_path)
+    return made
 
 
 ANOMALIB_V2 = (("pred_score", "doubled"), ("pred_label", "bool"), ("anomaly_map", "map"), ("pred_mask", "mask"))
@@ -64,20 +61,21 @@ def grey(level, side=SIZE_PX, spot=None):
     ids=["map", "map without channel", "score", "column", "Anomalib v1 PatchCore", "Anomalib v2", "named among maps"],
 )
 @pytest.mark.parametrize("batch", ["n", 1, 4])
-def test_the_outputs_that_count_are_found(graphs, outputs, score, has_map, batch):
-    expert = graphs.expert(brightness(*outputs, batch=batch))
+def test_the_outputs_that_count_are_found(expert_of, outputs, score, has_map, batch):
+    expert = expert_of(brightness(*outputs, batch=batch))
     found = answers(expert, grey(40, spot=(8, 20)), grey(40))
     assert [prediction.label for prediction in found] == ["anomalous", "ok"]
     assert found[0].anomaly.score == pytest.approx(score)
     assert (found[0].anomaly.map is not None) == has_map
+    if has_map:
+        shown = found[0].anomaly.map
+        expected = np.zeros((SIZE_PX, SIZE_PX), np.uint8)
+        expected[8:12, 20:24] = 255
+        assert shown.values == expected.tobytes()
+        assert (shown.lowest, shown.highest) == (pytest.approx(40 / 255), 1.0)
+    program = onnx.load_from_string(BACKEND.pack(expert, Precision.FP32).program)
+    assert "Greater" not in {node.op_type for node in program.graph.node}  # which only other outputs need
     assert found[1].anomaly.map is None  # nothing to show
-
-
-def test_what_is_not_asked_for_is_not_computed(graphs):
-    program = BACKEND.pack(graphs.expert(brightness(*ANOMALIB_V2)), Precision.FP32).program
-    model = onnx.load_from_string(program)
-    assert {value.name for value in model.graph.output} == {"pred_score", "anomaly_map"}
-    assert "Greater" not in {node.op_type for node in model.graph.node}
 
 
 @pytest.mark.parametrize(
@@ -88,42 +86,28 @@ def test_what_is_not_asked_for_is_not_computed(graphs):
         ((("one", "score"), ("other", "column"), ("anomaly_map", "map")), "one score (n,) or (n, 1)"),
     ],
 )
-def test_what_is_no_anomaly_model_is_told_with_what_it_answers(graphs, outputs, said):
+def test_what_is_no_anomaly_model_is_told_with_what_it_answers(expert_of, outputs, said):
+    expert = expert_of(brightness(*outputs))
     with pytest.raises(WeightsMismatch) as caught:
-        BACKEND.pack(graphs.expert(brightness(*outputs)), Precision.FP32)
+        BACKEND.pack(expert, Precision.FP32)
     assert said in str(caught.value)
+    if outputs[0][1] == "bool":  # told before anything runs
+        with pytest.raises(WeightsMismatch, match="neither a score"):
+            require_served(expert)
 
 
-def test_what_does_not_measure_is_told_before_anything_runs(graphs):
-    with pytest.raises(WeightsMismatch, match="neither a score"):
-        require_served(graphs.expert(brightness(("label", "bool"), ("mask", "mask"))))
-
-
-def test_without_a_threshold_nothing_is_judged(graphs):
-    expert = graphs.expert(brightness(("output", "map")), threshold=None)
+def test_a_score_is_compared_as_it_is(expert_of):
+    expert = expert_of(brightness(("output", "score")), threshold=1.0)
     with pytest.raises(OutputInvalid, match="has no threshold: run `coserve experts threshold"):
-        answers(expert, grey(40))
-
-
-def test_a_score_is_compared_as_it_is(graphs):
-    expert = graphs.expert(brightness(("output", "score")), threshold=1.0)
+        answers(replace(expert, threshold=None), grey(40))
     exact, below = answers(expert, grey(255), grey(254))
     assert (exact.label, exact.score) == ("anomalous", 0.5)
     assert (below.label, below.anomaly.score) == ("ok", pytest.approx(254 / 255))
 
 
-def test_a_map_shows_where(graphs):
-    shown = answers(graphs.expert(brightness(("output", "map"))), grey(51, spot=(8, 20)))[0].anomaly.map
-    values = np.frombuffer(shown.values, np.uint8).reshape(shown.height, shown.width)
-    expected = np.zeros((SIZE_PX, SIZE_PX), np.uint8)
-    expected[8:12, 20:24] = 255
-    assert np.array_equal(values, expected)
-    assert (shown.lowest, shown.highest) == (pytest.approx(0.2), 1.0)
-
-
-def test_a_large_map_is_kept_small_and_loses_no_peak(graphs):
+def test_a_large_map_is_kept_small_and_loses_no_peak(expert_of):
     size = 3 * MAP_SIDE_PX + 7
-    expert = graphs.expert(brightness(("output", "map"), size=size), size=InputSpec(size, size, "unit"))
+    expert = expert_of(brightness(("output", "map"), size=size), size=InputSpec(size, size, "unit"))
     image = grey(51, size)
     image[200, 300] = 255
     shown = answers(expert, image)[0].anomaly.map
@@ -135,22 +119,22 @@ def test_a_large_map_is_kept_small_and_loses_no_peak(graphs):
     assert abs(column * size / MAP_SIDE_PX - 300) <= size / MAP_SIDE_PX
 
 
-def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_time(graphs):
+def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_time(expert_of):
     model = brightness(("output", "score"))
     top = next(node for node in model.graph.node if node.output == ["output"])
     top.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["one"], keepdims=0))
     model.graph.node.append(helper.make_node("Expand", ["one", "count"], ["output"]))
     model.graph.node.insert(0, helper.make_node("Shape", ["image"], ["count"], start=0, end=1))
-    bright, dark = answers(graphs.expert(model), grey(255), grey(10))
+    bright, dark = answers(expert_of(model), grey(255), grey(10))
     assert (bright.label, dark.label) == ("anomalous", "ok")
 
 
-def test_a_score_without_a_dimension_is_of_one_image(graphs):
+def test_a_score_without_a_dimension_is_of_one_image(expert_of):
     model = brightness(("output", "score"), batch=1)
     last = next(node for node in model.graph.node if node.output == ["output"])
     last.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["output"], keepdims=0))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", TensorProto.FLOAT, []))
-    assert [one.label for one in answers(graphs.expert(model), grey(255), grey(10))] == ["anomalous", "ok"]
+    assert [one.label for one in answers(expert_of(model), grey(255), grey(10))] == ["anomalous", "ok"]
 
 
 def patch_core(seed):
@@ -185,9 +169,9 @@ def patch_core(seed):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def test_a_memory_bank_is_weights_that_are_switched_in_place(graphs):
+def test_a_memory_bank_is_weights_that_are_switched_in_place(expert_of):
     """Two experts of one program: their banks are in the packed bytes, and another one is bound by overwriting."""
-    experts = [graphs.expert(patch_core(seed), f"anomaly/{seed}", threshold=0.0) for seed in (1, 2)]
+    experts = [expert_of(patch_core(seed), f"anomaly/{seed}", threshold=0.0) for seed in (1, 2)]
     packed = [BACKEND.pack(expert, Precision.FP32) for expert in experts]
     assert packed[0].program == packed[1].program
     assert sum(tensor.nbytes for tensor in packed[0].tensors.values()) >= BANK * 8 * 4
@@ -204,12 +188,12 @@ def test_a_memory_bank_is_weights_that_are_switched_in_place(graphs):
         assert skeleton.infer(expert, [prepared])[0].anomaly.score == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_an_answer_that_is_not_a_number_is_no_prediction(graphs):
+def test_an_answer_that_is_not_a_number_is_no_prediction(expert_of):
     model = brightness(("output", "map"))
     last = next(node for node in model.graph.node if node.output == ["output"])
     last.CopyFrom(helper.make_node("Log", ["heat"], ["output"]))
     with pytest.raises(OutputInvalid, match="not a number"):
-        answers(graphs.expert(model), grey(0))
+        answers(expert_of(model), grey(0))
 
 
 NUMBERS = st.floats(-1e6, 1e6)

@@ -155,22 +155,6 @@ def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(fil
     assert (found.label, found.score) == (expected.label, pytest.approx(expected.score, abs=1e-5))
 
 
-def test_labels_that_do_not_exclude_one_another_are_refused(files):
-    expert = edited(files.onnx("cls/x"), lambda graph: softmax_ending(graph, "Sigmoid"))
-    with pytest.raises(
-        WeightsMismatch,
-        match=r"ends in Sigmoid: its labels do not exclude .* write `task: multilabel`, or if only one .* without that",
-    ):
-        BACKEND.pack(expert, Precision.FP32)
-
-
-@pytest.mark.parametrize("batch", ["n", 1])
-def test_a_softmax_over_the_images_is_refused(files, batch):
-    expert = edited(files.onnx("cls/x", batch=batch), lambda graph: softmax_ending(graph, axis=0))
-    with pytest.raises(WeightsMismatch, match="Softmax that is not over the labels: export it with axis=1"):
-        BACKEND.pack(expert, Precision.FP32)
-
-
 def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
     def mixed(graph):
         softmax_ending(graph, axis=1)
@@ -187,41 +171,54 @@ def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
         skeleton.infer(expert, prepared)
 
 
-def test_another_input_size_is_a_mismatch_that_shows_both(files):
+def two_inputs(graph):
+    graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["n", 1]))
+
+
+def one_image_inside(graph):
+    graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
+    graph.initializer.append(numpy_helper.from_array(np.array([1, 16], dtype=np.int64), "shape"))
+
+
+def no_numbers(graph):
+    weights = np.full((3, 16), np.nan, dtype=np.float32)
+    index = [tensor.name for tensor in graph.initializer].index("fc.weight")
+    graph.initializer[index].CopyFrom(numpy_helper.from_array(weights, "fc.weight"))
+
+
+def sigmoid_ending(graph):
+    softmax_ending(graph, "Sigmoid")
+
+
+def softmax_of_images(graph):
+    softmax_ending(graph, axis=0)
+
+
+OVER_IMAGES = "Softmax that is not over the labels: export it with axis=1"
+INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multilabel`, or if only one .* without that"
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "error", "reason"),
+    [
+        (sigmoid_ending, {}, WeightsMismatch, INDEPENDENT),
+        (softmax_of_images, {}, WeightsMismatch, OVER_IMAGES),
+        (softmax_of_images, {"batch": 1}, WeightsMismatch, OVER_IMAGES),
+        (two_inputs, {}, WeightsMismatch, "it has image, mask"),
+        (one_image_inside, {}, WeightsMismatch, "does not run on ONNX Runtime"),
+        (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds values that are not numbers"),
+        (lambda graph: None, {"outputs": 4}, WeightsMismatch, "tells 4 labels apart, the line names 3"),
+    ],
+)
+def test_a_graph_that_is_no_classifier_of_these_labels_is_refused(files, edit, options, error, reason):
+    with pytest.raises(error, match=reason):
+        BACKEND.pack(edited(files.onnx("cls/x", **options), edit), Precision.FP32)
+
+
+def test_another_input_size_and_weights_in_other_files_are_refused(files):
     expert = files.onnx("cls/x", size=32)
-    with pytest.raises(WeightsMismatch, match=r"FLOAT \[None, 3, 32, 32\].*FLOAT \[None, 3, 48, 48\]"):
+    with pytest.raises(WeightsMismatch, match=r"float32 \(n, 3, 48, 48\) but \(n, 3, 32, 32\): correct `input`"):
         BACKEND.pack(replace(expert, input=replace(expert.input, height=48, width=48)), Precision.FP32)
-
-
-def test_a_graph_with_two_inputs_is_a_mismatch(files):
-    def add_input(graph):
-        graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["n", 1]))
-
-    with pytest.raises(WeightsMismatch, match="it has image, mask"):
-        BACKEND.pack(edited(files.onnx("cls/x"), add_input), Precision.FP32)
-
-
-def test_a_graph_that_only_claims_any_batch_is_a_mismatch(files):
-    def fix_inside(graph):
-        graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
-        graph.initializer.append(numpy_helper.from_array(np.array([1, 16], dtype=np.int64), "shape"))
-
-    with pytest.raises(WeightsMismatch, match="does not run on ONNX Runtime"):
-        BACKEND.pack(edited(files.onnx("cls/x"), fix_inside), Precision.FP32)
-
-
-def test_values_that_are_not_numbers_are_corrupt(files):
-    def spoil(graph):
-        weights = np.full((3, 16), np.nan, dtype=np.float32)
-        index = [tensor.name for tensor in graph.initializer].index("fc.weight")
-        graph.initializer[index].CopyFrom(numpy_helper.from_array(weights, "fc.weight"))
-
-    with pytest.raises(WeightsCorrupt, match=r"fc\.weight holds values that are not numbers"):
-        BACKEND.pack(edited(files.onnx("cls/x"), spoil), Precision.FP32)
-
-
-def test_weights_in_other_files_are_refused(files):
-    expert = files.onnx("cls/x")
     model = onnx.load_model(expert.weights)
     onnx.save_model(model, expert.weights, save_as_external_data=True, location="x.data", size_threshold=0)
     with pytest.raises(WeightsRefused, match="save it as one file"):

@@ -286,49 +286,39 @@ def as_it_is(graph):
     """Nothing is changed."""
 
 
-def test_a_file_tells_where_the_lines_labels_are_not_its_own(exported):
+ORDER = "has the labels ok, missing, shifted, and the line missing, ok, shifted: write them in the order of"
+NO_LAYOUT = "answers (1, 7, 189): for the 2 labels that the line names, that is none of (n, 4 + labels, anchors)"
+
+
+@pytest.mark.parametrize(
+    ("notes", "changes", "said"),
+    [
+        (None, {"labels": ("ok", "missing")}, "tells 3 labels apart, ok, missing, shifted; the line names 2"),
+        (None, {"labels": ("missing", "ok", "shifted")}, ORDER),
+        ({"producer": "x"}, {"labels": ("ok", "missing")}, NO_LAYOUT),
+        *(({"task": task}, {}, f"is exported for the task {task}, which is not served") for task in ("pose", "depth")),
+        (None, {"normalize": "imagenet"}, "is a detector: set `input.normalize` to unit"),
+        (None, {"size": 64}, "does not take float32 (n, 3, 64, 64) but (1, 3, 96, 96)"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_line_is_refused_before_it_is_packed(exported, notes, changes, said):
     path = exported("yolov8n")
-    assert "tells 3 labels apart, ok, missing, shifted; the line names 2" in refusal(path, ("ok", "missing"))
-    told = refusal(path, ("missing", "ok", "shifted"))
-    assert "has the labels ok, missing, shifted, and the line missing, ok, shifted: write them in the order of" in told
-    assert expert_of(path, ("gut", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # others words for them
+    assert said in refusal(path if notes is None else edited(path, as_it_is, notes), **changes)
+    assert expert_of(path, ("gut", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # other words for them
 
 
-def test_labels_are_counted_where_a_file_does_not_name_them(exported):
-    path = edited(exported("yolov8n"), as_it_is, {"producer": "x"})
-    told = refusal(path, ("ok", "missing"))
-    assert "answers (1, 7, 189): for the 2 labels that the line names, that is none of (n, 4 + labels, anchors)" in told
-
-
-@pytest.mark.parametrize("task", ["pose", "obb", "depth", "semantic"])
-def test_tasks_that_are_not_served_are_named(exported, task):
-    path = edited(exported("yolov8n"), as_it_is, {"task": task})
-    assert f"is exported for the task {task}, which is not served" in refusal(path)
-
-
-def test_another_normalisation_and_size_are_refused(exported):
-    path = exported("yolov8n")
-    assert "is a detector: set `input.normalize` to unit" in refusal(path, normalize="imagenet")
-    assert "takes float32" not in refusal(path, normalize="imagenet")
-    assert "does not take float32 (n, 3, 64, 64) but (1, 3, 96, 96)" in refusal(path, size=64)
-
-
-def test_images_prepared_in_another_way_are_refused_when_it_is_packed(exported):
-    expert = replace(expert_of(exported("yolov8n")), input=InputSpec(SIZE, SIZE, "unit"))
+def test_what_only_answers_show_is_refused_when_it_is_packed(exported):
+    stretched = replace(expert_of(exported("yolov8n")), input=InputSpec(SIZE, SIZE, "unit"))
     with pytest.raises(WeightsMismatch, match=r"wants its images letterboxed and .*; the line sends them stretched"):
-        BACKEND.pack(expert, Precision.FP32)
+        BACKEND.pack(stretched, Precision.FP32)
+    with pytest.raises(WeightsMismatch, match=r"\(1, 7, 189\), which is none of the layouts .* last activation"):
+        BACKEND.pack(expert_of(edited(exported("yolov8n"), without_sigmoid)), Precision.FP32)
 
 
 def without_sigmoid(graph):
     """Its scores are logits."""
     last = next(node for node in reversed(graph.node) if node.op_type == "Sigmoid")
     last.op_type = "Identity"
-
-
-def test_scores_that_are_none_are_refused_when_it_is_packed(exported):
-    expert = expert_of(edited(exported("yolov8n"), without_sigmoid))
-    with pytest.raises(WeightsMismatch, match=r"\(1, 7, 189\), which is none of the layouts .* last activation"):
-        BACKEND.pack(expert, Precision.FP32)
 
 
 def of_open_shape(graph):

@@ -20,7 +20,6 @@ from experts.calibrations import CalibrationFolder
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
-from experts.packed.packing import pack_line
 from profiler.microbench.agreement import candidate_precisions
 from tests.experts.conftest import answers, trained_looking
 from tests.forms import needs
@@ -86,11 +85,6 @@ def test_all_convolutions_but_the_last_run_in_eight_bits(calibrated):
     assert operators["Conv"] == operators["DequantizeLinear"] == 1
     levels = sum(tensor.numel() for tensor in packed.tensors.values() if tensor.dtype == torch.int8)
     assert levels > 0.9 * sum(tensor.numel() for tensor in packed.tensors.values())
-
-
-def test_an_expert_without_calibration_is_refused_by_name(expert, store):
-    failed = pack_line([expert], lambda _: {FORM}, store).failed
-    assert "it is not calibrated: `coserve profile" in failed[expert.id].message
 
 
 def test_a_calibration_that_lacks_a_value_is_refused(expert, tmp_path):

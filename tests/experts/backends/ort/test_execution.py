@@ -1,7 +1,6 @@
 """ONNX Runtime as a form of execution: torch's answers, one program per architecture, packed beside the others."""
 
 import os
-from dataclasses import replace
 
 import onnx
 import pytest
@@ -15,7 +14,6 @@ from experts.backends.ort.execution import runtime_form
 from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
-from experts.packed.manifests import ManifestFolder
 from tests.experts.conftest import packed_in
 
 FORM = Precision.ONNXRUNTIME
@@ -28,31 +26,6 @@ def test_the_program_holds_no_weights_and_no_trace_of_who_exported_it(files):
     assert [(note.key, note.value) for note in model.metadata_props] == [(IDENTITY_KEY, runtime_identity())]
     assert os.getcwd().encode() not in program
     assert not any(node.doc_string or node.metadata_props for node in model.graph.node)
-
-
-def test_forms_lie_beside_one_another(files, store):
-    expert = files.classifier("cls/x", "squeezenet1_1")
-    manifests = ManifestFolder(store.directory / "manifests")
-    alone = packed_in(store, [expert], Precision.FP32)[expert.id]
-    written = manifests.path(expert.id, "fp32").stat().st_mtime_ns
-    both = packed_in(store, [expert], Precision.FP32, FORM)[expert.id]
-    assert both[Precision.FP32] == alone[Precision.FP32]
-    assert manifests.path(expert.id, "fp32").stat().st_mtime_ns == written
-    assert both[FORM].layout != both[Precision.FP32].layout
-    assert [both[precision].program_sha256 is None for precision in (Precision.FP32, FORM)] == [True, False]
-    names = sorted(path.name for path in (store.directory / "manifests" / "cls").iterdir())
-    assert names == ["x.fp32.json", "x.onnxruntime.json"]
-
-
-def test_what_was_packed_for_another_runtime_is_packed_again(files, store):
-    expert = files.classifier("cls/x", "squeezenet1_1")
-    packed = packed_in(store, [expert], FORM)
-    manifests = ManifestFolder(store.directory / "manifests")
-    found = manifests.read(expert.id, FORM)
-    older = found.source.recipe.replace(runtime_identity(), "onnxruntime 1.0.0, channels in blocks of 8")
-    manifests.write(replace(found, source=replace(found.source, recipe=older)))
-    assert packed_in(store, [expert], FORM) == packed
-    assert manifests.read(expert.id, FORM) == found
 
 
 def test_a_program_for_another_runtime_is_not_run(files):
