@@ -1,7 +1,7 @@
-"""Whether an expert's calibration is of its present weights and input.
+"""Validity of an expert's calibration: of its present weights and input.
 
-Guarantees: a calibration of other weights, or of another input, never counts; the weights are hashed only where the
-file's stamp has changed.
+Guarantees: a calibration of other weights, or of another input, never counts. Weights are hashed only where the file's
+stamp has changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def calibration_of(
     ranges: Mapping[str, Mapping[str, CallRanges]],
 ) -> Calibration:
     """Raises LoadError, WeightsMissing."""
-    stamp = stamp_of(expert)  # before the bytes are read: what is written meanwhile shows the next time
+    stamp = stamp_of(expert)  # before the bytes are read: a write in between shows the next time
     return Calibration(sha256_of(expert), stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
 
 
 def why_not_calibrated(expert: Expert, form: str, packed: Path) -> str | None:
-    """Why an expert has no calibrated form now; None where it has one. ``packed``: the folder of packed weights.
+    """Reason why an expert has no calibrated form now. ``packed``: the folder of packed weights.
 
-    Raises LoadError and WeightsMissing for weights that are not there.
+    Raises LoadError, WeightsMissing.
     """
     found = read_calibration(CalibrationFolder.beside(packed).path(expert.id))
     if found is None or form not in found.ranges:

@@ -3,9 +3,9 @@
 Guarantees: a call that returns has filled every byte from the file as it is now. A file of another size, or one that
 shrinks under the read, is WeightsCorrupt; an absent one WeightsMissing; any other refusal of the system LoadError.
 Assumes: the file's size is a multiple of ALIGNMENT_BYTES.
-Why this structure: one thread's direct reads leave half of an NVMe drive idle, while four reach its limit; and the page
-cache would hold every expert a second time. Where a filesystem refuses direct reads (EINVAL on open, or on reading into
-memory that is not aligned) the bytes go through the page cache, which is asked to drop them afterwards.
+Why this structure: one thread's direct reads leave half of an NVMe drive idle, four reach its limit; the page cache
+would hold every expert a second time. Where a filesystem refuses direct reads (EINVAL on open, or on reading into
+unaligned memory) the bytes go through the page cache, and are dropped from it afterwards.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
-CLOSE_S = 5.0  # a read that the drive does not answer by then is left behind
-PIECE_BYTES = 1024 * 1024  # of a range with a caller waiting: short, so that several threads share it
+READERS = 4  # parallel preadv of one file: enough to reach the drive's limit
+CLOSE_S = 5.0  # a read without an answer by then is abandoned
+PIECE_BYTES = 1024 * 1024  # of a range with a waiting caller: short, so that several threads share it
 PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
 
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
-_NO_CACHE = getattr(fcntl, "F_NOCACHE", None)  # macOS: the same wish, spoken after opening
+_NO_CACHE = getattr(fcntl, "F_NOCACHE", None)  # macOS: the same, set after opening
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Stamp of a path's content, read from its status alone."""
+    """Stamp of a file's content, from its status alone."""
 
     inode: int
     size_bytes: int
@@ -53,7 +53,7 @@ class FileStamp:
 
 @dataclass(frozen=True, slots=True)
 class DigestedFile:
-    """A file's stamp when it was opened, and the sha256 of what was read from it."""
+    """A file's stamp at opening, and the sha256 of the bytes that were read."""
 
     stamp: FileStamp
     sha256: str
@@ -61,7 +61,7 @@ class DigestedFile:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A part of a file on its way: its bytes from ``start_bytes`` on lie in the staging memory from ``at_bytes`` on."""
+    """Part of a file in the staging memory: its bytes from ``start_bytes`` on, at ``at_bytes`` there."""
 
     start_bytes: int
     at_bytes: int
@@ -69,7 +69,7 @@ class FilePart:
 
 
 class DirectReader:
-    """A few threads that read parts of files. Several callers may read at once; they share the threads."""
+    """Thread pool that reads parts of files, for several callers at once."""
 
     def __init__(self, readers: int = READERS) -> None:
         self._threads = DaemonThreads(readers, "direct-read")
@@ -80,14 +80,14 @@ class DirectReader:
     def read(
         self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None = None
     ) -> FileStamp:
-        """Fill ``target`` with the whole file and return the stamp it had when it was opened.
+        """Fill ``target`` with the whole file and return its stamp at opening.
 
-        ``on_part`` is given each part, in order, as soon as it has arrived (to hash it while later ones are read).
+        ``on_part`` gets each part, in order, as soon as it has arrived (to hash it while later ones are read).
         """
         return _read_file(path, expert, lambda file: self._read_parts(file, path, target, expert, on_part))
 
     def read_part(self, path: Path, start_bytes: int, target: memoryview, size_bytes: int, expert: str) -> FileStamp:
-        """Fill ``target`` from the middle of a file of that size; both start and length are aligned as the file is."""
+        """Fill ``target`` from the middle of a file of that size; start and length are aligned as the file is."""
 
         def read(file: int) -> FileStamp:
             stamp = _stamp_of(file, path, size_bytes, expert)
@@ -97,7 +97,7 @@ class DirectReader:
         return _read_file(path, expert, read)
 
     def _fill(self, file: int, path: Path, start_bytes: int, target: memoryview, expert: str) -> None:
-        """A range in pieces for all threads, in the caller's own where it is but one piece."""
+        """Read a range in pieces on all threads; a single piece is read on the caller's thread."""
         pieces = [(at, target[at : at + PIECE_BYTES]) for at in range(0, len(target), PIECE_BYTES)]
         reads = [self._threads.submit(_read_part, file, start_bytes + at, piece) for at, piece in pieces[1:]]
         try:
@@ -112,15 +112,15 @@ class DirectReader:
     ) -> FileStamp:
         """Pass a whole file of that size through ``staging``, which holds some of its parts at a time.
 
-        ``on_part`` is given each part, in order; its bytes stay in place until it returns. When a filesystem turns out
-        to refuse direct reads, the parts start over from the first one.
+        ``on_part`` gets each part, in order; its bytes stay in place until it returns. Where a filesystem refuses
+        direct reads, the parts start over from the first one.
         """
         return _read_file(
             path, expert, lambda file: self._stream_parts(file, path, size_bytes, staging, expert, on_part)
         )
 
     def digest(self, path: Path, size_bytes: int, expert: str) -> DigestedFile:
-        """The sha256 of a whole file of that size, read as the disk has it, in little memory."""
+        """Digest of a whole file of that size, read from the disk, in little memory."""
 
         def read(file: int) -> DigestedFile:
             stamp = _stamp_of(file, path, size_bytes, expert)
@@ -175,7 +175,7 @@ class DirectReader:
 
 
 def _read_file(path: Path, expert: str, read: Callable[[int], Result], *, direct: bool = True) -> Result:
-    """``read`` with an open descriptor, and again through the page cache where the filesystem refuses direct reads."""
+    """Call ``read`` with a descriptor, and again through the page cache where the filesystem refuses direct reads."""
     with _opened(path, expert, direct=direct) as (file, is_direct):
         try:
             result = read(file)
@@ -235,7 +235,7 @@ def _opened(path: Path, expert: str, *, direct: bool) -> Iterator[tuple[int, boo
 
 
 def _read_part(file: int, start: int, part: memoryview) -> int:
-    """Read until the part is full or the file ends; the number of bytes that came."""
+    """Read until the part is full or the file ends; return the number of bytes."""
     done = 0
     while done < len(part):
         count = os.preadv(file, [part[done:]], start + done)

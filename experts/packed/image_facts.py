@@ -1,7 +1,7 @@
-"""How ONNX files want their images, kept beside packed weights: so a catalog read opens no model file.
+"""Cache of how ONNX files want their images, beside the packed weights: reading a catalog opens no model file.
 
-Facts are read from a file once, when its expert is added or packed. They count for the labels that they were read with,
-as long as the file's size, times and inode stay.
+Facts are read from a file once, when its expert is added or packed. They hold for the same labels, while the file's
+size, times and inode stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FACTS_NAME = "onnx-images.json"
 
 
 class KeptImageFacts:
-    """Facts by expert. ``folder``: of packed weights; None: nothing is kept."""
+    """Facts by expert. ``folder``: of packed weights; None: no cache."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FACTS_NAME
@@ -45,7 +45,7 @@ class KeptImageFacts:
         return image_facts(expert)
 
     def keep(self, experts: Iterable[Expert]) -> None:
-        """Write the facts of these experts, all of a line. A disk that refuses costs a later read, and no more."""
+        """Write the facts of all experts of a line. A failed write only costs a later read."""
         kept: dict[str, dict[str, str | None]] = {}
         for expert in experts:
             if expert.architecture == "onnx" and expert.task is None:

@@ -1,6 +1,7 @@
-"""Manifests: what was packed from which source, one JSON file per expert and precision.
+"""Manifests of packed experts and their sources, one JSON file per expert and precision.
 
-A manifest that cannot be understood counts as absent: the expert is packed again. A power cut leaves the old or new.
+A manifest that cannot be understood counts as absent: the expert is packed again. A power cut leaves the old or the
+new one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """What an expert was packed from, and how. How it lay on its drive spares hashing it at every start."""
+    """Source of a packed expert. Its stamp spares hashing it at every start."""
 
     sha256: str
     stamp: str  # see experts.packed.sources
@@ -29,9 +30,9 @@ class PackedSource:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One packed expert, its source, and the sha256 of each tensor by name (how shared ones are found).
+    """One packed expert, its source, and the sha256 of each tensor by name, by which shared ones are found.
 
-    Tensors that are laid over blocks have none: their segments are equal or not as a whole.
+    Tensors in blocks have none: their segments are compared as a whole.
     """
 
     packed: PackedExpert
@@ -49,7 +50,7 @@ class ManifestFolder:
         return path_of(self._directory, expert, f".{precision}.json")
 
     def read(self, expert: str, precision: str) -> Manifest | None:
-        """The manifest; None where there is none, or none that can be understood."""
+        """None where there is no manifest, or none that can be understood."""
         found = _read(self.path(expert, precision))
         is_own = found is not None and (found.packed.expert, found.packed.precision) == (expert, precision)
         return found if is_own else None
@@ -85,6 +86,6 @@ def _segment(document: dict[str, Any]) -> Segment:
         TensorSpec(spec["name"], spec["dtype"], tuple(spec["shape"]), tuple(spec["stride"]), spec["offset_bytes"])
         for spec in document["tensors"]
     )
-    found = document.get("blocks")  # which no manifest named before there were any
+    found = document.get("blocks")  # absent in manifests from before there were any
     blocks = None if found is None else Blocks(found["size_bytes"], tuple(found["sha256"]))
     return Segment(document["sha256"], document["size_bytes"], tensors, blocks)

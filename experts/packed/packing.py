@@ -1,13 +1,13 @@
-"""Offline: .safetensors, .onnx, Hugging Face directories -> packed weights ready to run, once per expert and precision.
+"""Packs .safetensors, .onnx and Hugging Face directories as weights ready to run, once per expert and precision.
 
-Guarantees: what is up to date is left alone (a start with hundreds of experts stats files, it does not hash them). One
+Guarantees: experts that are up to date are left alone (a start with hundreds of them reads statuses, no bytes). One
 broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
-never deleted while a manifest refers to it, so a crash or a full disk at any point leaves what was there usable.
-Two packings of one store never run at once: the second waits for the first.
-Assumes: ``experts`` is the whole line, and nothing runs from unwanted files but what ``in_use`` names.
-Why this structure: sharing is known only once every expert's tensors are, and they do not fit in memory together. So
-each new expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from
-digests alone, old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
+never deleted while a manifest refers to it: a crash or a full disk leaves the earlier files usable. Two packings of one
+store never run at once: the second waits for the first.
+Assumes: ``experts`` is the whole line, and nothing runs from other files than those of ``in_use``.
+Why this structure: sharing is known only after all tensors are, and they do not fit in memory together. So each new
+expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from digests, of
+old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COPY_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PackingStep:
-    """Progress: the expert that is being looked at, as number ``number`` (from 1) of ``total``."""
+    """Progress: the current expert and form, number ``number`` (from 1) of ``total``."""
 
     expert: str
     precision: Precision
@@ -67,7 +67,7 @@ class PackingStep:
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """Experts that can be served, by precision, and those that failed; both hold one that failed in one precision."""
+    """Experts that can be served, by precision, and failed ones; an expert that failed in one precision is in both."""
 
     packed: Mapping[str, Mapping[Precision, PackedExpert]]
     failed: Mapping[str, ExpertError]
@@ -80,10 +80,10 @@ def pack_line(
     progress: Callable[[PackingStep], None] | None = None,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Bring the store up to date with the line. ``precisions``: those wanted, by expert id.
+    """Bring the store up to date with the line. ``precisions``: wanted forms by expert id.
 
-    Experts that left the line are forgotten. Files that no manifest refers to are removed, but not those of ``in_use``.
-    Raises BackendUnavailable when a configured runtime is not there; errors of one expert are in the report.
+    Experts that left the line are forgotten. Files that no manifest refers to are removed, except those of ``in_use``.
+    Raises BackendUnavailable where a configured runtime is not installed; errors of one expert are in the report.
     """
     experts = list(experts)
     wanted = precisions if callable(precisions) else precisions.__getitem__
@@ -107,9 +107,9 @@ def pack_line(
 
 
 def forget_other_forms(precisions: Mapping[str, Collection[Precision]], store: SegmentStore) -> None:
-    """Remove packed weights in other precisions than these, by expert id, once one of several forms is chosen.
+    """Remove packed weights in other precisions than these, by expert id, once forms are chosen.
 
-    ``precisions`` names all experts of the line; nothing may run from the forms that go.
+    ``precisions`` names all experts of the line; nothing may run from the removed forms.
     """
     packing = _Packing(store)
     with store.locked():
@@ -125,7 +125,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """An expert before its tensors are divided. ``staged`` holds all of its own segment if it was packed just now."""
+    """An expert before its tensors are divided. ``staged``: its whole own segment if it was packed just now."""
 
     manifest: Manifest
     staged: Path | None
@@ -140,7 +140,7 @@ class _Draft:
 
 
 class _Packing:
-    """One run: drafts first, then segments and manifests, then what is left over."""
+    """One run: drafts first, then segments and manifests, then removal of unused files."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
@@ -150,11 +150,11 @@ class _Packing:
         self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
         self._sources: dict[str, PackedSource] = {}
         self._failed: dict[str, ExpertError] = {}
-        self._told: set[tuple[str, str]] = set()  # changes of runtime: hundreds of experts have the same
+        self._reported: set[tuple[str, str]] = set()  # changes of runtime, each logged once for all experts
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """A folder for unfinished files; what an earlier run left there goes first."""
+        """A folder for unfinished files; those of an earlier run are removed first."""
         shutil.rmtree(self._staging, ignore_errors=True)
         for name in ("staging", "segments", "programs", "manifests"):
             (self._store.directory / name).mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ class _Packing:
             shutil.rmtree(self._staging)
 
     def draft(self, job: _Job) -> None:
-        """Find the expert up to date, or pack it into the staging folder, or note why not."""
+        """Keep the expert where it is up to date, else pack it into the staging folder; note an error."""
         try:
             draft = self._kept(job) or self._stage(job)
         except ExpertError as error:
@@ -183,7 +183,7 @@ class _Packing:
                 for draft in drafts.values()
                 for segment in draft.manifest.packed.shared
                 if segment.blocks is None
-            }  # on disk already, by what they hold
+            }  # on disk already, by content
             for expert, draft in drafts.items():
                 try:
                     manifest = self._place(draft, plan[expert], shared)
@@ -191,7 +191,7 @@ class _Packing:
                     self._failed[expert] = error if isinstance(error, ExpertError) else _unwritable(expert, error)
                     if draft.staged is not None:
                         continue
-                    manifest = draft.manifest  # divided as it was, and still complete
+                    manifest = draft.manifest  # the earlier one, still complete
                 self._packed[expert][precision] = manifest.packed
                 self._sources[expert] = manifest.source
 
@@ -202,7 +202,7 @@ class _Packing:
                 self._manifests.delete(packed.expert, packed.precision)
 
     def collect_garbage(self, line: Collection[str], in_use: Iterable[PackedExpert] = ()) -> None:
-        """Forget experts that left the line or changed; then remove files that no manifest names, unless in use."""
+        """Forget experts that left the line or changed; remove files that no manifest names and nothing uses."""
         used: set[Path] = {path for packed in in_use for path in self._files(packed)}
         for manifest in self._manifests.read_all():
             packed = manifest.packed
@@ -220,13 +220,13 @@ class _Packing:
         return PackingReport(dict(self._packed), dict(self._failed))
 
     def _kept(self, job: _Job) -> _Draft | None:
-        """The expert as packed earlier, if nothing that decides on its bytes has changed since."""
+        """The expert as packed earlier, unless something that its bytes depend on has changed."""
         found = self._manifests.read(job.expert.id, job.precision)
         stamp = stamp_of(job.expert)
         if found is None or not self._is_complete(found.packed):
             return None
         if found.source.recipe != _recipe(job):
-            self._tell_change(job, _runtime_of(found.source.recipe), _runtime_of(_recipe(job)))
+            self._report_change(job, _runtime_of(found.source.recipe), _runtime_of(_recipe(job)))
             return None
         if stamp != found.source.stamp:
             source = _source(job)
@@ -236,10 +236,10 @@ class _Packing:
             self._manifests.write(found)
         return _Draft(found, staged=None)
 
-    def _tell_change(self, job: _Job, before: str, now: str) -> None:
-        """Say once for all experts that a form was packed for another runtime or CPU."""
-        if before != now and (before, now) not in self._told:
-            self._told.add((before, now))
+    def _report_change(self, job: _Job, before: str, now: str) -> None:
+        """Log once for all experts that a form was packed for another runtime or CPU."""
+        if before != now and (before, now) not in self._reported:
+            self._reported.add((before, now))
             log.warning(
                 "packed_again precision=%s first=%s reason=packed for %s, this box has %s",
                 job.precision, job.expert.id, before, now,
@@ -265,11 +265,11 @@ class _Packing:
         stacks = tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks)
         packed = PackedExpert(
             job.expert.id, job.expert.architecture, job.precision, "", source.sha256, own, stacks, program_sha256
-        )  # its layout is digested once its tensors are placed
+        )  # the layout is digested once the tensors are placed
         return _Draft(Manifest(packed, source, digests), staged=path)
 
     def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
-        """The blocks of one layer, in a file that is named by what it holds, as it will be."""
+        """The blocks of one layer, in a file named by its content."""
         stack = {name: tensors[name].contiguous() for name in names}
         path = self._staging / "stack"
         with SegmentWriter(path) as writer:
@@ -290,7 +290,7 @@ class _Packing:
         return sha256
 
     def _place(self, draft: _Draft, partition: Partition, shared: dict[tuple[TensorKey, ...], Segment]) -> Manifest:
-        """Segments under their final names, then the manifest that refers to them."""
+        """Write segments under their final names, then the manifest that refers to them."""
         for group in partition.shared:
             if group not in shared:
                 shared[group] = self._write_segment(draft, group)
@@ -315,7 +315,7 @@ class _Packing:
         return own
 
     def _finish_stacks(self, draft: _Draft) -> Iterator[Segment]:
-        """Layers in blocks: never divided; equal ones of several experts are one file, as any equal bytes are."""
+        """Layers in blocks: never divided; equal layers of several experts are one file."""
         for segment in draft.manifest.packed.shared:
             if segment.blocks is not None:
                 staged = self._staging / f"{segment.sha256}.stack"
@@ -324,7 +324,7 @@ class _Packing:
                 yield segment
 
     def _write_segment(self, draft: _Draft, keys: tuple[TensorKey, ...]) -> Segment:
-        """A new segment of tensors that the draft's files hold."""
+        """Write a new segment of tensors from the draft's files."""
         places = self._places(draft)
         path = self._staging / "part"
         with SegmentWriter(path) as writer:
@@ -332,7 +332,7 @@ class _Packing:
                 source, spec = places[key.name]
                 parts = _read_parts(source, spec)
                 if writer.append(key.name, key.dtype, key.shape, key.stride, parts) != key.sha256:
-                    source.unlink(missing_ok=True)  # a useless file must not count as packed the next time
+                    source.unlink(missing_ok=True)  # a corrupt file must not count as packed the next time
                     expert = draft.manifest.packed.expert
                     raise WeightsCorrupt(expert, f"{source} was not what was packed and is gone: pack again")
             segment = writer.finish()
@@ -343,7 +343,7 @@ class _Packing:
         take_name(path, self._store.segment_path(segment.sha256))
 
     def _places(self, draft: _Draft) -> dict[str, tuple[Path, TensorSpec]]:
-        """Present place of each tensor's bytes: a file, and the offset in it."""
+        """File and place of each tensor's bytes."""
         packed = draft.manifest.packed
         if draft.staged is not None:
             return {spec.name: (draft.staged, spec) for spec in packed.own.tensors}
@@ -361,7 +361,7 @@ class _Packing:
 
 
 def layout_digest(packed: PackedExpert) -> str:
-    """The digest of all that a skeleton's bindings depend on."""
+    """Digest of everything that a skeleton's bindings depend on."""
     tables = [[astuple(spec) for spec in segment.tensors] for segment in packed.segments]
     parts = [PACKING_FORMAT, packed.architecture, packed.precision, packed.program_sha256, tables]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -378,7 +378,7 @@ def _recipe(job: _Job) -> str:
 
 
 def _runtime_of(recipe: str) -> str:
-    """The backend's own part of a recipe; empty where it has none."""
+    """The backend's part of a recipe; empty where it has none."""
     try:
         *_, last = json.loads(recipe)
     except ValueError:
@@ -387,12 +387,12 @@ def _runtime_of(recipe: str) -> str:
 
 
 def _source(job: _Job) -> PackedSource:
-    stamp = stamp_of(job.expert)  # before the bytes are read: what is written meanwhile shows the next time
+    stamp = stamp_of(job.expert)  # before the bytes are read: a write in between shows the next time
     return PackedSource(sha256_of(job.expert), stamp, _recipe(job))
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if its bytes lie without gaps in one of the two memory formats, else a copy that does."""
+    """The tensor if it has no gaps in one of the two memory formats, else a contiguous copy."""
     is_dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return tensor if is_dense else tensor.contiguous()
 

@@ -1,4 +1,4 @@
-"""Writes one segment file: tensors one behind the other, or in blocks; aligned, padded, hashed on the way, synced."""
+"""Writes one segment file: tensors in a row, or in blocks; aligned, padded, hashed on the way, synced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A tensor whose first dimension is that of the blocks; the rest of it lies without gaps in each."""
+    """A tensor whose first dimension counts the blocks; each block holds its part without gaps."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Stacked:
 
 
 class SegmentWriter:
-    """A context: ``append`` tensors, then ``finish``. The file at ``path`` is no segment before ``finish`` returned."""
+    """A context: ``append`` tensors, then ``finish``. The file is no segment before ``finish`` returned."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -57,7 +57,7 @@ class SegmentWriter:
     def append(
         self, name: str, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], parts: Iterable[memoryview]
     ) -> str:
-        """Write one tensor's bytes; returns their sha256."""
+        """Write one tensor's bytes and return their sha256."""
         self._pad_to(TENSOR_ALIGNMENT_BYTES)
         spec = TensorSpec(name, dtype, shape, stride, self._size_bytes)
         digest = hashlib.sha256()
@@ -68,9 +68,9 @@ class SegmentWriter:
         return digest.hexdigest()
 
     def append_blocks(self, tensors: Sequence[Stacked], part: Callable[[str, int], memoryview]) -> None:
-        """Write a whole segment of blocks: of each tensor its first part, then of each its second one, and so on.
+        """Write a whole segment of blocks: the first part of each tensor, then the second of each, and so on.
 
-        ``part``: the bytes of a tensor, by its name, at one index of its first dimension.
+        ``part``: bytes of a tensor, by its name, at one index of its first dimension.
         """
         assert self._size_bytes == 0, "blocks are a segment of their own"
         offsets_bytes, end = [], 0
@@ -89,13 +89,13 @@ class SegmentWriter:
         self._blocks = Blocks(block_bytes, tuple(digests))
 
     def finish(self) -> Segment:
-        """Pad, sync, and say what was written. A segment has at least one block, so that every slot has an address."""
+        """Pad and sync. A segment has at least one block, so that every slot has an address."""
         if self._size_bytes == 0:
             self._write(memoryview(bytes(ALIGNMENT_BYTES)))
         self._pad_to(ALIGNMENT_BYTES)
         self._file.flush()
         os.fsync(self._file.fileno())
-        if hasattr(os, "posix_fadvise"):  # packing must not push the line's images out of the page cache
+        if hasattr(os, "posix_fadvise"):  # else packing pushes the line's images out of the page cache
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return Segment(self._digest.hexdigest(), self._size_bytes, tuple(self._tensors), self._blocks)
 

@@ -1,7 +1,7 @@
-"""Which tensors several experts hold in common, bit for bit: those are stored, read and held once.
+"""Plan of the tensors that several experts share bit for bit: they are stored, read and held once.
 
-Tensors of the same name, form and bytes that exactly the same experts hold make one shared segment, if together they
-are worth a file of their own; everything else stays in each expert's own segment. Pure: digests in, a plan out.
+Tensors of the same name, form and bytes that exactly the same experts have make one shared segment, if together they
+are large enough for a file of their own; all others stay in each expert's own segment. Pure: digests in, a plan out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED_MINIMUM_BYTES = 1024 * 1024  # below this a second file costs more to ope
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Key of a tensor: equal keys are one tensor to two experts."""
+    """Key of a tensor: two experts with equal keys share it."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class Partition:
 
 
 def plan_sharing(tensors: Mapping[str, Sequence[TensorKey]]) -> dict[str, Partition]:
-    """The partition of every expert, from the tensors that each holds. Independent of the experts' order."""
+    """Partition of every expert, from the tensors of each. Independent of the experts' order."""
     holders: defaultdict[TensorKey, set[str]] = defaultdict(set)
     for expert, keys in tensors.items():
         for key in keys:
@@ -65,7 +65,7 @@ def plan_sharing(tensors: Mapping[str, Sequence[TensorKey]]) -> dict[str, Partit
 def _groups(
     tensors: Mapping[str, Sequence[TensorKey]], holders: Mapping[TensorKey, frozenset[str]]
 ) -> dict[TensorKey, tuple[TensorKey, ...]]:
-    """Each shared tensor's whole group. Its order is that of the alphabetically first expert that holds it."""
+    """Group of each shared tensor, in the order of the alphabetically first expert that has it."""
     members: defaultdict[frozenset[str], list[TensorKey]] = defaultdict(list)
     for expert in sorted(tensors):
         for key in tensors[expert]:

@@ -1,7 +1,7 @@
-"""A snapshot of packed weights: hard links to a line's packed files, so that an agent may replace and remove its own.
+"""A snapshot of packed weights: hard links to a line's packed files, which its agent may replace meanwhile.
 
-It costs no space and lies beside the packed files, on their filesystem. What a killed process left behind goes when the
-next snapshot is made.
+A snapshot takes no space and stands beside the packed files, on their filesystem. Snapshots of killed processes are
+removed when the next one is made.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LINKED = ("segments", "programs", "manifests")
 
 @contextmanager
 def snapshot(store: SegmentStore) -> Iterator[Path]:
-    """A folder with everything that is packed in ``store``, for as long as the context lasts.
+    """A folder with everything that is packed in ``store``, while the context lasts.
 
-    It is empty where the filesystem knows no hard links: experts are packed there again.
+    The folder is empty where the filesystem has no hard links: experts are packed there again.
     """
     folder = store.directory.with_name(SNAPSHOTS)
     with ExitStack() as ending:

@@ -1,4 +1,4 @@
-"""Whether a source still has the bytes that it was packed from; a start looks at its stamp alone."""
+"""Check that a source still has the bytes that it was packed from; a start reads its stamp alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def drop_if_stale(store: SegmentStore, expert: Expert, packed: PackedExpert, pause: Callable[[], None]) -> bool:
-    """Hash the source. True where its bytes changed and its stamp did not: the next packing makes it anew.
+    """Hash the source. True where its bytes changed and its stamp did not: the next packing packs it again.
 
-    ``pause`` is called between two reads; what it raises ends the check. A source hashed since the box booted is not
-    read, and the next packing looks at a replaced one. Raises LoadError, WeightsMissing, OSError.
+    ``pause`` is called between two reads; an exception of it ends the check. A source hashed since the box booted is
+    not read; the next packing finds a replaced one. Raises LoadError, WeightsMissing, OSError.
     """
     manifests = ManifestFolder(store.directory / "manifests")
     path, found = manifests.path(expert.id, packed.precision), manifests.read(expert.id, packed.precision)

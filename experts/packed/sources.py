@@ -1,8 +1,8 @@
-"""Sources: the file that an expert is packed from, or of a language model the files of a directory.
+"""Sources of packed experts: a file, or of a language model the files of a directory.
 
-Guarantees: a file replaced, added, removed or written to shows in ``stamp_of`` without being read, also where size and
+Guarantees: a file replaced, added, removed or written to changes ``stamp_of`` without being read, also where size and
 mtime stay, as in system images that set every time to one moment. Other files of a directory (a README, a pickle,
-another format of the same weights) show neither there nor in ``sha256_of``.
+another format of the same weights) change neither ``stamp_of`` nor ``sha256_of``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def stamp_of(expert: Expert) -> str:
-    """How its source lies on its drive now: the digest of its files' names, sizes, times and inodes.
+    """Digest of the names, sizes, times and inodes of its source's files.
 
     The ctime counts because no program can set it. Raises WeightsMissing, LoadError.
     """
@@ -56,7 +56,7 @@ def _statuses(expert: Expert) -> list[tuple[str, os.stat_result]]:
 
 
 def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
-    """Digest of its source's bytes, of a directory's with their names; ``pause`` is called between two reads.
+    """Digest of its source's bytes, for a directory with the names. ``pause`` is called between two reads.
 
     Raises LoadError, WeightsMissing.
     """
@@ -76,7 +76,7 @@ def is_there(expert: Expert) -> bool:
 
 
 def _files(expert: Expert) -> list[Path]:
-    """A directory's files that decide on what is packed, by name. Raises LoadError, OSError."""
+    """Files of a directory that packed bytes depend on, by name. Raises LoadError, OSError."""
     folder = expert.weights
     if folder.exists() and not folder.is_dir():
         raise LoadError(expert.id, f"{folder} is a file: name the Hugging Face directory that holds config.json")

@@ -1,17 +1,17 @@
-"""Packed weights: what lies on disk, direct reads from SSD into a buffer, tensors as views of it.
+"""Packed weights: files on disk, direct reads from SSD into a buffer, tensors as views of it.
 
 On disk, under a line's ``state/packed``:
     segments/<sha256>.bin            bytes only, 4 KiB-aligned and padded; content-addressed
-    programs/<sha256>.bin            what a skeleton needs beside its tensors (ONNX: the graph without its weights)
-    manifests/<kind>/<name>.<precision>.json   a PackedExpert and the source it was packed from
-    packing.lock                     held during a packing
+    programs/<sha256>.bin            input of a skeleton beside its tensors (ONNX: the graph without its weights)
+    manifests/<kind>/<name>.<precision>.json   a PackedExpert and its source
+    packing.lock                     locked during a packing
 A segment is an expert's own tensors, or tensors that several experts share (stored, read and held once), or the
 moe_experts of one layer of a language model: blocks of equal size, one for each, of which any can be read alone.
 
-Guarantees: bytes handed out by ``SegmentStore.read`` had the recorded sha256 when this process first read that file,
-and the file has not been replaced or written since (inode, size and time of change). Hashing each time would cost more
-than reading: 0.1 s for 178 MB against 0.055 s. ``discard_corrupt`` removes a corrupt file, for all experts that share
-it, and the next packing makes it anew.
+Guarantees: bytes read by ``SegmentStore.read`` had the recorded sha256 when this process first read that file, and the
+file has not been replaced or written since (inode, size and time of change). Hashing each time would cost more than
+reading: 0.1 s for 178 MB against 0.055 s. ``discard_corrupt`` removes a corrupt file, for all experts that share it,
+and the next packing writes it again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from experts.packed.direct_reads import FilePart
 
-ALIGNMENT_BYTES = 4096  # what direct I/O asks of offset, length and address on every filesystem we know
+ALIGNMENT_BYTES = 4096  # of offset, length and address, for direct I/O on every known filesystem
 LOCK_NAME = "packing.lock"
 SLOT_QUANTUM_BYTES = 256 * 1024  # buffers come in multiples of this, so that heads of 3 and 4 labels share slots
 DTYPE_BYTES = {
@@ -53,9 +53,9 @@ def slot_bytes(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor's place in its segment. ``stride`` in elements; the memory format lives in it.
+    """One tensor's place in its segment. ``stride`` in elements; it shows the memory format.
 
-    One that is laid over blocks has the block as first dimension, and its part of the first one at ``offset_bytes``.
+    A tensor in blocks has the block as first dimension; ``offset_bytes`` is its place in the first block.
     """
 
     name: str
@@ -71,9 +71,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a segment consists of that can be read in parts: ``size_bytes`` each, a multiple of ALIGNMENT_BYTES.
+    """Parts of a segment that can be read alone: ``size_bytes`` each, a multiple of ALIGNMENT_BYTES.
 
-    ``sha256``: of each, in their order.
+    ``sha256``: of each, in order.
     """
 
     size_bytes: int
@@ -96,7 +96,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PackedExpert:
-    """One expert in one precision, as it lies on disk.
+    """One expert in one precision on disk.
 
     ``layout`` digests architecture, precision, program and the tensor tables of all segments (not their bytes): two
     experts of one layout run from the same skeleton, and switching between them overwrites bytes only.
@@ -117,12 +117,12 @@ class PackedExpert:
 
     @property
     def moe_layers(self) -> tuple[Segment, ...]:
-        """Shared segments that hold a layer's moe_experts; without room for all, single blocks are loaded."""
+        """Shared segments of a layer's moe_experts each; without room for all, single blocks are loaded."""
         return tuple(segment for segment in self.shared if segment.blocks is not None)
 
 
 class AlignedBuffer:
-    """Page-aligned memory of its own, in huge pages where the system has them. ``size_bytes`` as asked for."""
+    """Page-aligned memory, in huge pages where the system has them."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes <= 0:
@@ -145,20 +145,20 @@ class AlignedBuffer:
     def tensor(self) -> Tensor:
         """Bytes as a one-dimensional uint8 tensor on the CPU. ValueError once closed."""
         if self._tensor is None:
-            import torch  # records of this module are read where torch is not wanted
+            import torch  # lazily: this module's records are read where torch is not loaded
 
             self._tensor = torch.frombuffer(self.view, dtype=torch.uint8)
         return self._tensor
 
     def close(self) -> None:
-        """Give the memory back at once; tensors over it must not be used any more. Idempotent."""
+        """Free the memory at once; tensors over it must not be used any more. Idempotent."""
         if self._view is None:
             return
         view, self._view, self._tensor = self._view, None, None
         try:
             view.release()
             self._map.close()
-        except BufferError:  # a view lives on: its addresses stay, the memory behind them goes
+        except BufferError:  # a view lives on: its addresses stay valid, the memory behind them is freed
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -177,9 +177,9 @@ class SegmentStore:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Waits for a packing under way, in any process, and keeps others out. The kernel frees it with its process.
+        """Wait for a packing under way, in any process, and keep others out. The kernel unlocks with the process.
 
-        Not to be entered twice by one thread.
+        One thread must not enter it twice.
         """
         with self._lock_file() as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -187,7 +187,7 @@ class SegmentStore:
 
     @property
     def is_there(self) -> bool:
-        """False before the first packing, and once the drive has gone."""
+        """False before the first packing, and after the drive was removed."""
         return (self.directory / LOCK_NAME).exists()
 
     def segment_path(self, sha256: str) -> Path:
@@ -200,7 +200,7 @@ class SegmentStore:
         """Fill the head of ``buffer`` with the segment: one direct read, straight into it.
 
         The sha256 is checked when this process reads this file for the first time, and again whenever the file changed.
-        Raises WeightsMissing, WeightsCorrupt, LoadError; what the buffer then holds is undefined.
+        Raises WeightsMissing, WeightsCorrupt, LoadError; the buffer's content is then undefined.
         """
         target = _head_of(buffer, segment.size_bytes)
         path = self.segment_path(segment.sha256)
@@ -214,10 +214,10 @@ class SegmentStore:
     def stream(
         self, segment: Segment, staging: AlignedBuffer, expert: str, on_part: Callable[[FilePart], None]
     ) -> None:
-        """Pass the segment through a small buffer, part by part, to where it cannot be read directly.
+        """Pass the segment through a small buffer, part by part, to memory that no file can be read into.
 
-        ``on_part`` is given each part, in order; its bytes stay in ``staging`` until it returns. Checked as in
-        ``read``, with the same errors; what was passed on before an error is undefined.
+        ``on_part`` gets each part, in order; its bytes stay in ``staging`` until it returns. Checked as in ``read``,
+        with the same errors; parts passed on before an error are undefined.
         """
         place = (self.segment_path(segment.sha256), segment.size_bytes, staging.view, expert)
         verified = self._verified_now(segment, expert)
@@ -236,10 +236,10 @@ class SegmentStore:
         self._settle(segment, stamp, digest.hexdigest(), expert)
 
     def read_block(self, segment: Segment, number: int, buffer: memoryview, expert: str) -> None:
-        """Fill the head of ``buffer`` with one block of a segment that has blocks: a direct read of no more than that.
+        """Fill the head of ``buffer`` with one block of a segment: a direct read of the block alone.
 
-        Its own sha256 is checked when this process reads it for the first time since the file changed, unless the whole
-        was. Raises as ``read`` does.
+        The block's sha256 is checked when this process reads it for the first time since the file changed, unless the
+        whole file was checked. Raises as ``read`` does.
         """
         blocks = segment.blocks
         assert blocks is not None, "the segment can only be read as a whole"
@@ -264,11 +264,11 @@ class SegmentStore:
         self._settle(segment, found.stamp, found.sha256, expert)
 
     def discard_corrupt(self, packed: PackedExpert) -> tuple[Path, ...] | None:
-        """Remove an expert's files that are not what was packed, and return those that are gone, now or before.
+        """Remove an expert's corrupt files, and return those that are absent, now or before.
 
-        Each file is read again from the disk: empty where a read alone went wrong. None, with nothing done, during a
-        packing, which may read or replace the files. Raises LoadError for an unreadable file, OSError for one that
-        cannot be removed, and where nothing lies packed any more.
+        Each file is read again from the disk: empty where only an earlier read went wrong. None, with nothing done,
+        during a packing, which may read or replace the files. Raises LoadError for an unreadable file, OSError for one
+        that cannot be removed, and where nothing is packed any more.
         """
         with self._lock_file(creates=False) as descriptor:
             try:
@@ -294,7 +294,7 @@ class SegmentStore:
 
     @contextmanager
     def _lock_file(self, *, creates: bool = True) -> Iterator[int]:
-        """``creates``: False where a mount may have dropped; its bare mount point is left alone."""
+        """``creates``: False where the drive may be unmounted; nothing is created in its bare mount point."""
         if creates:
             self.directory.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if creates else 0)
@@ -305,7 +305,7 @@ class SegmentStore:
             os.close(descriptor)
 
     def program(self, packed: PackedExpert) -> bytes:
-        """What its skeleton needs beside the tensors; empty for most. Raises WeightsMissing, WeightsCorrupt."""
+        """Input of its skeleton beside the tensors; empty for most. Raises WeightsMissing, WeightsCorrupt."""
         if packed.program_sha256 is None:
             return b""
         path = self.program_path(packed.program_sha256)
@@ -336,7 +336,7 @@ class SegmentStore:
             return known is not None and known[0] == stamp and number in known[1]
 
     def _verified_now(self, segment: Segment, expert: str) -> FileStamp | None:
-        """The stamp of the file that was verified; None where the file is not that one now."""
+        """Stamp of the verified file; None where the file has changed since."""
         with self._lock:
             verified = self._verified.get(segment.sha256)
         path = self.segment_path(segment.sha256)
@@ -349,9 +349,9 @@ class SegmentStore:
 def tensor_views(buffer: Tensor, segment: Segment) -> dict[str, Tensor]:
     """The segment's tensors as views of ``buffer``: one-dimensional uint8, on any device, at least the segment long.
 
-    Nothing is copied: bytes written to the buffer afterwards are what the views show.
+    Nothing is copied: the views show bytes that are written to the buffer afterwards.
     """
-    import torch  # records of this module are read where torch is not wanted
+    import torch  # lazily: this module's records are read where torch is not loaded
 
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < segment.size_bytes:
         raise ValueError(f"a flat uint8 buffer of {segment.size_bytes} bytes is needed, not {tuple(buffer.shape)}")
