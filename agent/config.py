@@ -30,6 +30,7 @@ from agent.line_file.machine import (
 from agent.line_file.records import OutboxSection, RecordsSection
 from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
+from experts.backends.forms import FORMS, form_of
 from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems, is_llm
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
@@ -353,10 +354,12 @@ def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) ->
 
 def _precision_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
     images = next((name for name, section in sections.experts.items() if not is_llm(section)), None)
-    if sections.precision is Precision.INT8 and images is not None:
+    given = sections.precision
+    if isinstance(given, Precision) and not form_of(given).packs_modules and images is not None:
+        others = " and ".join(name for name, form in FORMS.items() if form.needs_calibration)
         yield document.error(
-            f"int8 is for language models alone, and {images} takes images - give it to each language model as its own "
-            "precision: int8; eight bits for experts of images are onednn-int8 and onnxruntime-int8",
+            f"{given} is for language models alone, and {images} takes images - give it to each language model as its "
+            f"own precision: {given}; eight bits for experts of images are {others}",
             "precision",
         )
 

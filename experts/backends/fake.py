@@ -2,12 +2,12 @@
 
 Its weights file is YAML or JSON:
     weight_bytes   its own bytes; at least 1
-    K_s, B_s       a batch of n images takes K_s * n + B_s seconds, really
+    K_s, B_s       a batch of n images takes K_s * n + B_s seconds, by sleeping
     workspace_bytes   per image, default 0
-    shared         {name: bytes} held in common with every fake that names it too, default none
+    shared         {name: bytes} in common with every fake that names it too, default none
     label          the fixed answer; without it the label follows from the image's mean colour
-The bytes are real, and told from the expert's id and from the names of the shared ones. A batch run while other bytes
-lie in its memory is WeightsCorrupt: a runtime that mixes experts up cannot pass its tests.
+The bytes are real, and derived from the expert's id and the names of the shared ones. A batch over other bytes is
+WeightsCorrupt: a runtime that mixes experts up cannot pass its tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import yaml
 
-from experts.backends.base import Packable
+from experts.backends.base import Packable, require_images, require_tensors
 from experts.backends.forms import FORMS
 from experts.backends.pixels import fitted
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
-OWN = "own"  # name of the tensor of its own bytes; the shared ones are "shared.<name>"
+OWN = "own"  # name of the tensor of unshared bytes; the shared ones are "shared.<name>"
 WORD_BYTES = 8
-SAMPLES = 16  # words that a batch compares with what they should be, first and last among them
+SAMPLES = 16  # words that a batch compares with the expected ones, first and last among them
 CHUNK_WORDS = 1 << 20
 SCORE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """Declaration of a fake, see the module. Bytes and seconds are not negative."""
+    """Declaration of a fake, see the module."""
 
     weight_bytes: int
     K_s: float = 0.0
@@ -65,21 +65,18 @@ class FakeModel:
 
 
 class FakeSkeleton:
-    """Sleeps, and answers; but only over the bytes of the expert that it is asked to be."""
+    """Sleeps and answers, over the bytes of the given expert alone."""
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model
         self._tensors: Mapping[str, Tensor] = {}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        expected = {OWN, *(f"shared.{name}" for name in self._model.shared)}
-        if expected != tensors.keys():
-            raise ValueError(f"tensors do not fit the skeleton: {sorted(expected ^ tensors.keys())[:5]}")
+        require_tensors(tensors, (OWN, *(f"shared.{name}" for name in self._model.shared)))
         self._tensors = dict(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        if not batch:
-            raise ValueError("an empty batch")
+        require_images(batch)
         for name, tensor in self._tensors.items():
             if not _is_sound(tensor, _seed(expert.id, name)):
                 raise WeightsCorrupt(expert.id, f"the memory it runs from does not hold its tensor {name}")
@@ -90,7 +87,7 @@ class FakeSkeleton:
 class FakeBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # it has no values
+    precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # no values
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         model = read_fake(expert)
@@ -140,7 +137,7 @@ def _label_of(expert: Expert, prepared: Prepared) -> str:
 
 
 def _seed(expert: str, name: str) -> int:
-    text = f"{name}" if name != OWN else f"{name} {expert}"
+    text = name if name != OWN else f"{name} {expert}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:WORD_BYTES])
 
 
@@ -165,7 +162,7 @@ def _is_sound(tensor: Tensor, seed: int) -> bool:
 
 
 def _words(seed: int, places: np.ndarray) -> np.ndarray:
-    """The pseudo-random words at these places (the finalizer of SplitMix64): any one can be told without the others."""
+    """Pseudo-random words at these places (the finalizer of SplitMix64), each computed without the others."""
     mixed = places * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
 """Language models: Hugging Face directories, of the families that ``experts.llm.config`` reads.
 
-Tensors are packed under the model's own names: what models have in common bit for bit (a backbone, embeddings) is
-stored, read and held once. Texts run through ``LlmSkeleton.model`` in iterations (``experts.llm``).
+Tensors are packed under the model's own names, so models share equal ones (a backbone, embeddings). Texts run through
+``LlmSkeleton.model`` in iterations (``experts.llm``).
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from experts.backends.base import Packable
+from experts.backends.forms import FORMS, form_of
+from experts.backends.forms.plain import PlainForm
 from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
-from experts.expert import Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import expert_stacks
 from experts.llm.program import pack_program, read_program, spec_of
-from experts.llm.quant import Int8Tensors
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
 if TYPE_CHECKING:
@@ -30,21 +28,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Prepared
-    from experts.expert import Expert, Prediction
+    from experts.expert import Expert, Precision, Prediction
     from experts.llm.checkpoint import Checkpoint
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
 
-COMPUTED_IN = {
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-    Precision.INT8: torch.bfloat16,  # what tokens, norms and embeddings are in beside int8 matrices
-}
-EXECUTABLE = frozenset(COMPUTED_IN)
-PACKED_AS = "moe_experts in blocks"  # what decides on packed bytes beside the directory
-TIED_TOO = ", embeddings that are heads in int8"
-TOKENS_AT_ONCE = 512  # of prompts that an iteration reads at most
+EXECUTABLE = tuple(name for name, form in FORMS.items() if not form.is_cpu_only)
+PACKED_AS = "moe_experts in blocks"  # in manifests
+TOKENS_AT_ONCE = 512  # most tokens of prompts in an iteration
 FP32_BYTES = 4
 
 
@@ -80,19 +71,19 @@ class LlmSkeleton:
 class LlmBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = EXECUTABLE
+    precisions = frozenset(EXECUTABLE)
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
-        if precision not in EXECUTABLE:
+        form = form_of(precision)
+        if not isinstance(form, PlainForm):
             raise WeightsMismatch(
-                expert.id, f"language models do not run in {precision}: choose fp32, bf16, fp16 or int8"
+                expert.id, f"language models do not run in {precision}: choose {', '.join(EXECUTABLE)}"
             )
         program = read_program(expert.weights, expert.id)
         _check_words(expert, program)
         checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
         checkpoint.check_tied_head()
-        exact = _PackedTensors(checkpoint, None if precision is Precision.INT8 else precision)
-        tensors = Int8Tensors(exact, COMPUTED_IN[precision]) if precision is Precision.INT8 else exact
+        tensors = form.text_tensors(_PackedTensors(checkpoint, form))
         return Packable(tensors, pack_program(program), expert_stacks(tensors))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
@@ -105,19 +96,19 @@ class LlmBackend:
         raise ValueError(f"{expert.id} takes texts, not images")
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # whose spelling is looked at
-        return PACKED_AS + (TIED_TOO if precision is Precision.INT8 else "") + labels
+        labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # their spelling is checked
+        return PACKED_AS + (form.text_recipe if isinstance(form := form_of(precision), PlainForm) else "") + labels
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
-        return iteration_bytes(spec, COMPUTED_IN[precision].itemsize, batch_size)
+        return iteration_bytes(spec, form_of(precision).dtype.itemsize, batch_size)
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
-        return read_spec(expert.weights, expert.id).kv_bytes(COMPUTED_IN[precision].itemsize)
+        return read_spec(expert.weights, expert.id).kv_bytes(form_of(precision).dtype.itemsize)
 
 
 def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
-    """Raises TokenizerUnusable, WeightsMismatch for a label without tokens. No tokenizer: only tokens can be asked."""
+    """Raises TokenizerUnusable, WeightsMismatch for a label without tokens. Tokens need no tokenizer."""
     if TOKENIZER not in files:
         return
     words = TextModel.of(files, expert.id)
@@ -129,19 +120,19 @@ def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
 def _can_spell(words: TextModel, label: str) -> bool:
     try:
         return bool(words.encode(label, adds_special=False))
-    except Exception:  # noqa: BLE001  of a vocabulary without a token for what it does not know: it has no other
+    except Exception:  # noqa: BLE001  a vocabulary without a token for unknown text raises a bare one
         return False
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
-    """The widest layer's tensors for TOKENS_AT_ONCE, and for each row its logits, twice in fp32 for sampling."""
+    """Bytes of the widest layer's tensors for TOKENS_AT_ONCE, and of each row's logits, twice in fp32 for sampling."""
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
     per_token = 4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size) + widest
     return TOKENS_AT_ONCE * per_token * itemsize + rows * spec.vocab_size * (itemsize + 2 * FP32_BYTES)
 
 
 def _layer_width(spec: ArchSpec, number: int) -> int:
-    """Numbers that a token has in a layer's feed-forward part: raised and gated, in as many experts as it goes to."""
+    """Numbers per token in a layer's feed-forward part, in all moe_experts that the token goes to."""
     layer = spec.layers[number]
     raised = 3 * layer.mlp_size
     if layer.moe is None:
@@ -151,11 +142,11 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 
 
 class _PackedTensors(Mapping[str, "Tensor"]):
-    """Tensors read when asked for. ``precision`` None: in their own dtype. Raises as ``LlmBackend.pack``."""
+    """Tensors, each read at its use. Raises as ``LlmBackend.pack``."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, form: PlainForm) -> None:
         self._checkpoint = checkpoint
-        self._precision = precision
+        self._form = form
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.names)
@@ -167,9 +158,4 @@ class _PackedTensors(Mapping[str, "Tensor"]):
         stored = self._checkpoint.read(name)
         if not is_finite(stored):
             raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds values that are not numbers")
-        tensor = stored if self._precision is None else stored.to(COMPUTED_IN[self._precision])
-        if self._precision is Precision.FP16 and not is_finite(tensor):
-            raise WeightsMismatch(
-                self._checkpoint.expert, f"{name} is too large for {self._precision}: choose bf16 or fp32 as precision"
-            )
-        return tensor
+        return self._form.text_tensor(self._checkpoint.expert, name, stored)

@@ -1,4 +1,4 @@
-"""State dicts made to fit: names and shapes checked against an architecture, then cast to the execution dtype."""
+"""State dicts checked against an architecture by names and shapes, then cast to a form's dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES_SHOWN = 4
 
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cast like ``expected``, which may be on meta. Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
+    """Cast to the dtypes of ``expected``, which may be on meta. Raises WeightsMismatch, WeightsCorrupt for NaN."""
     wanted = {name: tensor for name, tensor in expected.items() if not is_count(name)}
     given = {name: tensor for name, tensor in found.items() if not is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
@@ -42,23 +42,26 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def executable(expert: Expert, tensors: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """Cast to the form's dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
-    ready = {name: _executable(tensor, form.dtype) for name, tensor in tensors.items()}
-    for name, tensor in ready.items():
-        if not is_finite(tensor):
-            raise WeightsMismatch(expert.id, f"{name} is too large for {form.name}: choose bf16 or fp32 as precision")
-    return ready
+    """Cast to the form's dtype, with weights of convolutions channels_last. Raises as ``cast``."""
+    ready = {name: cast(expert.id, name, tensor.detach(), form) for name, tensor in tensors.items()}
+    return {
+        name: tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous()
+        for name, tensor in ready.items()
+    }
 
 
-def _executable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-    return cast.contiguous(memory_format=torch.channels_last) if cast.dim() == 4 else cast.contiguous()
+def cast(expert: str, name: str, tensor: Tensor, form: Form) -> Tensor:
+    """A tensor in the form's dtype. Raises WeightsMismatch where a value leaves the dtype's range."""
+    found = tensor.to(form.dtype) if tensor.is_floating_point() else tensor
+    if not is_finite(found):
+        raise WeightsMismatch(expert, f"{name} is too large for {form.name}: choose bf16 or fp32 as precision")
+    return found
 
 
 def _refuse_other_labels(
     expert: Expert, reshaped: Sequence[str], given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Name the labels where the number of outputs is all that differs."""
+    """Name the numbers of labels where the number of outputs is the only difference."""
     label_count = len(expert.labels)
     outputs = {given[name].shape[0] for name in reshaped if given[name].dim()}
     is_heads_only = all(

@@ -1,28 +1,33 @@
-"""fp32, bf16, fp16: a module of torch as torch runs it, on any device."""
+"""fp32, bf16, fp16: torch's modules and language models as torch runs them, on any device."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from experts.backends.base import Packable
 from experts.backends.forms.base import Form
 from experts.expert import Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
+    from torch import Tensor
 
     from experts.backends.base import Skeleton
     from experts.backends.forms.base import Modules
     from experts.expert import Expert
 
-_INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
+_INSTRUCTIONS = {  # torch's names: of Intel and AMD, then of ARM
     Precision.BF16: ("avx512_bf16", "amx_bf16", "bf16"),
     Precision.FP16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
 
 
 class PlainForm(Form):
+    text_recipe: ClassVar[str] = ""  # in manifests of language models
+
     def why_absent(self) -> str | None:
         return _torch_fault(self.dtype)
 
@@ -35,9 +40,19 @@ class PlainForm(Form):
     def skeleton(self, modules: Modules, expert: Expert, program: bytes, device: str) -> Skeleton:
         return modules.plain_skeleton(expert, self.dtype, device)
 
+    def text_tensor(self, expert: str, name: str, stored: Tensor) -> Tensor:
+        """A language model's tensor in this form. Raises WeightsMismatch where a value leaves its range."""
+        from experts.backends.state_dict import cast
+
+        return stored if stored.dtype == self.dtype else cast(expert, name, stored, self)
+
+    def text_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A language model's tensors as they are packed; each is read at its use."""
+        return tensors
+
 
 def is_multiplied(name: Precision) -> bool:
-    """True where the CPU multiplies these 16 bits and oneDNN may use it. oneDNN alone says yes for AVX-512."""
+    """True where the CPU multiplies these 16 bits and oneDNN may use it; oneDNN alone would answer yes for AVX-512."""
     import torch
 
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
