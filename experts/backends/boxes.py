@@ -1,6 +1,6 @@
-"""Boxes of torch's and ONNX detectors: suppression, limits, and the way back into the image's own pixels.
+"""Boxes of torch's and ONNX detectors: suppression, limits, and conversion to the image's own pixels.
 
-An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
+An image with more boxes than the limit is OutputInvalid, with their number: the best of them alone prove nothing.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
-CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
+CANDIDATES_MAXIMUM = 30_000  # boxes of one image that enter non-maximum suppression
 
 
 def candidates(expert: Expert, scores: Tensor) -> Tensor:
-    """The places of boxes that suppression looks at, in order. ``scores``: (anchors, labels)."""
-    return _told(expert, scores.amax(dim=1))
+    """Indices of boxes above the expert's confidence, in order. ``scores``: (anchors, labels)."""
+    return _confident(expert, scores.amax(dim=1))
 
 
 def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first, none left out: OutputInvalid for too many."""
+    """Rows (left, top, right, bottom, score, label), best first. Raises OutputInvalid for too many."""
     best, labels = scores.max(dim=1)
-    found = _told(expert, best)
+    found = _confident(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
     kept = found[batched_nms(boxes[found], best[found], labels[found], expert.iou)]
     return _rows(expert, boxes[kept], best[kept], labels[kept])
 
 
 def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-    """Rows of boxes that the model chose: (boxes,). Raises OutputInvalid for too many, or for an unknown label."""
-    found = _told(expert, scores)
+    """Rows of boxes that the model chose itself. Raises OutputInvalid for too many, or for an unknown label."""
+    found = _confident(expert, scores)
     found = found[scores[found].argsort(descending=True, stable=True)]
     rows = _rows(expert, boxes[found], scores[found], labels[found])
     unknown = rows[(rows[:, 5] < 0) | (rows[:, 5] >= len(expert.labels)), 5]
@@ -61,7 +61,7 @@ def prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepar
     return Prediction(boxes[0].label, boxes[0].score, boxes)
 
 
-def _told(expert: Expert, scores: Tensor) -> Tensor:
+def _confident(expert: Expert, scores: Tensor) -> Tensor:
     return (scores > expert.confidence).nonzero().squeeze(1)
 
 
@@ -80,7 +80,7 @@ def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
 
 
 def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBox:
-    """A row in input pixels as a box in those of the upright image, cut at its edges."""
+    """Convert a row in input pixels to a box in the upright image's pixels, cut at its edges."""
     left, right = ((x - prepared.pad_left) / prepared.scale_x for x in (row[0], row[2]))
     top, bottom = ((y - prepared.pad_top) / prepared.scale_y for y in (row[1], row[3]))
     height, width = prepared.image_height, prepared.image_width

@@ -1,4 +1,4 @@
-"""Images as detectors are trained on them: scaled as ultralytics scales them, pixel for pixel, without importing it."""
+"""Images as detectors are trained on them: scaled pixel for pixel as ultralytics does, without importing it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from experts.expert import InputSpec
 
-BORDER = (114, 114, 114)  # the grey that fills what the image leaves
+BORDER = (114, 114, 114)  # grey beside the image
 
 
 def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image in its proportions, in the middle of the expert's size; grey where it leaves room."""
+    """The whole image in its proportions, in the middle of the expert's size, with grey beside it."""
     require_rgb(image)
     height, width = image.shape[:2]
     scale = min(spec.height / height, spec.width / width)
-    scaled_height, scaled_width = (max(round(extent * scale), 1) for extent in (height, width))  # never to nothing
+    scaled_height, scaled_width = (max(round(extent * scale), 1) for extent in (height, width))  # at least a pixel
     top, left = _padding(spec.height - scaled_height), _padding(spec.width - scaled_width)
     bottom, right = spec.height - scaled_height - top, spec.width - scaled_width - left
     scaled = _scaled(image, scaled_height, scaled_width)
@@ -32,7 +32,7 @@ def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def filled(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image, brought to the expert's size without keeping its proportions."""
+    """The whole image, scaled to the expert's size without keeping its proportions."""
     require_rgb(image)
     height, width = image.shape[:2]
     scaled = _scaled(image, spec.height, spec.width)

@@ -1,4 +1,4 @@
-"""Cache of what is costly to make and shared by many: templates of modules, sessions, graphs."""
+"""Cache of objects that are costly to make and shared: templates of modules, sessions, graphs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Key = TypeVarTuple("Key")
 
 
 class MadeOnce(Generic[*Key, Made]):
-    """Thread-safe. What is held is never made twice; of the rest the ``kept`` asked for last stay; errors do not."""
+    """Thread-safe. An object in use is never made twice; of the others the latest ``kept`` stay. Errors do not."""
 
     def __init__(self, make: Callable[[*Key], Made], kept: int) -> None:
         self._make = make
         self._kept = kept
         self._alive: WeakValueDictionary[tuple[*Key], Made] = WeakValueDictionary()
-        self._recent: OrderedDict[tuple[*Key], Made] = OrderedDict()  # the one asked for last stands last
+        self._recent: OrderedDict[tuple[*Key], Made] = OrderedDict()  # the latest stands last
         self._lock = Lock()
         self._count = 0
 

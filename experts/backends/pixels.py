@@ -1,4 +1,4 @@
-"""Pixels as experts want them: scaled with antialiasing, normalised, channels first."""
+"""Pixels as experts take them: scaled with antialiasing, normalised, channels first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fitted(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image, brought to the expert's size without keeping its proportions."""
+    """The whole image, scaled to the expert's size without keeping its proportions."""
     require_rgb(image)
     height, width = image.shape[:2]
     if (height, width) != (spec.height, spec.width):
@@ -31,7 +31,7 @@ def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """Crop as torchvision's Resize and CenterCrop do with a PIL image; beyond the scaled image is black, as there."""
+    """Crop as torchvision's Resize and CenterCrop do with a PIL image, with black beyond the scaled image."""
     require_rgb(image)
     height, width = image.shape[:2]
     scaled_height, scaled_width = _resized(height, width, spec.resize)
@@ -43,7 +43,7 @@ def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
-    """float32 (3, height, width). ``normalize`` as in InputSpec; ValueError for a name that is not known."""
+    """float32 (3, height, width). ``normalize``: see InputSpec; ValueError for an unknown name."""
     if isinstance(normalize, Normalization) and normalize.channels == "bgr":
         image = image[:, :, ::-1]
     pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), dtype=np.float32, order="C"))
@@ -66,7 +66,7 @@ def _scaled(image: np.ndarray, height: int, width: int, interpolation: str) -> I
 
 
 def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> tuple[int, int]:
-    """One number is the shorter side: proportions are kept, rounded down as by torchvision."""
+    """Scaled height and width. One number is the shorter side; proportions are kept, rounded down as in torchvision."""
     if not isinstance(wanted, int):
         return wanted or (height, width)
     return (wanted, int(wanted * width / height)) if height <= width else (int(wanted * height / width), wanted)

@@ -1,4 +1,4 @@
-"""Weights files as their owners give them: what may be read at all, and tensors by name."""
+"""Weights files of an expert's owner: which of them may be read, and their tensors by name."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
     tensors, names = read_tensors(expert.id, expert.weights), told_labels(expert.weights)
-    if names is not None and len(names) == len(expert.labels):  # else they are of another head
+    if names is not None and len(names) == len(expert.labels):  # other numbers belong to another head
         require_names(expert, names)
     return tensors
 
 
 def told_labels(path: Path) -> tuple[str, ...] | None:
-    """A file's labels in the order of its outputs; None where it tells none. In .safetensors an import notes them."""
+    """A file's labels in the order of its outputs, if it has any. An import writes them into .safetensors."""
     try:
         if path.suffix == ".onnx":
             return read_heading(str(path), path).names
@@ -72,19 +72,19 @@ def told_labels(path: Path) -> tuple[str, ...] | None:
 
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:
-    """A complete ONNX model, checked. Raises WeightsRefused for weights in other files, unless it ``gathers`` them."""
+    """A complete ONNX model, checked. Raises WeightsRefused for weights in other files, unless ``gathers``."""
     model = read_graph(expert, path)
     try:
         if is_scattered(model):
             _gather(expert, path, model, gathers=gathers)
         onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError) as error:  # of values: more than protobuf holds
+    except (onnx.checker.ValidationError, ValueError) as error:  # ValueError: more than protobuf holds
         raise WeightsCorrupt(expert, f"{path} is not a valid ONNX model: {error}") from error
     return model
 
 
 def read_graph(expert: str, path: Path) -> onnx.ModelProto:
-    """An ONNX model as its file has it, not checked, without weights that lie in other files."""
+    """An ONNX model as its file has it, not checked, without weights in other files."""
     try:
         return onnx.load_model(path, load_external_data=False)
     except FileNotFoundError as error:
@@ -100,12 +100,12 @@ def is_scattered(model: onnx.ModelProto) -> bool:
 
 
 def write_gathered_onnx(expert: str, source: Path, destination: Path) -> None:
-    """An ONNX model as one file. Raises as ``read_onnx`` does, and OSError for what the disk refuses."""
+    """Write an ONNX model as one file. Raises as ``read_onnx``, and OSError from the disk."""
     destination.write_bytes(read_onnx(expert, source, gathers=True).SerializeToString(deterministic=True))
 
 
 def _gather(expert: str, path: Path, model: onnx.ModelProto, *, gathers: bool) -> None:
-    """Take in weights of other files, none of which lies outside the model's own folder. In place."""
+    """Read weights from other files, all in the model's own folder, into the model. In place."""
     if not gathers:
         raise WeightsRefused(
             expert, f"{path} keeps its weights in other files: save it as one file, or bring it with "
@@ -120,7 +120,7 @@ def _gather(expert: str, path: Path, model: onnx.ModelProto, *, gathers: bool) -
 
 
 def check_weights(expert: str, path: Path) -> None:
-    """Read a .safetensors or .onnx file to its end. Raises like the readers."""
+    """Read a .safetensors or .onnx file to its end. Raises as the readers."""
     if path.suffix == ".onnx":
         read_onnx(expert, path)
     else:
@@ -128,10 +128,10 @@ def check_weights(expert: str, path: Path) -> None:
 
 
 def read_tensors(expert: str, path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file. Raises WeightsMissing, WeightsCorrupt, LoadError about ``expert``."""
+    """The tensors of a .safetensors file. Raises WeightsMissing, WeightsCorrupt, LoadError."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
     except FileNotFoundError as error:
         raise _missing(expert, path) from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The registry of forms, in the order in which they are tried. Packing, profiling, serving and doctor ask here."""
+"""The registry of forms, in the order in which they are tried, for packing, profiling, serving and doctor."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def forms_here() -> tuple[Precision, ...]:
 
 
 def executable_forms() -> frozenset[Precision]:
-    """Forms of torch's architectures: torch's own, which another processor may run, and those that run on this CPU."""
+    """Forms of torch's architectures: torch's own, for any processor, and others that run on this CPU."""
     packing = [form for form in FORMS.values() if form.packs_modules]
     return frozenset(form.name for form in packing if not form.is_cpu_only or form.why_absent() is None)
 
 
 def runs_as(name: Precision) -> Precision:
-    """The form, or torch's form in its place where it does not run on this CPU."""
+    """The form, or its plain form where it does not run on this CPU."""
     form = form_of(name)
     return form.plain if form.is_cpu_only and form.why_absent() is not None else name
 

@@ -1,6 +1,6 @@
 """onnxruntime-int8: calibrated experts whose convolutions ONNX Runtime computes in eight bits; on the CPU only.
 
-It is for CPUs with AVX2 and no VNNI, where oneDNN's eight bits saturate: weights have seven bits there.
+For CPUs with AVX2 and without VNNI, where oneDNN's eight bits saturate; weights have seven bits there.
 """
 
 from __future__ import annotations

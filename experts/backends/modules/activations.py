@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(module: Module, image: Tensor) -> int:
-    """The most that intermediate tensors take at once, input included; all on the meta device, kernels' unseen."""
+    """Most bytes of intermediate tensors at once, input included, on the meta device; kernels' own are not counted."""
     weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
     live = _LiveBytes(weights)
     live.track(image)
@@ -40,7 +40,7 @@ class Workspace:
 
 
 def workspace(module: Module, size: tuple[int, int], dtype: torch.dtype) -> Workspace:
-    """The estimate for a module on the meta device, run in that dtype on images of that height and width."""
+    """Estimate for a module on the meta device, in that dtype, for images of that height and width."""
     module = deepcopy(module).to(dtype)
     image = torch.empty((1, 3, *size), dtype=dtype, device="meta")
     arrived_bytes = 4 * image.numel()  # the float32 image that the batch is cast from
