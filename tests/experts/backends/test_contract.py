@@ -118,7 +118,7 @@ def test_overwriting_the_bytes_is_a_complete_switch(packed, slot, make_slot, ima
     (first, second), forms = packed.experts, packed.forms
     fresh = make_slot(second, forms[1], packed.store).infer(second, image)
     before = slot.infer(first, image)
-    assert forms[0].layout == forms[1].layout
+    assert (forms[0].layout, forms[0].program_sha256) == (forms[1].layout, forms[1].program_sha256)
     slot.load(second, forms[1])
     assert slot.infer(second, image) == fresh
     assert before != fresh or first.architecture == "fake"  # a fake's answer comes from the image alone
@@ -134,15 +134,15 @@ def test_every_image_of_a_batch_is_answered_in_order(packed, slot, image):
     assert all(each.label in {*expert.labels, NOTHING_FOUND} and 0 <= each.score <= 1 for each in together)
 
 
-def test_one_skeleton_program_serves_both_experts(packed):
-    first, second = packed.forms
-    assert first.program_sha256 == second.program_sha256
-    assert packed.store.program(first) == packed.store.program(second)
-
-
-def test_an_empty_batch_is_the_callers_error(packed, slot):
+def test_what_is_no_batch_of_images_for_it_is_the_callers_error(packed, slot, image):
+    expert = packed.experts[0]
     with pytest.raises(ValueError, match="empty batch"):
-        slot.infer(packed.experts[0])
+        slot.infer(expert)
+    for wrong in (image.astype(np.float32), image[:, :, 0], image[:0]):
+        with pytest.raises(ValueError, match="uint8"):
+            backend_for(expert.architecture).prepare(expert, wrong)
+    with pytest.raises(ValueError, match="do not fit"):
+        slot.skeleton.bind({"elsewhere": torch.zeros(3)})
 
 
 def test_several_threads_may_share_a_bound_skeleton(packed, slot, image):
@@ -154,11 +154,6 @@ def test_several_threads_may_share_a_bound_skeleton(packed, slot, image):
     for found, wanted in zip(answers, expected, strict=True):
         assert [each.label for each in found] == [each.label for each in wanted]
         assert [each.score for each in found] == pytest.approx([each.score for each in wanted], abs=1e-5)
-
-
-def test_tensors_of_another_form_do_not_bind(slot):
-    with pytest.raises(ValueError, match="do not fit"):
-        slot.skeleton.bind({"elsewhere": torch.zeros(3)})
 
 
 def test_a_form_of_the_cpu_alone_runs_nowhere_else(packed, precision):
@@ -175,13 +170,6 @@ def test_workspace_grows_linearly_with_the_batch(packed, precision):
     one, two, four = (backend.workspace_bytes(expert, precision, count) for count in (1, 2, 4))
     assert four - two == 2 * (two - one)
     assert one >= 4 * 3 * expert.input.height * expert.input.width or expert.architecture == "fake"
-
-
-def test_an_image_of_another_kind_is_the_callers_error(packed, image):
-    expert = packed.experts[0]
-    for wrong in (image.astype(np.float32), image[:, :, 0], image[:0]):
-        with pytest.raises(ValueError, match="uint8"):
-            backend_for(expert.architecture).prepare(expert, wrong)
 
 
 def test_truncated_weights_are_corrupt(broken, precision):

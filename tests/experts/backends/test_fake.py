@@ -23,7 +23,7 @@ def test_running_it_over_another_experts_bytes_is_found_out(files, store, make_s
 @pytest.mark.parametrize("place", [0, -1])
 def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_slot, image, place):
     expert = files.fake("cls/x", weight_bytes=5)
-    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)["cls/x"][Precision.FP32], store)
+    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     slot.buffers[0].tensor[:5][place] ^= 1
     with pytest.raises(WeightsCorrupt, match="cls/x"):
         slot.infer(expert, image)
@@ -31,7 +31,7 @@ def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_
 
 def test_its_label_follows_the_picture_and_nothing_else(files, store, make_slot, image):
     expert = files.fake("cls/x", labels=[str(number) for number in range(50)])
-    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)["cls/x"][Precision.FP32], store)
+    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     pictures = [image, 255 - image, image // 2, image // 4]
     alone = [slot.infer(expert, picture)[0].label for picture in pictures]
     assert [each.label for each in slot.infer(expert, *pictures)] == alone
@@ -40,7 +40,7 @@ def test_its_label_follows_the_picture_and_nothing_else(files, store, make_slot,
 
 def test_a_fixed_label_is_always_answered(files, store, make_slot, image):
     expert = files.fake("cls/x", label="missing")
-    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)["cls/x"][Precision.FP32], store)
+    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     assert [each.label for each in slot.infer(expert, image, 255 - image)] == ["missing", "missing"]
     with pytest.raises(WeightsMismatch, match="none of the line's"):
         BACKEND.pack(files.fake("cls/y", label="elsewhere"), Precision.FP32)
