@@ -15,8 +15,7 @@ from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.drive import Drive, PacedLink
-from agent.runtime.weights.moe_loads import MoeLoads
-from agent.runtime.weights.moe_usage import FOLDER as USAGE_FOLDER
+from agent.runtime.weights.moe_loads import USAGE_FOLDER, MoeLoads
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 

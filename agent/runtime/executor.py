@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from agent.runtime.texts import RunningTexts
     from agent.runtime.weights.slots import SlotStore
     from experts.backends.base import Skeleton
+    from experts.backends.llm import LlmSkeleton
     from experts.expert import Expert, Prediction
     from experts.llm.model import LanguageModel
 
@@ -82,12 +83,6 @@ class _Images:
 class _Quantum:
     batch: Batch
     copies: tuple[ExpertCopy, ...]
-
-
-@runtime_checkable
-class RunsTexts(Protocol):
-    @property
-    def model(self) -> LanguageModel: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +235,7 @@ def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared |
 
 
 def model_of(skeleton: Skeleton) -> LanguageModel:
-    assert isinstance(skeleton, RunsTexts), "only language models run in quanta"
-    return skeleton.model
+    return cast("LlmSkeleton", skeleton).model
 
 
 def own_stream(device: str) -> AbstractContextManager[object]:

@@ -1,13 +1,15 @@
-"""Dispatch of tokens to moe_experts and back: layout transform, expert networks, combination.
+"""Dispatch of tokens to moe_experts and back: gate, layout transform, expert networks, combination.
 
-Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4. Guarantees: every pair of the table is computed. No sum depends
-on the order of execution: results are written to places of their own, then summed over a token's choices in fp32.
+Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4, which replaces one-hot masks and their sparse einsums by a dense
+token-to-expert table. Guarantees: dropless, as a moe_expert has no capacity: a token's moe_experts do not depend on its
+neighbours. Deterministic: a stable counting sort keeps each moe_expert's tokens in order, and results are written to
+places of their own, then summed over a token's choices in fp32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.functional import gelu, grouped_mm, silu
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.gate import MappingTable
+    from experts.llm.config import MoeSpec
     from experts.llm.quant import Matrix
 
 # Measured with torch 2.15, 2 threads, fp32, ms for pairs in a loop / padded / grouped_mm, weights cold:
@@ -32,6 +34,36 @@ PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
 GROUPED_ALIGNMENT_BYTES = 16  # what grouped_mm asks of addresses and strides
 
 Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
+MoeExperts: TypeAlias = "Callable[[Tensor, MappingTable], Tensor]"  # of one layer, which a cache runs
+
+
+@dataclass(frozen=True, slots=True)
+class MappingTable:
+    """Pairs of a token and one of its experts; pair ``token * per_token + n`` is a token's n-th choice."""
+
+    order: Tensor  # the pairs sorted by expert, then token, int64
+    source: Tensor  # their tokens
+    moe_expert: Tensor  # their experts
+    ends: Tensor  # cumulative, where each expert's pairs end, int32
+    weight: Tensor  # (tokens, per_token) fp32
+
+
+def route(logits: Tensor, spec: MoeSpec) -> MappingTable:
+    """Softmax of (tokens, experts) in fp32, then top ``per_token``; Mixtral's, and by ``norm_topk_prob``, sum to 1."""
+    weight, chosen = logits.float().softmax(dim=-1).topk(spec.per_token, dim=-1)
+    if spec.is_normalised:
+        weight = weight / weight.sum(dim=-1, keepdim=True)
+    return mapping_table(chosen, weight, spec.moe_experts)
+
+
+def mapping_table(chosen: Tensor, weight: Tensor, moe_experts: int) -> MappingTable:
+    """The table of tokens that chose these experts, both (tokens, per_token)."""
+    # keys of a byte or two make torch's stable sort a counting sort
+    keys = chosen.reshape(-1).to(torch.uint8 if moe_experts <= 256 else torch.int16)
+    moe_expert, order = torch.sort(keys, stable=True)
+    counts = torch.bincount(keys, minlength=moe_experts)
+    ends = counts.cumsum(dim=0).to(torch.int32)
+    return MappingTable(order, order // chosen.shape[1], moe_expert.to(torch.int64), ends, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +80,6 @@ class MlpWeights:
         up_bias = None if self.up_bias is None else self.up_bias[moe_expert]
         down_bias = None if self.down_bias is None else self.down_bias[moe_expert]
         return MlpWeights(self.kind, self.up[moe_expert], self.down[moe_expert], up_bias, down_bias)
-
-
-class MoeExperts(Protocol):
-    """moe_experts of one layer that are not all in memory: their cache runs them."""
-
-    def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
-        """See ``run_moe_experts``, which gives the same."""
 
 
 def plain(matrices: Matrix) -> Tensor:
@@ -79,7 +104,7 @@ def activate(raised: Tensor, kind: Mlp) -> Tensor:
 def run_moe_experts(tokens: Tensor, table: MappingTable, weights: MlpWeights | MoeExperts) -> Tensor:
     """(tokens, hidden) through the experts that the table names, weighed and summed."""
     if not isinstance(weights, MlpWeights):
-        return weights.run(tokens, table)
+        return weights(tokens, table)
     scattered = scatter(tokens, table)
     run = way_of_running(scattered, table, weights)
     return combine(run(scattered, table, weights), table, tokens.dtype)

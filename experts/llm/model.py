@@ -15,8 +15,7 @@ from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 from experts.llm.attention import Attention
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import QkNorm, Residual, read_spec
-from experts.llm.dispatch import MlpWeights, run_mlp, run_moe_experts
-from experts.llm.gate import route
+from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.quant import looked_up, matrix_of, project
 from experts.llm.rope import Rope

@@ -18,7 +18,7 @@ import torch
 from agent.core.effects import StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import HOST, SSD
-from agent.runtime.executor import RunsTexts
+from agent.runtime.executor import model_of
 from agent.runtime.expert_copy import ExpertCopy, moe_experts_of
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.tiers.offload import OffloadStatistics
+    from experts.llm.tiers.moe_experts import MoeStatistics
     from experts.packed.weights import PackedExpert
     from proof.llm.random_models import QwenShape
 
@@ -88,13 +88,12 @@ def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindin
     if difference > TOLERANCE:
         raise ValueError(f"with half of its experts the model's logits differ by {difference:.2g}")
     per_s = {way: ROWS * (PROMPT + OUTPUT) / each.median_s for way, each in times.items()}
-    residency = counted.cache.residency
-    needs = residency.hits + residency.late + residency.misses
+    needs = counted.hits + counted.late + counted.misses
     figures = [Figure("offloaded experts", way, rate, "tokens/s") for way, rate in per_s.items()]
     figures += [
-        Figure("offloaded experts", "found in their places", 100 * residency.hits / max(needs, 1), "%"),
+        Figure("offloaded experts", "found in their places", 100 * counted.hits / max(needs, 1), "%"),
         Figure("offloaded experts", "used, of those loaded ahead",
-               100 * residency.ahead_used / max(residency.ahead, 1), "%"),
+               100 * counted.ahead_used / max(counted.ahead, 1), "%"),
         Figure("offloaded experts", "read a run", counted.bytes_loaded / 1e6 / (2 * rounds + 2), "MB"),
     ]  # fmt: skip
     note = (
@@ -117,9 +116,7 @@ class _Memory:
     def run(self, copy: str, texts: Tensor) -> Tensor:
         """Read all prompts, then go on by a token of each; the last logits."""
         with self.store.using(copy) as slot:
-            skeleton = slot.skeleton("cpu")
-            assert isinstance(skeleton, RunsTexts), "it is a language model's"
-            model = skeleton.model
+            model = model_of(slot.skeleton("cpu"))
             key_values = ModelKeyValues(model.spec, model.dtype)
             logits = torch.empty(0)
             for start, end in ((0, PROMPT), *((place, place + 1) for place in range(PROMPT, PROMPT + OUTPUT))):
@@ -131,7 +128,7 @@ class _Memory:
         with self.link.demanded():  # as while the Engine waits for bytes
             return self.run(copy, texts)
 
-    def statistics(self) -> OffloadStatistics:
+    def statistics(self) -> MoeStatistics:
         with self.store.using(OFFLOADED) as slot:
             assert slot.moe is not None, "it was made to hold half"
             return slot.moe.statistics()

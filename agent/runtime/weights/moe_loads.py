@@ -1,24 +1,28 @@
 """Loads of moe_experts into copies that do not hold all of them: from packed files, while the copy runs.
 
-Guarantees: blocks share the link with all loads, and those ahead wait for the Engine's. Each block is checked as packed
-files are. Between two batches no thread fills a place, so a region may be moved.
+Guarantees: blocks share the link with all loads, and loads ahead wait for the Engine's. Each block is checked as packed
+files are. Between two batches no thread fills a place, so a region may be moved. Usage probabilities, counted while
+serving, are kept in a file of each copy between starts: written whole, for these very weights.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event as Flag
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, cast
+from urllib.parse import quote
 
 import torch
 
 from agent.runtime.weights.drive import StagingBuffers
-from agent.runtime.weights.moe_usage import read_usage, write_usage
-from experts.errors import BackendUnavailable, LoadError
+from experts.errors import LoadError
+from experts.filesystem import whole_file
 from experts.llm.names import EXPERTS, layer_of
 from experts.llm.tiers.cache import MoeCache
-from experts.llm.tiers.moe_experts import MoeResidency
+from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
 from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe
 from experts.packed.weights import slot_bytes
 
@@ -32,31 +36,21 @@ if TYPE_CHECKING:
     from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.weights.drive import Drive
     from experts.backends.base import Skeleton
-    from experts.llm.config import ArchSpec
-    from experts.llm.dispatch import MoeExperts
-    from experts.llm.tiers.moe_experts import MoeExpert
-    from experts.llm.tiers.offload import OffloadStatistics
+    from experts.backends.llm import LlmSkeleton
+    from experts.llm.tiers.moe_experts import MoeStatistics
     from experts.packed.weights import Segment
 
+logger = logging.getLogger(__name__)
+
+USAGE_FOLDER = "moe-usage"
 LOADS_AT_ONCE = 2  # the drive reads one block while another is checked
-
-
-@runtime_checkable
-class Offloads(Protocol):
-    """Skeleton of a model whose moe_experts may lie in a cache."""
-
-    @property
-    def spec(self) -> ArchSpec: ...
-
-    def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
-        """Bind the dense part; ``moe_experts``: by layer."""
 
 
 @dataclass(slots=True, eq=False)
 class MoeLoads:
-    """The loads of one agent. ``usage``: prior by copy, where nothing was learned.
+    """The loads of one agent. ``kept``: folder of learned usage; None: it is not kept.
 
-    ``kept``: folder of learned usage; None: it is lost.
+    ``usage``: prior by copy, used where nothing was learned.
     """
 
     drive: Drive
@@ -69,10 +63,6 @@ class MoeLoads:
         learned = {} if self.kept is None else read_usage(self.kept, copy)
         return OffloadedCopy(copy, region, memory, self, learned or self.usage.get(copy.name, {}))
 
-    def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
-        if usage and self.kept is not None:
-            write_usage(self.kept, copy, usage)
-
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """Read one block. Raises as reading does, LoadError when the agent ends meanwhile."""
         segment = layers_of(copy)[moe_expert.layer]
@@ -80,9 +70,6 @@ class MoeLoads:
         self.drive.segments.read_block(segment, moe_expert.number, target, copy.expert.id)
         if self._ending.wait(max(delivered_at_s - time.monotonic(), 0.0)):
             raise LoadError(copy.expert.id, "the agent is stopping")
-
-    def may_load_ahead(self) -> bool:
-        return not self.drive.link.is_demanded
 
     def close(self) -> None:
         """End loads that wait. Idempotent."""
@@ -112,29 +99,26 @@ class OffloadedCopy:
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
 
     def bind(self, skeleton: Skeleton, device: str, tensors: Mapping[str, Tensor]) -> None:
-        """Bind a skeleton to the slot's bytes. Raises BackendUnavailable for one without a cache."""
-        if not isinstance(skeleton, Offloads):
-            raise BackendUnavailable(self._copy.expert.architecture, "its moe_experts cannot come and go")
+        """Bind a language model's skeleton to the slot's bytes."""
+        model, link = cast("LlmSkeleton", skeleton), self._loads.drive.link
         if device not in self._shown:
-            may_predict = self._loads.may_load_ahead
-            self._shown[device] = OffloadedMoe(skeleton.spec, self._form, self._cache, may_predict=may_predict)
+            self._shown[device] = OffloadedMoe(model.spec, self._form, self._cache, lambda: not link.is_demanded)
         places = self._region().tensor(device)[self._copy.packed.own.slot_bytes :]
-        skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, places))
+        model.bind_offloaded(tensors, self._shown[device].show(tensors, places))
 
     def settle(self) -> None:
         self._cache.settle()
 
-    def statistics(self) -> OffloadStatistics:
-        """Of the device that was bound first. Raises ValueError before."""
-        if not self._shown:
-            raise ValueError(f"{self._copy.name} is bound to no device")
-        return next(iter(self._shown.values())).statistics()
+    def statistics(self) -> MoeStatistics:
+        found = self._cache.statistics()
+        return replace(found, bytes_loaded=found.loads * self._form.size_bytes)
 
     def close(self) -> None:
         """Stop the threads that fill its places. Idempotent."""
         self._cache.close()
         self._staging.close()
-        self._loads.remember(self._copy, self._cache.usage())
+        if self._loads.kept is not None and (usage := self._cache.usage()):
+            write_usage(self._loads.kept, self._copy, usage)
 
     def _fill(self, moe_expert: MoeExpert, place: int) -> None:
         region, size_bytes = self._region(), self._form.size_bytes
@@ -158,3 +142,34 @@ def form_of(copy: ExpertCopy) -> BlockForm:
 
 def layers_of(copy: ExpertCopy) -> dict[int, Segment]:
     return {layer_of(segment.tensors[0].name): segment for segment in copy.packed.moe_layers}
+
+
+def read_usage(folder: Path, copy: ExpertCopy) -> dict[MoeExpert, float]:
+    """Usage probabilities from the last start; empty for other weights and for an unreadable file."""
+    try:
+        found = json.loads(_file(folder, copy).read_bytes())
+        rows = found["usage"] if found["weights"] == _weights(copy) else ()
+        return {MoeExpert(int(layer), int(number)): float(share) for layer, number, share in rows}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("moe_usage_unread copy=%s error=%s: it is counted anew", copy.name, error)
+        return {}
+
+
+def write_usage(folder: Path, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
+    rows = [[one.layer, one.number, share] for one, share in usage.items()]
+    try:
+        folder.mkdir(exist_ok=True)
+        with whole_file(_file(folder, copy)) as final:
+            final.write(json.dumps({"weights": _weights(copy), "usage": rows}).encode())
+    except OSError as error:
+        logger.warning("moe_usage_unwritten copy=%s error=%s: it is counted anew", copy.name, error)
+
+
+def _file(folder: Path, copy: ExpertCopy) -> Path:
+    return folder / f"{quote(copy.name, safe='')}.json"
+
+
+def _weights(copy: ExpertCopy) -> str:
+    return " ".join(segment.sha256 for segment in copy.packed.moe_layers)

@@ -20,7 +20,7 @@ from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
 from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
-from experts.llm.tiers.offload import OffloadTotals
+from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SlotStatistics:
     regions_reused: int
     regions_moved: int
     binds: int
-    moe_experts: OffloadTotals
+    moe_experts: MoeStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class SlotStore:
         self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # that a copy is bound for
         self._shelf = shelf
         self._moe_loads = moe_loads
-        self._moe_of_gone = OffloadTotals()
+        self._moe_of_gone = MoeStatistics()
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedSegment] = {}
         self._spares: list[Housing] = []  # oldest first
@@ -309,7 +309,7 @@ class SlotStore:
                 moe_experts=self._offloaded(),
             )
 
-    def _offloaded(self) -> OffloadTotals:
+    def _offloaded(self) -> MoeStatistics:
         totals = self._moe_of_gone
         for slot in self._slots.values():
             if slot.moe is not None and slot.is_ready:

@@ -1,33 +1,24 @@
 """The places of one memory, filled in the background as their residency decides.
 
 Guarantees: a failed load is raised where the moe_expert is needed. After ``settle`` no thread writes into a place
-before the next need or prediction. Threads do not deadlock: each uses the moe_experts in memory before it waits for
+before the next need or prediction. Passes do not deadlock: each uses the moe_experts in memory before it waits for
 more.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Condition
 from typing import TYPE_CHECKING
 
 from experts.daemon_threads import DaemonThreads
-from experts.llm.tiers.moe_experts import (
-    LoadMoeExpert,
-    MoeExpert,
-    MoeExpertLoaded,
-    MoeExpertNotLoaded,
-    MoeExpertsNeeded,
-    MoeExpertsPredicted,
-    MoeExpertUsed,
-    PassEnded,
-)
+from experts.llm.tiers.moe_experts import MoeExpert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from experts.llm.tiers.moe_experts import Event, MoeResidency, ResidencyStatistics
+    from experts.llm.tiers.moe_experts import LoadMoeExpert, MoeResidency, MoeStatistics
 
 CLOSE_S = 5.0  # a load that does not end by then is left behind
 
@@ -36,16 +27,6 @@ CLOSE_S = 5.0  # a load that does not end by then is left behind
 class PlacedMoeExpert:
     moe_expert: MoeExpert
     place: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """Frozen snapshot. ``waited_s``: of all needs together."""
-
-    residency: ResidencyStatistics
-    loads: int
-    failed: int
-    waited_s: float
 
 
 class MoeCache:
@@ -59,19 +40,17 @@ class MoeCache:
         self._threads = DaemonThreads(loads_at_once, name)
         self._changed = Condition()  # guards all of it, for moments
         self._failed: dict[MoeExpert, Exception] = {}
-        self._loads = 0
-        self._failures = 0
         self._waited_s = 0.0
 
     def need(self, layer: int, numbers: Sequence[int]) -> None:
-        """Have these brought, those that are not there; each is to be ``used``, whether it came or not."""
+        """Start missing loads. Each moe_expert must then be ``used``, even after a failed load."""
         with self._changed:
             for number in numbers:
                 self._failed.pop(MoeExpert(layer, number), None)
-            self._tell(MoeExpertsNeeded(layer, tuple(numbers)))
+            self._start(self._residency.need(layer, numbers))
 
     def first_of(self, wanted: Collection[MoeExpert]) -> PlacedMoeExpert:
-        """The first of these to be in its place. Raises what the load of any of them raised."""
+        """Wait for the first of these that is in its place. Raises the error of a failed load of any of them."""
         with self._changed:
             found = self._there(wanted)
             if found is None:
@@ -85,29 +64,29 @@ class MoeCache:
     def used(self, moe_experts: Iterable[MoeExpert]) -> None:
         with self._changed:
             for moe_expert in moe_experts:
-                self._tell(MoeExpertUsed(moe_expert))
+                self._start(self._residency.used(moe_expert))
 
     def predict(self, layer: int, numbers: Sequence[int]) -> None:
         with self._changed:
-            self._tell(MoeExpertsPredicted(layer, tuple(numbers)))
+            self._start(self._residency.predict(layer, numbers))
 
     def end_pass(self) -> None:
         with self._changed:
-            self._tell(PassEnded())
+            self._start(self._residency.end_pass())
 
     def settle(self) -> None:
-        """Load nothing ahead any more, and wait for loads under way. No pass may run meanwhile."""
+        """Start no more loads ahead, and wait for loads under way. No pass may run meanwhile."""
         with self._changed:
-            self._tell(PassEnded())
+            self._start(self._residency.end_pass())
             self._changed.wait_for(lambda: not self._residency.in_flight)
 
     def usage(self) -> dict[MoeExpert, float]:
         with self._changed:
             return self._residency.usage()
 
-    def statistics(self) -> CacheStatistics:
+    def statistics(self) -> MoeStatistics:
         with self._changed:
-            return CacheStatistics(self._residency.statistics(), self._loads, self._failures, self._waited_s)
+            return replace(self._residency.statistics(), waited_s=self._waited_s)
 
     def close(self) -> None:
         self._threads.stop(CLOSE_S)
@@ -122,28 +101,25 @@ class MoeCache:
                 raise self._failed[moe_expert]
         return None
 
-    def _tell(self, event: Event) -> None:
-        for decision in self._residency.handle(event):
-            if isinstance(decision, LoadMoeExpert):
-                try:
-                    self._threads.submit(self._load, decision)
-                except RuntimeError as error:  # closed
-                    self._fail(decision.moe_expert, error)
+    def _start(self, loads: Iterable[LoadMoeExpert]) -> None:
+        for load in loads:
+            try:
+                self._threads.submit(self._load, load)
+            except RuntimeError as error:  # closed
+                self._fail(load.moe_expert, error)
 
     def _load(self, load: LoadMoeExpert) -> None:
         try:
             self._fill(load.moe_expert, load.place)
-        except Exception as error:  # noqa: BLE001 - nothing passes: it is raised where the moe_expert is needed
+        except Exception as error:  # noqa: BLE001 - raised where the moe_expert is needed
             with self._changed:
                 self._fail(load.moe_expert, error)
         else:
             with self._changed:
-                self._loads += 1
-                self._tell(MoeExpertLoaded(load.moe_expert))
+                self._start(self._residency.loaded(load.moe_expert))
                 self._changed.notify_all()
 
     def _fail(self, moe_expert: MoeExpert, error: Exception) -> None:
         self._failed[moe_expert] = error
-        self._failures += 1
-        self._tell(MoeExpertNotLoaded(moe_expert))
+        self._start(self._residency.failed(moe_expert))
         self._changed.notify_all()

@@ -1,33 +1,33 @@
 """A model whose moe_experts are not all in memory: a layer runs those that are there while the others are loaded.
 
-Each moe_expert's matrices lie in one block of bytes, in a place of a cache. Guarantees: the result does not depend on
-what lay where; no moe_expert stays needed once a layer has run, or failed. Assumes: the tensors of norms and gates are
-filled before the first pass, and stay until the next ``show``.
+Each moe_expert's matrices are one block of bytes, in a place of a cache. Guarantees: the result does not depend on
+which were in memory; no moe_expert stays needed once a layer has run, or failed. Assumes: the tensors of norms and
+gates are filled before the first pass, and stay until the next ``show``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import linear
 
 from experts.llm.dispatch import MlpWeights, combine, run_mlp, scatter
 from experts.llm.quant import matrix_of
 from experts.llm.tiers.moe_experts import MoeExpert
-from experts.llm.tiers.predict import GateAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec, Mlp
-    from experts.llm.dispatch import MoeExperts
-    from experts.llm.gate import MappingTable
-    from experts.llm.tiers.cache import CacheStatistics, MoeCache
+    from experts.llm.config import ArchSpec, Mlp, MoeSpec
+    from experts.llm.dispatch import MappingTable, MoeExperts
+    from experts.llm.tiers.cache import MoeCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +55,45 @@ class BlockForm:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadStatistics:
-    """Counters of one copy."""
+class GateAhead:
+    """A later layer's gate, (experts, hidden), applied to the tokens of an earlier layer, which its norm has scaled.
 
-    cache: CacheStatistics
-    bytes_loaded: int
+    Hidden states of neighbouring layers are alike, so the gate mostly chooses as it will later. A wrong prediction
+    costs a load, never a token.
+    """
 
+    spec: MoeSpec
+    gate: Tensor
+    bias: Tensor | None
 
-@dataclass(frozen=True, slots=True)
-class OffloadTotals:
-    """Totals of all copies of a memory since the start, evicted copies included."""
+    @classmethod
+    def between(
+        cls, spec: MoeSpec, gate: Tensor, here: tuple[Tensor, Tensor | None], there: tuple[Tensor, Tensor | None]
+    ) -> GateAhead:
+        """``here`` and ``there``: the two norms' scales and biases. A channel of scale 0 here counts for nothing."""
+        (scale_here, bias_here), (scale_there, bias_there) = here, there
+        ratio = (scale_there.float() / scale_here.float()).masked_fill(scale_here == 0, 0.0)
+        adjusted = gate.float() * ratio
+        bias = None
+        if bias_here is not None and bias_there is not None:
+            bias = (gate.float() @ bias_there.float() - adjusted @ bias_here.float()).to(gate.dtype)
+        return cls(spec, adjusted.to(gate.dtype), bias)
 
-    hits: int = 0
-    late: int = 0
-    misses: int = 0
-    bytes_loaded: int = 0
-    waited_s: float = 0.0
-
-    def plus(self, found: OffloadStatistics) -> OffloadTotals:
-        """With one copy's more."""
-        cache, residency = found.cache, found.cache.residency
-        return OffloadTotals(
-            self.hits + residency.hits, self.late + residency.late, self.misses + residency.misses,
-            self.bytes_loaded + found.bytes_loaded, self.waited_s + cache.waited_s,
-        )  # fmt: skip
+    def likely(self, normed: Tensor) -> tuple[int, ...]:
+        """Likely moe_experts, likeliest first: those chosen for any token, by the number of tokens."""
+        logits = linear(normed, self.gate, self.bias)
+        chosen = logits.topk(self.spec.per_token, dim=-1).indices  # softmax would not change the order
+        counts = torch.bincount(chosen.flatten(), minlength=self.spec.moe_experts)
+        order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
+        numbers: list[int] = order.tolist()
+        return tuple(numbers)
 
 
 class OffloadedMoe:
     """moe_experts of one copy. ``may_predict``: False while the Engine's loads need the link."""
 
     def __init__(
-        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, may_predict: Callable[[], bool] = lambda: True
+        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, may_predict: Callable[[], bool] = lambda: True
     ) -> None:
         self._spec = spec
         self._form = form
@@ -98,15 +106,11 @@ class OffloadedMoe:
         self._weights: dict[int, MlpWeights] = {}
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
-        """Run over these bytes: uint8, on the device, by place. To be told again when they are moved."""
+        """Run over these bytes: uint8, on the device, by place. Called again after the bytes have moved."""
         self._bytes, self._tensors = cache_bytes, tensors
         self._weights.clear()
         self._ahead.clear()
-        return {layer: _OffloadedLayer(self, layer) for layer in self._layers}
-
-    def statistics(self) -> OffloadStatistics:
-        cache = self._cache.statistics()
-        return OffloadStatistics(cache, cache.loads * self._form.size_bytes)
+        return {layer: partial(self.run, layer) for layer in self._layers}
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""
@@ -153,22 +157,11 @@ class OffloadedMoe:
     def _weights_at(self, place: int) -> MlpWeights:
         weights = self._weights.get(place)
         if weights is None:
-            assert self._bytes is not None, "nothing was shown yet"
+            assert self._bytes is not None, "show comes first"
             start = place * self._form.size_bytes
             block = self._bytes[start : start + self._form.size_bytes]
             weights = self._weights[place] = self._form.weights(block, self._spec.mlp)
         return weights
-
-
-@dataclass(frozen=True, slots=True)
-class _OffloadedLayer:
-    """moe_experts of one layer: see ``experts.llm.dispatch.MoeExperts``."""
-
-    moe: OffloadedMoe
-    layer: int
-
-    def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
-        return self.moe.run(self.layer, tokens, table)
 
 
 def _rows_by_number(table: MappingTable) -> dict[int, slice]:

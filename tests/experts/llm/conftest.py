@@ -52,6 +52,20 @@ def logits_of(model, *prompts):
     return model.logits(model.hidden(batch, ModelKeyValues(model.spec, model.dtype)))
 
 
+def greedy(model, prompts, count):
+    """The prompts together, then one token of each at a time: the next tokens, and the logits of every step."""
+    key_values = ModelKeyValues(model.spec, model.dtype)
+    chunks = [Chunk(number, 0, prompt) for number, prompt in enumerate(prompts)]
+    tokens, steps = [[] for _ in prompts], []
+    for _ in range(count):
+        steps.append(model.forward(TokenBatch.of(chunks), key_values))
+        best = steps[-1].argmax(dim=-1).tolist()
+        for number, token in enumerate(best):
+            tokens[number].append(token)
+        chunks = [Chunk(one.sequence, one.first + len(one.tokens), [best[one.sequence]]) for one in chunks]
+    return tokens, torch.stack(steps)
+
+
 class ModelFiles:
     """Writes model directories into one folder."""
 

@@ -6,63 +6,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.llm.tiers.moe_experts import (
-    EvictMoeExpert,
-    LoadMoeExpert,
-    MoeExpert,
-    MoeExpertLoaded,
-    MoeExpertNotLoaded,
-    MoeExpertsNeeded,
-    MoeExpertsPredicted,
-    MoeExpertUsed,
-    MoeResidency,
-    PassEnded,
-)
+from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
 
 LAYERS, NUMBERS = 3, 5
 
 
 class Cache:
-    """Plays the shell: carries loads out in some order, and holds the policy to what it promises."""
+    """Carries loads out in some order, and checks what the policy guarantees."""
 
     def __init__(self, places, *, loads_at_once=1, seed=0, prior=None):
         self.policy = MoeResidency(places, LAYERS, prior, loads_at_once=loads_at_once)
-        self.places = places
         self.random = random.Random(seed)
-        self.content = {}  # place -> what lies there
+        self.content = {}  # what lies in each place
         self.loading = {}
         self.pinned = set()
-        self.told = []
+        self.begun = []
 
-    def tell(self, event):
-        for decision in self.policy.handle(event):
-            self.told.append(decision)
-            if isinstance(decision, EvictMoeExpert):
-                assert decision.moe_expert not in self.pinned, "what is needed was evicted"
-                assert self.content.pop(decision.place) == decision.moe_expert
-            else:
-                assert decision.place not in self.content
-                assert decision.place not in self.loading.values()
-                self.loading[decision.moe_expert] = decision.place
-        assert len(self.content) + len(self.loading) <= self.places
+    def start(self, loads):
+        self.begun += loads
+        for load in loads:
+            assert load.evicted not in self.pinned, "what is needed was evicted"
+            assert self.content.pop(load.place, None) == load.evicted
+            assert load.place not in self.loading.values()
+            self.loading[load.moe_expert] = load.place
         self.policy.check_invariants()
+
+    def need(self, layer, *numbers):
+        self.start(self.policy.need(layer, numbers))
+
+    def predict(self, layer, *numbers):
+        self.start(self.policy.predict(layer, numbers))
+
+    def use(self, moe_expert):
+        self.start(self.policy.used(moe_expert))
 
     def answer(self):
         """One load comes to its end, any of those under way."""
         moe_expert = self.random.choice(sorted(self.loading))
         self.content[self.loading.pop(moe_expert)] = moe_expert
-        self.tell(MoeExpertLoaded(moe_expert))
+        self.start(self.policy.loaded(moe_expert))
 
     def fail(self):
         moe_expert = self.random.choice(sorted(self.loading))
         del self.loading[moe_expert]
-        self.tell(MoeExpertNotLoaded(moe_expert))
+        self.start(self.policy.failed(moe_expert))
 
     def run_layer(self, layer, numbers):
         """Everything that a layer needs, each used as soon as it is there."""
         left = {MoeExpert(layer, number) for number in numbers}
         self.pinned |= left
-        self.tell(MoeExpertsNeeded(layer, tuple(numbers)))
+        self.need(layer, *numbers)
         while left:
             there = sorted(one for one in left if self.policy.place_of(one) is not None)
             if not there:
@@ -72,10 +65,10 @@ class Cache:
             assert self.content[self.policy.place_of(there[0])] == there[0]
             left.discard(there[0])
             self.pinned.discard(there[0])
-            self.tell(MoeExpertUsed(there[0]))
+            self.use(there[0])
 
     def settle(self):
-        self.tell(PassEnded())
+        self.start(self.policy.end_pass())
         while self.loading:
             self.answer()
 
@@ -93,7 +86,7 @@ def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_a
     cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
     for one in passes:
         for layer, (needed, predicted) in enumerate(one):
-            cache.tell(MoeExpertsPredicted((layer + 1) % LAYERS, tuple(predicted)))
+            cache.predict((layer + 1) % LAYERS, *predicted)
             if cache.loading and cache.random.random() < 0.3:
                 cache.fail() if cache.random.random() < 0.3 else cache.answer()
             cache.run_layer(layer, needed)
@@ -110,13 +103,13 @@ def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, pla
     for one in passes:
         for layer, (needed, predicted) in enumerate(one):
             cache.run_layer(layer, needed)
-            cache.told.clear()
+            cache.begun.clear()
             ahead = (layer + 2) % LAYERS
-            cache.tell(MoeExpertsPredicted(ahead, tuple(predicted)))
+            cache.predict(ahead, *predicted)
             while cache.loading:
                 cache.answer()
             between = (layer + 1) % LAYERS
-            gone = [decision.moe_expert for decision in cache.told if isinstance(decision, EvictMoeExpert)]
+            gone = [load.evicted for load in cache.begun if load.evicted is not None]
             assert not [one for one in gone if one.layer == between]
             assert not [one for one in gone if one.layer == ahead and one.number in predicted]
         cache.settle()
@@ -130,7 +123,7 @@ def test_a_cache_for_all_loads_each_once(passes):
         for layer, (needed, _) in enumerate(one):
             cache.run_layer(layer, needed)
         cache.settle()
-    loaded = [decision.moe_expert for decision in cache.told if isinstance(decision, LoadMoeExpert)]
+    loaded = [load.moe_expert for load in cache.begun]
     assert len(loaded) == len(set(loaded))
     assert cache.policy.statistics().evictions == 0
 
@@ -155,27 +148,26 @@ def test_what_was_seen_is_how_likely_a_pass_needs_each():
 
 def test_a_need_goes_before_what_is_predicted():
     cache = Cache(4)
-    cache.tell(MoeExpertsPredicted(1, (0, 1)))
-    cache.tell(MoeExpertsNeeded(0, (2,)))
+    cache.predict(1, 0, 1)
+    cache.need(0, 2)
     cache.answer()
-    loads = [(decision.moe_expert, decision.is_needed) for decision in cache.told]
-    assert loads == [(MoeExpert(1, 0), False), (MoeExpert(0, 2), True)]
+    assert [load.moe_expert for load in cache.begun] == [MoeExpert(1, 0), MoeExpert(0, 2)]
 
 
 def test_a_load_ahead_that_fails_is_not_tried_again_before_it_is_predicted_again():
     cache = Cache(1)
-    cache.tell(MoeExpertsPredicted(0, (0,)))
+    cache.predict(0, 0)
     cache.fail()
     assert not cache.loading
-    cache.tell(MoeExpertsPredicted(0, (0,)))
+    cache.predict(0, 0)
     assert cache.loading
 
 
 def test_a_pass_that_breaks_off_gives_up_what_it_needed():
     cache = Cache(1)
-    cache.tell(MoeExpertsNeeded(0, (0, 1)))
+    cache.need(0, 0, 1)
     for number in (0, 1):
-        cache.tell(MoeExpertUsed(MoeExpert(0, number)))
+        cache.use(MoeExpert(0, number))
     cache.settle()
     cache.run_layer(0, [2])
     assert cache.held() == {MoeExpert(0, 2)}
@@ -184,11 +176,11 @@ def test_a_pass_that_breaks_off_gives_up_what_it_needed():
 def test_what_two_need_stays_until_both_have_used_it():
     cache = Cache(1)
     for _ in range(2):
-        cache.tell(MoeExpertsNeeded(0, (0,)))
+        cache.need(0, 0)
     cache.answer()
-    cache.tell(MoeExpertsNeeded(0, (1,)))
-    cache.tell(MoeExpertUsed(MoeExpert(0, 0)))
+    cache.need(0, 1)
+    cache.use(MoeExpert(0, 0))
     assert cache.held() == {MoeExpert(0, 0)}
-    cache.tell(MoeExpertUsed(MoeExpert(0, 0)))
+    cache.use(MoeExpert(0, 0))
     cache.answer()
     assert cache.held() == {MoeExpert(0, 1)}

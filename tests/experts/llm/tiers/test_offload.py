@@ -4,15 +4,18 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experts.errors import LoadError
+from experts.llm.config import MoeSpec
+from experts.llm.dispatch import route
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int8Tensors
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
-from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe
-from experts.llm.token_batch import Chunk, TokenBatch
+from experts.llm.tiers.offload import BlockForm, BlockTensor, GateAhead, OffloadedMoe
+from tests.experts.llm.conftest import greedy
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 
@@ -61,8 +64,8 @@ class Offloaded:
         self.bytes = torch.full((places * size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
         residency = MoeResidency(places, len(spec.layers), loads_at_once=loads_at_once)
         self.cache = MoeCache(residency, self.fill, name="test-moe", loads_at_once=loads_at_once)
-        self.moe = OffloadedMoe(spec, self.source.form, self.cache)
-        self.model = LanguageModel(spec, self.source.dense, self.moe.show(self.source.dense, self.bytes))
+        moe = OffloadedMoe(spec, self.source.form, self.cache)
+        self.model = LanguageModel(spec, self.source.dense, moe.show(self.source.dense, self.bytes))
 
     def fill(self, moe_expert, place):
         self.source.fill(moe_expert, place, self.bytes)
@@ -85,20 +88,6 @@ def offload():
         one.close()
 
 
-def greedy(model, prompts, count=6):
-    """The prompts together, then one token of each at a time: what follows, and the logits at every step."""
-    key_values = ModelKeyValues(model.spec, model.dtype)
-    chunks = [Chunk(number, 0, prompt) for number, prompt in enumerate(prompts)]
-    tokens, steps = [[] for _ in prompts], []
-    for _ in range(count):
-        steps.append(model.forward(TokenBatch.of(chunks), key_values))
-        best = steps[-1].argmax(dim=-1).tolist()
-        for number, token in enumerate(best):
-            tokens[number].append(token)
-        chunks = [Chunk(one.sequence, one.first + len(one.tokens), [best[one.sequence]]) for one in chunks]
-    return tokens, torch.stack(steps)
-
-
 PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 
 
@@ -106,15 +95,13 @@ PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 @pytest.mark.parametrize("places", [1, 2, 5, 100])
 def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, places):
     spec, tensors = model_files.read(family)
-    expected, expected_logits = greedy(LanguageModel(spec, tensors), PROMPTS)
+    expected, expected_logits = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
     offloaded = offload(spec, tensors, places)
-    found, logits = greedy(offloaded.model, PROMPTS)
+    found, logits = greedy(offloaded.model, PROMPTS, 6)
     assert found == expected
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     offloaded.cache.settle()
-    statistics = offloaded.moe.statistics()
-    assert statistics.cache.residency.held <= places
-    assert statistics.bytes_loaded == len(offloaded.source.read) * offloaded.source.form.size_bytes
+    assert offloaded.cache.statistics().loads == len(offloaded.source.read)
     if places == 100:
         assert len(offloaded.source.read) == len(set(offloaded.source.read))
 
@@ -138,15 +125,15 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
     offloaded = offload(spec, tensors, 100)
     greedy(offloaded.model, PROMPTS[1:2], count=1)
     offloaded.cache.settle()
-    residency = offloaded.moe.statistics().cache.residency
-    assert residency.ahead_used == residency.ahead
-    assert residency.hits + residency.late + residency.misses == len(offloaded.source.read)
+    counts = offloaded.cache.statistics()
+    assert counts.ahead_used == counts.ahead
+    assert counts.hits + counts.late + counts.misses == len(offloaded.source.read)
 
 
 class TestALoadThatFails:
     def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, model_files, offload):
         spec, tensors = model_files.read("mixtral")
-        expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
+        expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
         offloaded = offload(spec, tensors, 2)
         fill = offloaded.source.fill
 
@@ -156,28 +143,49 @@ class TestALoadThatFails:
         offloaded.source.fill = fail
         for _ in range(2):
             with pytest.raises(LoadError, match="the drive says no"):
-                greedy(offloaded.model, PROMPTS)
+                greedy(offloaded.model, PROMPTS, 6)
             offloaded.cache.settle()
         offloaded.source.fill = fill
-        assert greedy(offloaded.model, PROMPTS)[0] == expected
-        assert offloaded.moe.statistics().cache.failed >= 2
+        assert greedy(offloaded.model, PROMPTS, 6)[0] == expected
+        assert offloaded.cache.statistics().failed >= 2
 
     def test_after_its_end_nothing_is_loaded_any_more(self, model_files, offload):
         spec, tensors = model_files.read("mixtral")
         offloaded = offload(spec, tensors, 2)
         offloaded.close()
         with pytest.raises(RuntimeError, match="stopped"):
-            greedy(offloaded.model, PROMPTS)
+            greedy(offloaded.model, PROMPTS, 6)
 
 
 def test_two_passes_at_once_share_one_cache(model_files, offload):
     spec, tensors = model_files.read("mixtral")
-    expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
+    expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
     offloaded = offload(spec, tensors, 2)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(greedy(offloaded.model, PROMPTS)[0])) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(greedy(offloaded.model, PROMPTS, 6)[0])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert found == [expected] * 3
+
+
+@given(st.integers(1, 20), st.integers(1, 3), st.booleans(), st.integers(0, 100))
+def test_a_gate_ahead_names_those_that_the_gate_behind_its_own_norm_chooses(tokens, per_token, has_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    normalised, gate = draw(tokens, 8), draw(6, 8)
+    here, there = ((1 + draw(8).abs(), draw(8) if has_bias else None) for _ in range(2))
+    spec = MoeSpec(6, per_token, 4, is_normalised=False)
+    predicted = GateAhead.between(spec, gate, here, there).likely(under(normalised, here))
+    counts = torch.bincount(route(under(normalised, there) @ gate.T, spec).moe_expert, minlength=6)
+    assert set(predicted) == set(counts.nonzero().flatten().tolist())
+    assert [int(counts[one]) for one in predicted] == sorted((int(one) for one in counts if one), reverse=True)
+
+
+def under(normalised, norm):
+    scale, bias = norm
+    return normalised * scale if bias is None else normalised * scale + bias
