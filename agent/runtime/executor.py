@@ -26,7 +26,7 @@ from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
 from agent.runtime.machine.threads import use_threads
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
 from experts.errors import CoServeError, OutputInvalid
 

@@ -30,8 +30,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.threads import end_team
-from agent.runtime.text_sources import TextSource
-from agent.runtime.texts import expert_name
+from agent.runtime.texts import TextSource, expert_name
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.texts import TextEngine
     from experts.llm.serving.extents import ExtentArena
     from experts.packed.weights import SegmentStore
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 class TextEngines:
     """The engines ``by_executor``, and what they share. ``runs_on``: copy -> its (memory, device)s; None: all."""
 
-    by_executor: Mapping[int, TextEngine]
+    by_executor: Mapping[int, LlmEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
     arenas: Mapping[tuple[str, str], ExtentArena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
@@ -51,7 +50,7 @@ class TextEngines:
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
-        return [Reached(expert, partial(self._rounded, own), expert_name(own[0])) for expert, own in by_expert.items()]
+        return [Reached(expert, expert_name(own[0]), partial(self._rounded, own)) for expert, own in by_expert.items()]
 
     def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:
         copies = list(copies)

@@ -12,44 +12,37 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from agent.core.events import Progressed
 from agent.core.request import IMAGE, Rejected, Work
 from experts.errors import BackendUnavailable, CoServeError
-from experts.llm.serving.engine import Turn
 from experts.llm.serving.generation import RefusedText
+from experts.llm.serving.texts import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.text_sources import TextSource
     from experts.expert import Prediction
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.engine import Left, QuantumOutcome, TextEngineStatistics
+    from experts.llm.serving.engine import Left, LlmEngine, TextEngineStatistics
     from experts.llm.serving.generation import Sampled, TextRequest, Writer
     from experts.llm.serving.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
 
 
-class TextEngine(Protocol):
-    """An LlmEngine, or a fake. ``run`` is for one thread at a time, all else for any."""
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """``text_for``: the text for an expert, by its name in the line file.
 
-    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome: ...
+    ``AgentLoop.submit`` calls it on the caller's thread for every expert that the request may reach; an executor calls
+    it again when an expert begins: so it keeps its tokens. An error ends the request with its reason.
+    """
 
-    def forget(self, request: int) -> None:
-        """Idempotent."""
-
-    def preempt(self, request: int) -> None:
-        """Give back keys and values; written tokens stay, and are read again."""
-
-    def hurry(self) -> None:
-        """End the running quantum after its present iteration: a request waits to join."""
-
-    def statistics(self) -> TextEngineStatistics: ...
+    text_for: Callable[[str], TextRequest]
 
 
 class RecordingWriter:
@@ -97,20 +90,17 @@ class AskedText:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to. ``name``: the Engine's, where it differs from the line file's.
-
-    ``tokens_for``: how an arena rounds tokens.
-    """
+    """An expert that a request may come to, with the Engine's name. ``tokens_for``: rounds as an arena does."""
 
     expert: str
-    tokens_for: Callable[[int], int] = field(default=lambda tokens: tokens)
-    name: str | None = None
+    name: str
+    tokens_for: Callable[[int], int]
 
 
 class RunningTexts:
     """``engines`` by executor; ``lengths``: what they learn from."""
 
-    def __init__(self, engines: Mapping[int, TextEngine], lengths: OutputLengths) -> None:
+    def __init__(self, engines: Mapping[int, LlmEngine], lengths: OutputLengths) -> None:
         self._engines = dict(engines)
         self._lengths = lengths
         self._asked: dict[int, AskedText] = {}
@@ -131,7 +121,7 @@ class RunningTexts:
                 if not place:
                     raise
                 continue
-            works.append((each.name or each.expert, self._work(each, texts[each.expert])))
+            works.append((each.name, self._work(each, texts[each.expert])))
         first = works[0][1] if works else IMAGE
         work = replace(first, steps=tuple(works)) if len(works) > 1 else first
         rounding = {each.expert: each.tokens_for for each in reached}

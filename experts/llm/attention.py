@@ -1,21 +1,66 @@
 """Attention over rows, with several queries to a key (grouped-query attention, arXiv 2305.13245).
 
-A decode batch is one scaled_dot_product_attention. Queries that share a key's head are laid into the query length: on a
-CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16 (16 rows, 512 positions, 16 heads on 4).
+``KeyValues`` is the seam to scheduling: a model reserves room once an iteration, then appends and reads layer by layer
+(kept by ``experts.llm.serving.extents``). A decode batch is one scaled_dot_product_attention. Queries that share a
+key's head are laid into the query length: on a CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16
+(16 rows, 512 positions, 16 heads on 4).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from experts.llm.key_values import BatchKeyValues, DecodeLayout, Stored
     from experts.llm.token_batch import Row, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Keys and values of one layer, each (sequences, kv heads, positions, head size); for one row without the first."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """Places of some decode rows in the tensors of ``decode``, the same for every layer."""
+
+    mask: Tensor | None  # (sequences, 1, 1, positions), true where a sequence has a token; None: everywhere
+    places: Tensor | None  # sequence of each row; None: row i is sequence i, and there are no others
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))  # of the decode rows, counted from the first
+
+
+class BatchKeyValues(Protocol):
+    """The keys and values that one batch writes and reads."""
+
+    @property
+    def decode_layouts(self) -> Sequence[DecodeLayout]:
+        """Division of the decode rows: each row is in one layout, and each layout is one call of attention."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the batch's tokens, (tokens, kv heads, head size), in its order."""
+
+    def prefill(self, layer: int, row: int) -> Stored:
+        """A prefill row's sequence up to the row's end: (kv heads, positions, head size)."""
+
+    def decode(self, layer: int, number: int) -> Stored:
+        """The sequences of the decode rows of one of the ``decode_layouts``."""
+
+
+class KeyValues(Protocol):
+    """Keys and values of all sequences of one model."""
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        """Room for a batch. A row before its sequence's end cuts it there; ValueError for one beyond its end."""
 
 
 class Attention:
@@ -40,13 +85,11 @@ class Attention:
             tokens = slice(start, start + row.count)
             stored = self._key_values.prefill(layer, number)
             attended[tokens] = prefill_attention(queries[tokens], stored, self._masks[number])
-        self._decode(layer, queries[batch.decode_start :], attended[batch.decode_start :])
-        return attended
-
-    def _decode(self, layer: int, queries: Tensor, attended: Tensor) -> None:
+        queries, decoded = queries[batch.decode_start :], attended[batch.decode_start :]
         for number, layout in enumerate(self._decode_layouts):
             stored = self._key_values.decode(layer, number)
-            attended[layout.rows] = decode_attention(queries[layout.rows], stored, layout)
+            decoded[layout.rows] = decode_attention(queries[layout.rows], stored, layout)
+        return attended
 
 
 def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout) -> Tensor:
@@ -82,3 +125,12 @@ def _chunk_mask(row: Row, device: torch.device) -> Tensor | None:
         return None
     positions = torch.arange(row.end, device=device)
     return positions[None, :] <= positions[row.first :, None]
+
+
+def mask_of(lengths: Sequence[int]) -> Tensor | None:
+    """Mask of the positions that sequences of these lengths have, for DecodeLayout."""
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return None
+    there = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    return there[:, None, None, :]

@@ -96,6 +96,13 @@ class RopeKind(StrEnum):
     YARN = "yarn"
 
 
+WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MIXTRAL}
+HAS_MLP_BIAS = {ConfigFamily.PR_MOE: True, ConfigFamily.LLAMA: False}  # unless config.json says otherwise
+QK_NORMS = {
+    ConfigFamily.QWEN3: QkNorm.HEAD, ConfigFamily.QWEN3_MOE: QkNorm.HEAD, ConfigFamily.OLMOE: QkNorm.WHOLE,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary positions; beside ``factor``, each field is read by some kinds alone."""
@@ -207,7 +214,10 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     _refuse_what_is_lacking(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", 128 if family is ConfigFamily.QWEN3 else hidden_size // heads)
-    norm = fields.choice("norm", Norm, Norm.RMS) if family is ConfigFamily.PR_MOE else Norm.RMS
+    norm, mlp, positions = Norm.RMS, Mlp.SWIGLU, Positions.ROTARY
+    if family is ConfigFamily.PR_MOE:
+        norm, mlp = fields.choice("norm", Norm, norm), fields.choice("mlp", Mlp)
+        positions = fields.choice("positions", Positions, positions)
     spec = ArchSpec(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -217,14 +227,14 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         head_size=head_size,
         max_positions=fields.integer("max_position_embeddings"),
         norm_epsilon=fields.number("rms_norm_eps" if norm is Norm.RMS else "layer_norm_eps"),
-        rope=None if _has_learned_positions(fields, family) else _rope(fields, family),
+        rope=None if positions is Positions.LEARNED else _rope(fields, family),
         layers=_layers(fields, family),
-        mlp=fields.choice("mlp", Mlp) if family is ConfigFamily.PR_MOE else Mlp.SWIGLU,
+        mlp=mlp,
         norm=norm,
         has_qkv_bias=_has_qkv_bias(fields, family),
-        has_output_bias=_has_output_bias(fields, family),
-        has_mlp_bias=_has_mlp_bias(fields, family),
-        qk_norm=_qk_norm(family),
+        has_output_bias=family not in WITHOUT_OUTPUT_BIAS and fields.flag("attention_bias", False),
+        has_mlp_bias=family in HAS_MLP_BIAS and fields.flag("mlp_bias", HAS_MLP_BIAS[family]),
+        qk_norm=QK_NORMS.get(family),
         qkv_limit=fields.optional_number("clip_qkv") if family is ConfigFamily.OLMOE else None,
         is_tied=fields.flag("tie_word_embeddings", False),
     )
@@ -247,15 +257,11 @@ def _refuse_what_is_lacking(fields: _Fields, family: ConfigFamily) -> None:
         if others:
             raise fields.refused("layer_types", f"{', '.join(sorted(others))}: only {FULL_ATTENTION} is served")
     elif family is ConfigFamily.MIXTRAL:
-        _refuse_window(fields)
+        window = fields.optional_number("sliding_window")
+        if window is not None and window < fields.integer("max_position_embeddings"):
+            raise fields.refused("sliding_window", f"is {window:.0f}: attention within a window is not served")
     elif fields.flag("use_sliding_window", False):
         raise fields.refused("use_sliding_window", "attention within a window is not served")
-
-
-def _refuse_window(fields: _Fields) -> None:
-    window = fields.optional_number("sliding_window")
-    if window is not None and window < fields.integer("max_position_embeddings"):
-        raise fields.refused("sliding_window", f"is {window:.0f}: attention within a window is not served")
 
 
 def _has_qkv_bias(fields: _Fields, family: ConfigFamily) -> bool:
@@ -264,28 +270,6 @@ def _has_qkv_bias(fields: _Fields, family: ConfigFamily) -> bool:
     if family is ConfigFamily.QWEN2_MOE:
         return fields.flag("qkv_bias", True)
     return family is not ConfigFamily.MIXTRAL and fields.flag("attention_bias", False)
-
-
-def _has_output_bias(fields: _Fields, family: ConfigFamily) -> bool:
-    without = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MIXTRAL}
-    return family not in without and fields.flag("attention_bias", False)
-
-
-def _has_mlp_bias(fields: _Fields, family: ConfigFamily) -> bool:
-    if family is ConfigFamily.PR_MOE:
-        return fields.flag("mlp_bias", True)
-    return family is ConfigFamily.LLAMA and fields.flag("mlp_bias", False)
-
-
-def _has_learned_positions(fields: _Fields, family: ConfigFamily) -> bool:
-    is_free = family is ConfigFamily.PR_MOE
-    return is_free and fields.choice("positions", Positions, Positions.ROTARY) is Positions.LEARNED
-
-
-def _qk_norm(family: ConfigFamily) -> QkNorm | None:
-    if family in {ConfigFamily.QWEN3, ConfigFamily.QWEN3_MOE}:
-        return QkNorm.HEAD
-    return QkNorm.WHOLE if family is ConfigFamily.OLMOE else None
 
 
 def _layers(fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:
@@ -449,4 +433,4 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (isinstance(value, float) and math.isfinite(value)) or _is_integer(value)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.attention import KeyValues
     from experts.llm.config import ArchSpec, LayerSpec
     from experts.llm.dispatch import MoeExperts
-    from experts.llm.key_values import KeyValues
     from experts.llm.quant import Matrix
     from experts.llm.rope import Rotation
     from experts.llm.token_batch import TokenBatch

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
 
-PROGRAM_FILES = (
-    CONFIG_NAME, "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
-)  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES)
 LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
 
 

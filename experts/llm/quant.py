@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, linear
 from experts.llm.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -154,7 +154,3 @@ class Int8Tensors(Mapping[str, "Tensor"]):
         if self._last is None or self._last[0] != name:
             self._last = (name, quantise(self._source[name], self._dtype))
         return self._last[1]
-
-
-def weight_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.line_file.texts import LONE_QUANTUM_S
-from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, RefusedText, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.kv import KvLayout
+from experts.llm.serving.texts import Turn
 from proof.llm.random_models import TextJob
 
 if TYPE_CHECKING:

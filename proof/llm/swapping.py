@@ -21,7 +21,7 @@ import yaml
 
 from agent.config import read_line
 from agent.deployment.build import agent_with_requests
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from experts.errors import CoServeError
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.sizes import MEBIBYTE

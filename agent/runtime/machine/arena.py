@@ -41,10 +41,6 @@ class Arena:
         return self.capacity_bytes - sum(span.size_bytes for span in self._taken)
 
     @property
-    def largest_gap_bytes(self) -> int:
-        return max((gap.size_bytes for gap in self._gaps()), default=0)
-
-    @property
     def taken(self) -> tuple[Span, ...]:
         return tuple(self._taken)
 

@@ -1,23 +1,29 @@
-"""Memories that experts are loaded into. A Memory allocates Regions, contiguous ranges of bytes.
+"""Memories that experts are loaded into. A Memory allocates Regions, contiguous ranges of bytes; it is thread-safe.
 
 A region with a ``buffer`` is read into directly from the SSD. Other regions are parts of one arena, allocated at the
 start, and filled by copies from host memory: so a device never exceeds the ledger's budget. "emulated" is a split box
 without an accelerator: its device is an arena in host memory. Metal's arena was not run.
+
+Both kinds keep one contract. Region: ``size_bytes`` as requested; ``tensor(device)``: one-dimensional uint8 over the
+bytes, for a torch device that the memory serves; ``close``, idempotent. Memory: ``allocate`` raises MemoryExceeded;
+``fill`` copies host bytes (uint8, one-dimensional) to an offset of a region, usable on return.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import torch
 
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.arena import Arena
-from agent.runtime.machine.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.packed.weights import AlignedBuffer
 
@@ -32,35 +38,6 @@ if TYPE_CHECKING:
 ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
 ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # cuBLAS takes up to 32 MiB per stream at its first use
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
-
-
-class Region(Protocol):
-    @property
-    def size_bytes(self) -> int:
-        """Size as requested."""
-
-    @property
-    def buffer(self) -> AlignedBuffer | None:
-        """Host memory of the region; None: only a copy can fill it."""
-
-    def tensor(self, device: str) -> Tensor:
-        """One-dimensional uint8 tensor over the bytes, for a torch device that this memory serves."""
-
-    def close(self) -> None:
-        """Free the bytes. Idempotent."""
-
-
-class Memory(Protocol):
-    """Memory of the box. Thread-safe."""
-
-    @property
-    def pool(self) -> str: ...
-
-    def allocate(self, size_bytes: int) -> Region:
-        """New region. Raises MemoryExceeded."""
-
-    def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """Copy host bytes (uint8, one-dimensional) to an offset; usable on return."""
 
 
 @dataclass(slots=True)
@@ -298,6 +275,10 @@ class MpsMemory(ArenaMemory):
         torch.mps.synchronize()
 
 
+Region: TypeAlias = HostRegion | ArenaRegion
+Memory: TypeAlias = HostMemory | ArenaMemory
+
+
 def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None) -> Memory:
     """Memory of a pool, with ``budget_bytes`` for experts; a device's arena allocates them at once.
 
@@ -329,10 +310,18 @@ class _MappedBytes:
 
 def _mapped_view(address: int, size_bytes: int) -> Tensor:
     """View of mapped host memory for the integrated GPU."""
-    runtime = cuda_runtime()
     pointer = ctypes.c_void_p()
-    _check_cuda(
-        runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0), "cudaHostGetDevicePointer"
-    )
+    status = cuda_runtime().cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    _check_cuda(status, "cudaHostGetDevicePointer")
     described = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3}
     return torch.as_tensor(_MappedBytes(described), device="cuda")
+
+
+def cuda_runtime() -> ctypes.CDLL:
+    """CUDA's runtime library that torch has loaded, for calls that torch's binding lacks. Raises BackendUnavailable."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with suppress(OSError):
+        loaded = re.search(rf"/\S*/libcudart\S*\.so\.{major}\S*", Path("/proc/self/maps").read_text())
+        if loaded is not None:
+            return ctypes.CDLL(loaded[0])
+    raise BackendUnavailable("cuda", f"torch has loaded no CUDA {major} runtime: reinstall torch, or set device: cpu")

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 from agent.runtime.executor import own_stream
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
-from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import Generation, RefusedText, Sampling, TextRequest
 from experts.llm.serving.kv import KvLayout
+from experts.llm.serving.texts import Turn
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class TextTimer:
         with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
             writing = self._writing(rows, arena)
             self._run([Chunk(rows, 0, self._tokens(prompt)), *writing], arena)
-            return arena.statistics().promised_bytes
+            return arena.promised_bytes
 
     @property
     def _longest(self) -> int:

@@ -42,17 +42,11 @@ SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121)
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory. Counters run since the start. ``moe_experts``: of copies that do not hold all of theirs."""
+    """One memory. Counters run since the start. ``moe_experts``: of copies that hold only some of theirs."""
 
     pool: str
-    budget_bytes: int
     used_bytes: int
-    spare_bytes: int
-    peak_held_bytes: int
-    slots: int
-    shared_parts: int
     regions_allocated: int
-    regions_reused: int
     regions_moved: int
     binds: int
     moe_experts: MoeStatistics
@@ -68,8 +62,7 @@ class BoundSkeleton:
 
     def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
         """True where overwriting the bytes suffices to run this expert."""
-        are_its_own = [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
-        return self.packed.layout == packed.layout and are_its_own
+        return self.packed.layout == packed.layout and [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +85,7 @@ class SharedSegment:
 
     @property
     def region(self) -> Region:
-        assert self.housing is not None, "the part has no memory yet"
-        return self.housing.region
+        return _housed(self.housing).region
 
 
 @dataclass(slots=True, eq=False)
@@ -109,17 +101,16 @@ class Slot:
 
     @property
     def region(self) -> Region:
-        assert self.housing is not None, "the slot has no memory yet"
-        return self.housing.region
+        return _housed(self.housing).region
 
     @property
     def state(self) -> str:
+        if self.uses:
+            return "in use"
         return "ready" if self.is_ready else "loading"
 
     def stands_on(self, region: Region) -> bool:
-        if self.housing is None:
-            return False
-        housings = (self.housing, *(part.housing for part in self.parts))
+        housings = () if self.housing is None else (self.housing, *(part.housing for part in self.parts))
         return any(housing is not None and housing.region is region for housing in housings)
 
     def region_of(self, segment: Segment) -> Region:
@@ -129,11 +120,15 @@ class Slot:
 
     def skeleton(self, device: str) -> Skeleton:
         """The module that runs this copy on a torch device. Raises LoadError when this pool binds none for it."""
-        assert self.housing is not None, "the slot has no memory yet"
-        binding = self.housing.bindings.get(device)
+        binding = _housed(self.housing).bindings.get(device)
         if binding is None:
             raise LoadError(self.copy.expert.id, f"its copy in this memory is not bound for {device}")
         return binding.skeleton
+
+
+def _housed(housing: Housing | None) -> Housing:
+    assert housing is not None, "materialise comes first"
+    return housing
 
 
 class SkeletonShelf:
@@ -191,8 +186,8 @@ class SlotStore:
         self._stilled: Region | None = None  # region to be moved: no use of it begins
         self._is_moving = False
         self._changing = Lock()  # held while regions are allocated, closed or bound
-        self._held_bytes = self._peak_held_bytes = 0
-        self._regions_allocated = self._regions_reused = self._regions_moved = self._binds = 0
+        self._held_bytes = 0
+        self._regions_allocated = self._regions_moved = self._binds = 0
 
     def set_budget(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -231,7 +226,7 @@ class SlotStore:
                 assert self._moe_loads is not None, "no loads of moe_experts"
                 slot.moe = self._moe_loads.offload(slot.copy, lambda: slot.region, self.memory)
             for device in devices:
-                self._bind(slot, slot.housing, device)
+                self._bind(slot, device)
 
     def commit(self, slot: Slot) -> None:
         with self._calm:
@@ -244,15 +239,16 @@ class SlotStore:
             self._calm.notify_all()
 
     def evict(self, copy: str) -> None:
-        """Let go of a copy, at once. Raises IllegalMove for one that is absent, loading or in use; WorkOverdue for one
-        that is being moved for longer than any copy within a memory takes."""
+        """Let go of a copy at once.
+
+        Raises IllegalMove for a copy that is absent, loading or in use, WorkOverdue for one that moves for MOVE_S.
+        """
         with self._calm:
             if not self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)), MOVE_S):
                 raise WorkOverdue(f"moving {copy} in {self.pool}", MOVE_S, MOVE_ADVICE, is_batch=False)
-            slot = self._slots.get(copy)
-            if slot is None or not slot.is_ready or slot.uses:
-                state = "absent" if slot is None else "in use" if slot.uses else slot.state
-                raise IllegalMove(copy, state, "evict")
+            slot = self._ready(copy, "evict")
+            if slot.uses:
+                raise IllegalMove(copy, slot.state, "evict")
             self._release(slot)
 
     def ready(self) -> tuple[str, ...]:
@@ -270,7 +266,7 @@ class SlotStore:
         """``using`` for several copies at once: one by one, they could deadlock with a load that moves their part."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
-            slots = {copy: self._ready(copy) for copy in copies}
+            slots = {copy: self._ready(copy, "use") for copy in copies}
             for slot in slots.values():
                 slot.uses += 1
         try:
@@ -284,43 +280,30 @@ class SlotStore:
                     slot.uses -= 1
                 self._calm.notify_all()
 
-    def _ready(self, copy: str) -> Slot:
+    def _ready(self, copy: str, move: str) -> Slot:
         slot = self._slots.get(copy)
         if slot is None or not slot.is_ready:
-            raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
+            raise IllegalMove(copy, "absent" if slot is None else slot.state, move)
         return slot
 
     def statistics(self) -> SlotStatistics:
         with self._lock:
             used_bytes = sum(slot.copy.own_bytes for slot in self._slots.values())
             used_bytes += sum(part.segment.slot_bytes for part in self._parts.values())
+            moe_experts = self._moe_of_gone
+            for slot in self._slots.values():
+                if slot.moe is not None:
+                    moe_experts = moe_experts.plus(slot.moe.statistics())
             return SlotStatistics(
-                pool=self.pool,
-                budget_bytes=self._budget_bytes,
-                used_bytes=used_bytes,
-                spare_bytes=sum(housing.region.size_bytes for housing in self._spares),
-                peak_held_bytes=self._peak_held_bytes,
-                slots=len(self._slots),
-                shared_parts=len(self._parts),
-                regions_allocated=self._regions_allocated,
-                regions_reused=self._regions_reused,
-                regions_moved=self._regions_moved,
-                binds=self._binds,
-                moe_experts=self._offloaded(),
+                self.pool, used_bytes, self._regions_allocated, self._regions_moved, self._binds, moe_experts
             )
-
-    def _offloaded(self) -> MoeStatistics:
-        totals = self._moe_of_gone
-        for slot in self._slots.values():
-            if slot.moe is not None and slot.is_ready:
-                totals = totals.plus(slot.moe.statistics())
-        return totals
 
     def close(self) -> None:
         """Give everything back. Nothing may be loading or in use."""
         with self._changing, self._lock:
             for slot in self._slots.values():
-                _end_loads(slot)
+                if slot.moe is not None:
+                    slot.moe.close()
             for housing in (*self._housings(), *self._spares):
                 housing.bindings.clear()
                 housing.region.close()
@@ -339,10 +322,10 @@ class SlotStore:
         return [each.housing for each in holders if each.housing is not None]
 
     def _release(self, slot: Slot) -> None:
-        if slot.moe is not None and slot.is_ready:
+        if slot.moe is not None:
             self._moe_of_gone = self._moe_of_gone.plus(slot.moe.statistics())
+            slot.moe.close()
         del self._slots[slot.copy.name]
-        _end_loads(slot)
         if slot.housing is not None:
             self._spares.append(slot.housing)
         for part in slot.parts:
@@ -362,25 +345,23 @@ class SlotStore:
                 return 2
             return 1 if any(binding.packed.layout == packed.layout for binding in bindings) else 0
 
-        with self._lock:
-            fitting = [each for each in self._spares if each.region.size_bytes == slot.copy.own_bytes]
-            if fitting:
-                return self._reuse(max(fitting, key=closeness))
-        return self._allocate(slot, slot.copy.own_bytes)
+        return self._reused(slot.copy.own_bytes, closeness) or self._allocate(slot, slot.copy.own_bytes)
 
     def _shared_housing(self, slot: Slot, segment: Segment) -> Housing:
-        with self._lock:
-            fitting = [each for each in self._spares if each.region.size_bytes == segment.slot_bytes]
-            reused = self._reuse(min(fitting, key=lambda each: len(each.bindings))) if fitting else None
+        reused = self._reused(segment.slot_bytes, lambda each: -len(each.bindings))
         if reused is None:
             return self._allocate(slot, segment.slot_bytes)
         self._strip(reused)
         return reused
 
-    def _reuse(self, housing: Housing) -> Housing:
-        self._spares.remove(housing)
-        self._regions_reused += 1
-        return housing
+    def _reused(self, size_bytes: int, merit: Callable[[Housing], int]) -> Housing | None:
+        """The best spare of this size, which is none any more; the oldest of equals."""
+        with self._lock:
+            fitting = [each for each in self._spares if each.region.size_bytes == size_bytes]
+            best = max(fitting, key=merit, default=None)
+            if best is not None:
+                self._spares.remove(best)
+            return best
 
     def _allocate(self, slot: Slot, size_bytes: int) -> Housing:
         """A new region for a slot; spares make way first, the oldest before others."""
@@ -393,7 +374,6 @@ class SlotStore:
             region = self.memory.allocate(size_bytes)
         with self._lock:
             self._held_bytes += size_bytes
-            self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes)
             self._regions_allocated += 1
         return Housing(region)
 
@@ -449,9 +429,8 @@ class SlotStore:
         for housing in spare:
             self._strip(housing)
         for slot in standing:
-            assert slot.housing is not None, "it stands on a region"
-            for device, binding in tuple(slot.housing.bindings.items()):
-                self._fit(slot, slot.housing, device, binding.skeleton)
+            for device, binding in tuple(_housed(slot.housing).bindings.items()):
+                self._fit(slot, device, binding.skeleton)
 
     def _oldest_spare(self) -> Housing | None:
         with self._lock:
@@ -470,23 +449,21 @@ class SlotStore:
             self._shelf.put(binding.packed, device, binding.skeleton)
         housing.bindings.clear()
 
-    def _bind(self, slot: Slot, housing: Housing, device: str) -> None:
-        packed = slot.copy.packed
-        shared_regions = tuple(part.region for part in slot.parts)
-        binding = housing.bindings.get(device)
-        if binding is not None and binding.shows(packed, shared_regions) and slot.moe is None:
+    def _bind(self, slot: Slot, device: str) -> None:
+        packed, bindings = slot.copy.packed, _housed(slot.housing).bindings
+        binding = bindings.get(device)
+        if binding is not None and binding.shows(packed, [part.region for part in slot.parts]) and slot.moe is None:
             return
-        housing.bindings.pop(device, None)
+        bindings.pop(device, None)
         if binding is not None and binding.packed.layout == packed.layout:
             skeleton = binding.skeleton
         else:
             if binding is not None:
                 self._shelf.put(binding.packed, device, binding.skeleton)
             skeleton = self._shelf.take(slot.copy, device)
-        self._fit(slot, housing, device, skeleton)
+        self._fit(slot, device, skeleton)
 
-    def _fit(self, slot: Slot, housing: Housing, device: str, skeleton: Skeleton) -> None:
-        packed = slot.copy.packed
+    def _fit(self, slot: Slot, device: str, skeleton: Skeleton) -> None:
         tensors: dict[str, Tensor] = {}
         for segment in slot.copy.segments:
             tensors.update(tensor_views(slot.region_of(segment).tensor(device), segment))
@@ -494,10 +471,6 @@ class SlotStore:
             skeleton.bind(tensors)
         else:
             slot.moe.bind(skeleton, device, tensors)
-        housing.bindings[device] = BoundSkeleton(packed, skeleton, tuple(part.region for part in slot.parts))
+        shared_regions = tuple(part.region for part in slot.parts)
+        _housed(slot.housing).bindings[device] = BoundSkeleton(slot.copy.packed, skeleton, shared_regions)
         self._binds += 1
-
-
-def _end_loads(slot: Slot) -> None:
-    if slot.moe is not None:
-        slot.moe.close()

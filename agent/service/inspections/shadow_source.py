@@ -25,7 +25,7 @@ from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import JudgedWatch, Submission
 from experts.expert import Verdict
 

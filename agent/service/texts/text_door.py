@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import TextModelView
 from agent.core.request import CANCELLED
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations
 from agent.service.texts.text_destinations import check_order, destination_of

@@ -16,26 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from experts.checkpoints.reading import convert_states
-from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsMissing, WeightsRefused
 from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, read_spec
-from experts.llm.importing.megatron import Arguments, GptCheckpoint
+from experts.llm.importing.megatron import EXPERT_FILE, RANK_FILE, Arguments, GptCheckpoint, StateFiles
+from experts.llm.program import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import Tensor
+    from collections.abc import Mapping
 
 LATEST = "latest"  # the file that names the newest folder of a run
-RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
-EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 PARTED_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def import_deepspeed(
             states.mkdir()
             made.mkdir()
             convert_states(source, files, states)
-            moe_experts = _convert(source, _StateFiles(states, files), given or {}, made)
+            moe_experts = _convert(source, StateFiles(states, files), given or {}, made)
             _copy_tokenizer(source, tokenizer, made)
             if destination.is_dir():
                 destination.rmdir()
@@ -78,12 +73,8 @@ def import_deepspeed(
     return ImportedModel(destination, moe_experts, size_bytes, (destination / TOKENIZER_FILES[0]).is_file())
 
 
-def _states(folder: Path) -> Iterable[Path]:
-    return (file for file in sorted(folder.iterdir()) if RANK_FILE.fullmatch(file.name))
-
-
 def _tagged(source: Path) -> Path:
-    if any(_states(source)) or not (source / LATEST).is_file():
+    if any(RANK_FILE.fullmatch(file.name) for file in source.iterdir()) or not (source / LATEST).is_file():
         return source
     tag = (source / LATEST).read_text("utf-8").strip()
     if not tag or Path(tag).name != tag or not (source / tag).is_dir():
@@ -107,39 +98,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return found
 
 
-class _StateFiles:
-    """Tensors that were read from the pickles: one safetensors file for each."""
-
-    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
-        self._of_rank: dict[int, dict[str, Any]] = {}
-        self.told: dict[str, Any] = {}
-        for file in files:
-            name = file.name
-            match = RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name)
-            assert match is not None, "only such files are read"
-            opened: Any = safe_open(folder / f"{name}.safetensors", framework="pt")
-            if RANK_FILE.fullmatch(name):
-                self.told = json.loads((opened.metadata() or {})["told"]) | self.told
-            held = self._of_rank.setdefault(int(match["rank"]), {})
-            for key in opened.keys():  # noqa: SIM118  it is no mapping
-                if key in held:
-                    raise WeightsCorrupt(str(file), f"{key} is in another file, too: one must go")
-                held[key] = opened
-        self._ranks = sorted(self._of_rank)
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(self._of_rank[rank]) for rank in self._ranks)
-
-    def read(self, rank: int, name: str) -> Tensor:
-        tensor: Tensor = self._of_rank[self._ranks[rank]][name].get_tensor(name)
-        return tensor
-
-    def shape(self, rank: int, name: str) -> tuple[int, ...]:
-        return tuple(self._of_rank[self._ranks[rank]][name].get_slice(name).get_shape())
-
-
-def _convert(source: Path, states: _StateFiles, given: Mapping[str, Any], made: Path) -> tuple[int, ...]:
+def _convert(source: Path, states: StateFiles, given: Mapping[str, Any], made: Path) -> tuple[int, ...]:
     """Write config.json and one file for each layer, and for what is in none; the number of experts of each layer."""
     model = GptCheckpoint(str(source), states, Arguments(str(source), states.told, given))
     values = model.config()

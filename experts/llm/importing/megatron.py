@@ -12,43 +12,50 @@ layer has an MLP beside them, and a coefficient with a bias.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
-from experts.errors import TrainingUnsupported, WeightsMismatch
+from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
 NAMES_SHOWN = 4
-LAYER = r"layers\.(?P<layer>\d+)\."
-OF_MLP = r"\.(?:(?P<up>dense_h_to_4h)|dense_4h_to_h)\.(?P<kind>weight|bias)"
+RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
+EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
+LAYER, KIND = r"layers\.(?P<layer>\d+)\.", r"(?P<kind>weight|bias)"
 MOE = r"mlp\.(?:moe\.)?deepspeed_moe\."
-QKV = re.compile(LAYER + r"(?:self_)?attention\.query_key_value\.(?P<kind>weight|bias)")
-EXPERT = re.compile(LAYER + MOE + r"experts\.deepspeed_experts\.(?P<moe_expert>\d+)" + OF_MLP)
-RESIDUAL = re.compile(LAYER + r"mlp\.(?:moe\.)?mlp" + OF_MLP)
-DENSE = re.compile(LAYER + "mlp" + OF_MLP)
-PLAIN = {
-    re.compile(LAYER + r"input_layernorm\.(?P<kind>weight|bias)"): "model.layers.{layer}.input_layernorm.{kind}",
-    re.compile(LAYER + r"post_attention_layernorm\.(?P<kind>weight|bias)"):
-        "model.layers.{layer}.post_attention_layernorm.{kind}",
-    re.compile(LAYER + r"(?:self_)?attention\.dense\.(?P<kind>bias)"): "model.layers.{layer}.self_attn.o_proj.{kind}",
-    re.compile(LAYER + MOE + r"gate\.wg\.weight"): "model.layers.{layer}.mlp.gate.weight",
-    re.compile(LAYER + r"mlp\.(?:moe\.)?coefficient\.(?P<kind>weight|bias)"):
-        "model.layers.{layer}.mlp.coefficient.{kind}",
-    re.compile(r"final_layernorm\.(?P<kind>weight|bias)"): "model.norm.{kind}",
-    re.compile(r"position_embeddings\.weight"): "model.embed_positions.weight",
-}  # fmt: skip
-SPLIT = {  # and by which dimension, where several ranks share one (tensor parallelism)
-    re.compile(LAYER + r"(?:self_)?attention\.dense\.weight"): ("model.layers.{layer}.self_attn.o_proj.weight", 1),
-    re.compile(r"(?:embedding\.)?word_embeddings\.weight"): ("model.embed_tokens.weight", 0),
-    re.compile(r"output_layer\.weight"): ("lm_head.weight", 0),
-}
+MLPS = (  # dense, beside moe_experts, and a moe_expert
+    ("mlp", "mlp"), (r"mlp\.(?:moe\.)?mlp", "mlp.residual"),
+    (MOE + r"experts\.deepspeed_experts\.(?P<moe_expert>\d+)", "mlp.experts.{moe_expert}"),
+)  # fmt: skip
+TENSORS = [  # pattern, name in the directory, dimension that ranks split it along (tensor parallelism)
+    (re.compile(pattern), name.replace("LAYER", "model.layers.{layer}"), joined)
+    for pattern, name, joined in (
+        (LAYER + r"input_layernorm\." + KIND, "LAYER.input_layernorm.{kind}", None),
+        (LAYER + r"post_attention_layernorm\." + KIND, "LAYER.post_attention_layernorm.{kind}", None),
+        (LAYER + r"(?:self_)?attention\.query_key_value\." + KIND, "LAYER.self_attn.qkv.{kind}", 0),
+        (LAYER + r"(?:self_)?attention\.dense\.weight", "LAYER.self_attn.o_proj.weight", 1),
+        (LAYER + r"(?:self_)?attention\.dense\.bias", "LAYER.self_attn.o_proj.bias", None),
+        *((LAYER + mlp + r"\.dense_h_to_4h\." + KIND, f"LAYER.{name}.up_proj.{{kind}}", 0) for mlp, name in MLPS),
+        *((LAYER + mlp + r"\.dense_4h_to_h\.weight", f"LAYER.{name}.down_proj.weight", 1) for mlp, name in MLPS),
+        *((LAYER + mlp + r"\.dense_4h_to_h\.bias", f"LAYER.{name}.down_proj.bias", None) for mlp, name in MLPS),
+        (LAYER + MOE + r"gate\.wg\.weight", "LAYER.mlp.gate.weight", None),
+        (LAYER + r"mlp\.(?:moe\.)?coefficient\." + KIND, "LAYER.mlp.coefficient.{kind}", None),
+        (r"final_layernorm\." + KIND, "model.norm.{kind}", None),
+        (r"position_embeddings\.weight", "model.embed_positions.weight", None),
+        (r"(?:embedding\.)?word_embeddings\.weight", "model.embed_tokens.weight", 0),
+        (r"output_layer\.weight", "lm_head.weight", 0),
+    )
+]
 NEEDLESS = re.compile(r"word_embeddings_for_head\.weight")  # the embedding again, where pipeline stages shared it
 KNOWN_PREFIX = re.compile(r"(?:module\.)*(?:language_model\.)?(?:(?:encoder|transformer|embedding)\.)?")
 REFUSED_ARGUMENTS = {
@@ -60,16 +67,39 @@ REFUSED_ARGUMENTS = {
 }
 
 
-class States(Protocol):
-    """The tensors of a checkpoint, by model-parallel rank."""
+class StateFiles:
+    """Tensors of a checkpoint by model-parallel rank, in one safetensors file for each pickle. ``told``: its facts."""
+
+    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+        """Raises WeightsCorrupt for a tensor in two files."""
+        self.told: dict[str, Any] = {}
+        held: dict[int, dict[str, Any]] = {}
+        for file in files:
+            opened: Any = safe_open(folder / f"{file.name}.safetensors", framework="pt")
+            match = RANK_FILE.fullmatch(file.name)
+            if match is not None:
+                self.told = json.loads((opened.metadata() or {})["told"]) | self.told
+            else:
+                match = EXPERT_FILE.fullmatch(file.name)
+            assert match is not None, "only such files are read"
+            own = held.setdefault(int(match["rank"]), {})
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                if name in own:
+                    raise WeightsCorrupt(str(file), f"{name} is in another file, too: one must go")
+                own[name] = opened
+        self._ranks = [held[rank] for rank in sorted(held)]
 
     @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """Names of all tensors, by rank."""
+    def names(self) -> tuple[str, ...]:
+        """Of all ranks, each once."""
+        return tuple(dict.fromkeys(name for rank in self._ranks for name in rank))
 
-    def read(self, rank: int, name: str) -> Tensor: ...
+    def read(self, name: str) -> list[Tensor]:
+        """The parts of a tensor: one for each rank that has it."""
+        return [rank[name].get_tensor(name) for rank in self._ranks if name in rank]
 
-    def shape(self, rank: int, name: str) -> tuple[int, ...]: ...
+    def shapes(self, name: str) -> list[tuple[int, ...]]:
+        return [tuple(rank[name].get_slice(name).get_shape()) for rank in self._ranks if name in rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +142,14 @@ class _PlacedTensor:
     name: str
     layer: int | None
     joined: int | None
-    is_of_expert: bool = False
-    is_qkv: bool = False
+
+    @property
+    def is_of_expert(self) -> bool:
+        return ".mlp.experts." in self.name or ".mlp.residual." in self.name
 
 
 class GptCheckpoint:
-    def __init__(self, source: str, states: States, arguments: Arguments) -> None:
+    def __init__(self, source: str, states: StateFiles, arguments: Arguments) -> None:
         self._source = source
         self._states = states
         self._arguments = arguments
@@ -170,8 +202,7 @@ class GptCheckpoint:
             raise TrainingUnsupported(self._source, "num_key_value_heads", "heads that share keys are not imported")
 
     def _places(self) -> tuple[_PlacedTensor, ...]:
-        names = dict.fromkeys(name for rank in self._states.names for name in rank)
-        places = {name: _place(name) for name in names if not NEEDLESS.search(name)}
+        places = {name: _place(name) for name in self._states.names if not NEEDLESS.search(name)}
         unknown = [name for name, place in places.items() if place is None]
         if unknown:
             more = f" and {len(unknown) - NAMES_SHOWN} more" if len(unknown) > NAMES_SHOWN else ""
@@ -188,19 +219,14 @@ class GptCheckpoint:
     def _are_split(self) -> bool:
         """True where ranks split each moe_expert; else every rank holds whole, equal moe_experts."""
         first = next((one for one in self._found if one.is_of_expert and one.joined == 0), None)
-        parts = [] if first is None else self._parts(first.stored)
+        parts = [] if first is None else self._states.read(first.stored)
         return any(not torch.equal(parts[0], part) for part in parts[1:])
-
-    def _parts(self, stored: str) -> list[Tensor]:
-        ranks = [rank for rank, names in enumerate(self._states.names) if stored in names]
-        return [self._states.read(rank, stored) for rank in ranks]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         for one in self._found:
             if one.name == name:
-                ranks = [rank for rank, names in enumerate(self._states.names) if one.stored in names]
-                first = self._states.shape(ranks[0], one.stored)
-                return (len(ranks) * first[0], *first[1:]) if one.joined == 0 else first
+                shapes = self._states.shapes(one.stored)
+                return (len(shapes) * shapes[0][0], *shapes[0][1:]) if one.joined == 0 else shapes[0]
         raise WeightsMismatch(
             self._source, f"a GPT's {name} is missing: only those with learned positions are imported"
         )
@@ -224,8 +250,8 @@ class GptCheckpoint:
     def _experts_of(self, layer: int) -> int:
         """Count of moe_experts that the layer's gate chooses from, all of them present. 0: no gate."""
         gate = f"model.layers.{layer}.mlp.gate.weight"
-        matches = [EXPERT.search(one.stored) for one in self._found if one.layer == layer and one.is_of_expert]
-        numbers = {int(match["moe_expert"]) for match in matches if match is not None}
+        names = [one.name.partition(".mlp.experts.")[2] for one in self._found if one.layer == layer]
+        numbers = {int(name.partition(".")[0]) for name in names if name}
         if not numbers and all(one.name != gate for one in self._found):
             return 0
         count: int = self._shape(gate)[0]
@@ -238,9 +264,9 @@ class GptCheckpoint:
     def _width(self) -> int | None:
         for one in self._found:
             if one.joined == 0 and one.name.endswith("up_proj.bias"):
-                ranks = sum(one.stored in names for names in self._states.names)
-                is_split = self._experts_are_split or not ("experts" in one.name or "residual" in one.name)
-                return self._states.shape(0, one.stored)[0] * (ranks if is_split else 1)
+                shapes = self._states.shapes(one.stored)
+                is_split = self._experts_are_split or not one.is_of_expert
+                return shapes[0][0] * (len(shapes) if is_split else 1)
         return None
 
     def _residual(self) -> str | None:
@@ -254,8 +280,8 @@ class GptCheckpoint:
         return "add"
 
     def _converted(self, one: _PlacedTensor) -> Iterator[tuple[str, Tensor]]:
-        parts = self._parts(one.stored)
-        if one.is_qkv:
+        parts = self._states.read(one.stored)
+        if ".self_attn.qkv." in one.name:
             yield from self._queries_keys_values(one, parts)
         elif one.joined is None or len(parts) == 1 or (one.is_of_expert and not self._experts_are_split):
             yield one.name, parts[0]
@@ -290,29 +316,9 @@ def _by_kind(fused: Tensor, heads: int, version: float) -> Tensor:
 def _place(stored: str) -> _PlacedTensor | None:
     """Name of a tensor in the directory; None where it is not known."""
     name = KNOWN_PREFIX.sub("", stored, count=1)
-    for pattern, template in PLAIN.items():
+    for pattern, template, joined in TENSORS:
         if (match := pattern.fullmatch(name)) is not None:
-            return _PlacedTensor(stored, template.format(**match.groupdict()), _layer(match), None)
-    for pattern, (template, dimension) in SPLIT.items():
-        if (match := pattern.fullmatch(name)) is not None:
-            return _PlacedTensor(stored, template.format(**match.groupdict()), _layer(match), dimension)
-    if (match := QKV.fullmatch(name)) is not None:
-        return _PlacedTensor(
-            stored, f"model.layers.{match['layer']}.self_attn.qkv.{match['kind']}", _layer(match), 0, False, True
-        )
-    for pattern, within in ((DENSE, "mlp"), (RESIDUAL, "mlp.residual"), (EXPERT, "mlp.experts.{moe_expert}")):
-        if (match := pattern.fullmatch(name)) is not None:
-            return _of_mlp(stored, match, within.format(**match.groupdict()), is_of_expert=pattern is not DENSE)
+            found = match.groupdict()
+            layer = int(found["layer"]) if "layer" in found else None
+            return _PlacedTensor(stored, template.format(**found), layer, joined)
     return None
-
-
-def _of_mlp(stored: str, match: re.Match[str], within: str, *, is_of_expert: bool) -> _PlacedTensor:
-    matrix = "up_proj" if match["up"] else "down_proj"
-    joined = 0 if match["up"] else 1 if match["kind"] == "weight" else None
-    name = f"model.layers.{match['layer']}.{within}.{matrix}.{match['kind']}"
-    return _PlacedTensor(stored, name, _layer(match), joined, is_of_expert)
-
-
-def _layer(match: re.Match[str]) -> int | None:
-    number = match.groupdict().get("layer")
-    return None if number is None else int(number)

@@ -25,13 +25,12 @@ from experts.llm.serving.iteration import (
     IterationCandidate,
     IterationLimits,
     IterationTimes,
-    Pick,
     plan,
 )
 from experts.llm.serving.kv import KvLayout, Prefix
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.llm.serving.sampling import sample
-from experts.llm.serving.texts import RoutedText, TextState, WrittenText, text_of
+from experts.llm.serving.texts import RoutedText, WrittenText, text_of
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -39,24 +38,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.key_values import BatchKeyValues, KeyValues
-    from experts.llm.model import LanguageModel
+    from experts.llm.attention import BatchKeyValues, KeyValues
     from experts.llm.serving.extents import ExtentArena
-    from experts.llm.serving.generation import Sampled, TextRequest
+    from experts.llm.serving.texts import TextState, Turn
 
 FORGOTTEN = "nobody waits for it any more"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request's part in a quantum."""
-
-    request: int
-    expert: str
-    model: LanguageModel  # may be another object each time, of the same weights
-    text: TextRequest
-    weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
-    lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +140,6 @@ class LlmEngine:
         self._clock = clock
         self._lengths = lengths or OutputLengths()
         self._texts: dict[int, TextState] = {}
-        self._weights: dict[int, str] = {}
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._is_hurried = False
@@ -200,11 +185,6 @@ class LlmEngine:
         self._asked.append((request, False))
         self._do_what_was_asked_if_idle()
 
-    def left(self, request: int) -> Left | None:
-        """Remaining work of a request; None where the engine does not have it. Call it between two quanta."""
-        text = self._texts.get(request)
-        return None if text is None else self._left(text)
-
     def statistics(self) -> TextEngineStatistics:
         """Totals as of the last whole quantum."""
         return replace(self._tally)
@@ -228,13 +208,11 @@ class LlmEngine:
     def _enter(self, turn: Turn) -> TextState:
         text = self._texts.get(turn.request)
         if text is not None and text.text is not turn.text:
-            self._drop(turn.request)  # a step of its own: what the one before left is not its
+            self._drop(turn.request)  # the next step of its route
             text = None
         if text is None:
             self._came += 1
-            text = self._texts[turn.request] = text_of(turn.request, turn.expert, turn.text, self._came)
-            if turn.weights is not None:
-                self._weights[turn.request] = turn.weights
+            text = self._texts[turn.request] = text_of(turn, self._came)
             try:
                 check_against(turn.text.generation, turn.model.spec)
             except PromptInvalid as error:
@@ -245,15 +223,15 @@ class LlmEngine:
     def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[int]:
         """Reserve keys and values for each text's lease; returns the requests for which there is no room."""
         lacking = []
-        texts = [(text, group.layout) for group in groups for text in group.texts]
-        for text, layout in texts:
+        for text, layout in [(text, group.layout) for group in groups for text in group.texts]:
             if text.has_room and text.promised >= text.lease:
                 continue
             try:
-                self._begin(text, layout)
-                if text.promised < text.lease:
+                if text.has_room:
                     self._arena.grow(text.request, text.lease)
-                    text.promised = text.lease
+                else:
+                    self._begin(text, layout)
+                text.promised = text.lease
             except MemoryExceeded as error:
                 if not text.has_room:
                     lacking.append(text.request)
@@ -262,16 +240,12 @@ class LlmEngine:
         return lacking
 
     def _begin(self, text: TextState, layout: KvLayout) -> None:
-        if text.has_room:
-            return
         prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
         text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
-        text.promised = text.lease
         text.has_room = True
 
     def _prefix(self, text: TextState, end: int) -> Prefix | None:
-        weights = self._weights.get(text.request)
-        return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
+        return None if text.weights is None else Prefix(text.weights, tuple(text.tokens[:end]))
 
     def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
         """Run an iteration of the group that has waited longest; False where no group or no time is left."""
@@ -287,13 +261,13 @@ class LlmEngine:
         group = min(waiting, key=lambda one: one.ran)
         texts = {text.request: text for text in group.going}
         picks = self._plan(group, texts.values(), until_s - now_s, is_first)
-        rows = [_TextRow.of(texts[pick.request], pick.tokens) for pick in picks]
+        rows = [_TextRow.of(texts[request], tokens) for request, tokens in picks.items()]
         if rows:
             rows.sort(key=lambda row: (row.tokens == 1, self._arena.place(row.text.request)))
             self._iterate(group, rows)
         return bool(rows)
 
-    def _plan(self, group: _FamilyTexts, texts: Iterable[TextState], left_s: float, is_first: bool) -> list[Pick]:
+    def _plan(self, group: _FamilyTexts, texts: Iterable[TextState], left_s: float, is_first: bool) -> dict[int, int]:
         candidates = [
             IterationCandidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts
         ]
@@ -303,7 +277,7 @@ class LlmEngine:
         if is_first:
             room = max(room, min(group.times.least_tokens(left_s), self._limits.tokens))
         elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
-            return []
+            return {}
         return plan(candidates, self._limits.rows, room)
 
     def _iterate(self, group: _FamilyTexts, rows: Sequence[_TextRow]) -> None:
@@ -347,23 +321,14 @@ class LlmEngine:
             drawn = sample(together, [text.sampler for text, _ in written])
             self._tally.tensor_s += self._clock() - began_s
             for (text, _), sampled in zip(written, drawn, strict=True):
-                self._follow(text, sampled)
+                if sampled is None:
+                    text.refuse(_not_finite(text))
+                else:
+                    text.follows(sampled)
+                    self._tally.written_tokens += 1
         for row, part in zip(rows, parts, strict=True):
             if isinstance(row.text, RoutedText):
-                self._weigh(row.text, part)
-
-    def _follow(self, text: WrittenText, sampled: Sampled | None) -> None:
-        if sampled is None:
-            text.refuse(_not_finite(text))
-            return
-        text.follows(sampled)
-        self._tally.written_tokens += 1
-
-    def _weigh(self, text: RoutedText, logits: Tensor) -> None:
-        if logits.isfinite().all():
-            text.weighs(logits)
-        else:
-            text.refuse(_not_finite(text))
+                row.text.weighs(part) if part.isfinite().all() else row.text.refuse(_not_finite(row.text))
 
     def _give_back(self, text: TextState) -> None:
         """Release a text's keys and values: it has its result, or is preempted."""
@@ -376,7 +341,6 @@ class LlmEngine:
         text = self._texts.pop(request, None)
         if text is not None:
             self._give_back(text)
-        self._weights.pop(request, None)
 
     def _do_what_was_asked_if_idle(self) -> None:
         """Apply requested changes, unless a quantum runs: that applies them before its next iteration."""
@@ -409,17 +373,13 @@ class LlmEngine:
             elif text.result is None:
                 unfinished.append((request, self._left(text)))
             else:
-                finished.append((request, text.result))
-                self._note_length(text)
+                result = text.result
+                finished.append((request, result))
+                if isinstance(text, WrittenText) and isinstance(result, Prediction) and result.label != Ending.DEADLINE:
+                    self._lengths.ended(text.expert, text.written)
                 self._drop(request)
         still = {request for request, _ in unfinished}
         return QuantumOutcome(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
-
-    def _note_length(self, text: TextState) -> None:
-        if not (isinstance(text, WrittenText) and isinstance(text.result, Prediction)):
-            return
-        if text.result.label in (Ending.STOP, Ending.LENGTH):
-            self._lengths.ended(text.expert, text.written)
 
     def _left(self, text: TextState) -> Left:
         if isinstance(text, RoutedText):

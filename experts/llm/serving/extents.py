@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.errors import BackendUnavailable, MemoryExceeded
-from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvLayout, KvStatistics, Prefix
+from experts.llm.attention import DecodeLayout, Stored, mask_of
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvLayout, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from experts.llm.attention import BatchKeyValues
     from experts.llm.config import ArchSpec
-    from experts.llm.key_values import BatchKeyValues
     from experts.llm.token_batch import Row, TokenBatch
 
 EXTENTS_A_SLAB = 128
@@ -114,27 +114,24 @@ class CachedPrefix:
 class ExtentArena:
     """Thread-safe; the keys and values of one request belong to one thread at a time.
 
-    ``keeps_prefixes``: released texts stay as prefixes while there is room.
+    ``keeps_prefixes``: released texts stay as prefixes while there is room. ``promised_bytes``, ``cached_bytes`` (of
+    prefixes) and ``idle_bytes`` (free, but still in memory) together never exceed ``budget_bytes``.
     """
 
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
-        self._budget_bytes = self._most_bytes = budget_bytes
+        self.budget_bytes = self._most_bytes = budget_bytes
+        self.promised_bytes = self.cached_bytes = self.idle_bytes = 0
         self._keeps_prefixes = keeps_prefixes
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
         self._extents: dict[int, KvExtent] = {}
         self._cached: list[CachedPrefix] = []
-        self._slab_count = self._uses = self._hits = self._hit_tokens = 0
-        self._promised_bytes = self._cached_bytes = self._idle_bytes = 0
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._budget_bytes
+        self._slab_count = self._uses = 0
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Set the limit on promised bytes, at most the first one: cached prefixes and idle memory go, promises stay."""
+        """Limit promised bytes, at most to the first budget. Prefixes and idle memory make way; promises stay."""
         with self._lock:
-            self._budget_bytes = min(budget_bytes, self._most_bytes)
+            self.budget_bytes = min(budget_bytes, self._most_bytes)
             if self._free_bytes < 0:
                 self._give_idle_back()
             for cached in sorted(self._cached, key=lambda one: one.used):
@@ -155,21 +152,17 @@ class ExtentArena:
         with self._lock:
             if request in self._extents:
                 raise ValueError(f"request {request} has begun")
-            if tokens > layout.positions:
-                raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
-            return self._begin(request, layout, self.tokens_for(layout, tokens), prefix)
+            return self._begin(request, layout, self._promise(request, layout, tokens), prefix)
 
     def grow(self, request: int, tokens: int) -> None:
         """Promise room for so many tokens in all to a request that has begun. Raises as ``begin`` does."""
         with self._lock:
             extent = self._extents[request]
-            if tokens > extent.layout.positions:
-                raise ValueError(f"request {request} wants {tokens} tokens, its context is {extent.layout.positions}")
-            promised = max(self.tokens_for(extent.layout, tokens), extent.promised)
-            further_bytes = self._bytes(extent.layout, promised - extent.promised)
+            promised = max(self._promise(request, extent.layout, tokens), extent.promised)
+            further_bytes = (promised - extent.promised) * extent.layout.token_bytes
             self._make_room(further_bytes, spared=None)
             extent.promised = promised
-            self._promised_bytes += further_bytes
+            self.promised_bytes += further_bytes
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
@@ -177,7 +170,7 @@ class ExtentArena:
             extent = self._extents.pop(request, None)
             if extent is None:
                 return
-            self._promised_bytes -= self._bytes(extent.layout, extent.promised)
+            self.promised_bytes -= extent.promised * extent.layout.token_bytes
             if not is_sound:
                 extent.slab.give_back(extent.number)
             if is_sound and prefix is not None and self._keeps_prefixes:
@@ -192,19 +185,6 @@ class ExtentArena:
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         return ArenaKeyValues(self, layout)
 
-    def forget_prefixes(self, weights: str | None = None) -> None:
-        """Drop the prefixes that these weights read, or all."""
-        with self._lock:
-            for cached in [one for one in self._cached if weights in (None, one.prefix.weights)]:
-                self._drop(cached)
-
-    def statistics(self) -> KvStatistics:
-        with self._lock:
-            return KvStatistics(
-                self._budget_bytes, self._promised_bytes, self._cached_bytes, self._idle_bytes,
-                len(self._extents), len(self._cached), self._hits, self._hit_tokens,
-            )  # fmt: skip
-
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
         """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
@@ -212,6 +192,11 @@ class ExtentArena:
             for extent, row in zip(extents, batch.rows, strict=True):
                 self._hold(extent, row.end)
         return BatchOfExtents(layout, batch, extents)
+
+    def _promise(self, request: int, layout: KvLayout, tokens: int) -> int:
+        if tokens > layout.positions:
+            raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
+        return self.tokens_for(layout, tokens)
 
     def _extent_for(self, layout: KvLayout, row: Row) -> KvExtent:
         extent = self._extents.get(row.sequence)
@@ -229,7 +214,7 @@ class ExtentArena:
 
     def _begin(self, request: int, layout: KvLayout, promised: int, prefix: Prefix | None) -> int:
         best, common = self._best(layout, prefix)
-        wanted_bytes = self._bytes(layout, promised)
+        wanted_bytes = promised * layout.token_bytes
         self._make_room(wanted_bytes, spared=best)
         if best is not None and self._free_bytes < wanted_bytes:
             extent = self._take_over(best, promised, common)  # there is room for one of the two
@@ -239,20 +224,18 @@ class ExtentArena:
                 self._hold(extent, common)
                 extent.tokens.copy_(best.extent.slab.buffer[best.extent.number, :, :, :, :common])
         self._extents[request] = extent
-        self._promised_bytes += wanted_bytes
-        self._hits += common > 0
-        self._hit_tokens += common
+        self.promised_bytes += wanted_bytes
         return common
 
     @property
     def _free_bytes(self) -> int:
-        return self._budget_bytes - self._promised_bytes - self._cached_bytes - self._idle_bytes
+        return self.budget_bytes - self.promised_bytes - self.cached_bytes - self.idle_bytes
 
     def _make_room(self, wanted_bytes: int, spared: CachedPrefix | None) -> None:
         """Idle memory goes first, then prefixes, those not used for longest first. Raises MemoryExceeded."""
-        kept_bytes = 0 if spared is None else self._bytes(spared.extent.layout, spared.extent.promised)
-        if self._budget_bytes - self._promised_bytes < wanted_bytes:
-            raise MemoryExceeded("keys and values", wanted_bytes, self._budget_bytes - self._promised_bytes)
+        kept_bytes = 0 if spared is None else spared.extent.promised * spared.extent.layout.token_bytes
+        if self.budget_bytes - self.promised_bytes < wanted_bytes:
+            raise MemoryExceeded("keys and values", wanted_bytes, self.budget_bytes - self.promised_bytes)
         if self._free_bytes < wanted_bytes:
             self._give_idle_back()
         for cached in sorted(self._cached, key=lambda one: one.used):
@@ -267,7 +250,7 @@ class ExtentArena:
             for number in slab.free:
                 if slab.touched[number]:
                     slab.give_back(number)
-        self._idle_bytes = 0
+        self.idle_bytes = 0
 
     def _take(self, layout: KvLayout, promised: int) -> KvExtent:
         slabs = self._slabs.setdefault(layout, [])
@@ -276,14 +259,14 @@ class ExtentArena:
             slab = self._new_slab(layout)
             slabs.append(slab)
         number = slab.free.pop(0)
-        self._idle_bytes -= self._bytes(layout, slab.touched[number])
+        self.idle_bytes -= slab.touched[number] * layout.token_bytes
         if slab.touched[number] > promised:
             slab.give_back(number)
         return KvExtent(layout, slab, number, promised)
 
     def _take_over(self, cached: CachedPrefix, promised: int, held: int) -> KvExtent:
         self._cached.remove(cached)
-        self._cached_bytes -= self._bytes(cached.extent.layout, cached.extent.promised)
+        self.cached_bytes -= cached.extent.promised * cached.extent.layout.token_bytes
         extent = cached.extent
         if extent.slab.touched[extent.number] > promised:
             kept = extent.slab.buffer[extent.number, :, :, :, :held].clone()
@@ -311,7 +294,7 @@ class ExtentArena:
 
     def _make_idle(self, extent: KvExtent) -> None:
         insort(extent.slab.free, extent.number)
-        self._idle_bytes += self._bytes(extent.layout, extent.slab.touched[extent.number])
+        self.idle_bytes += extent.slab.touched[extent.number] * extent.layout.token_bytes
 
     def _keep(self, extent: KvExtent, prefix: Prefix) -> None:
         """Cache what a request held, instead of those that it contains, unless another contains it."""
@@ -327,12 +310,12 @@ class ExtentArena:
         extent.held, extent.promised = held, extent.slab.touched[extent.number]
         self._uses += 1
         self._cached.append(CachedPrefix(extent, kept, self._uses))
-        self._cached_bytes += self._bytes(extent.layout, extent.promised)
+        self.cached_bytes += extent.promised * extent.layout.token_bytes
 
     def _drop(self, cached: CachedPrefix) -> None:
         """Its memory goes back to the machine at once: it is dropped where room is short."""
         self._cached.remove(cached)
-        self._cached_bytes -= self._bytes(cached.extent.layout, cached.extent.promised)
+        self.cached_bytes -= cached.extent.promised * cached.extent.layout.token_bytes
         cached.extent.slab.give_back(cached.extent.number)
         self._make_idle(cached.extent)
 
@@ -347,9 +330,6 @@ class ExtentArena:
         self._uses += 1
         best.used = self._uses
         return best, common
-
-    def _bytes(self, layout: KvLayout, tokens: int) -> int:
-        return tokens * layout.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,11 +351,7 @@ class BatchOfExtents:
         first = batch.prefill_count
         call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
         self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
-        self._decode_layouts = tuple(one.layout() for one in self._ranges)
-
-    @property
-    def decode_layouts(self) -> Sequence[DecodeLayout]:
-        return self._decode_layouts
+        self.decode_layouts = tuple(one.layout() for one in self._ranges)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for written in self._written:

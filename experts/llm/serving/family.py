@@ -20,7 +20,7 @@ from experts.llm.model import run_layers
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from experts.llm.key_values import KeyValues
+    from experts.llm.attention import KeyValues
     from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
 

@@ -39,32 +39,26 @@ class IterationCandidate:
     is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    request: int
-    tokens: int
-
-
-def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> list[Pick]:
-    """Pick the rows of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs anyway."""
+def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> dict[int, int]:
+    """Tokens of each request of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs."""
     writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
     reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
     if reading and (prompt_tokens > 0 or not writing):
         writing = writing[: max(rows - 1, 0)]
-    picks = [Pick(one.request, 1) for one in writing[:rows]]
+    picks = dict.fromkeys((one.request for one in writing[:rows]), 1)
     left = max(prompt_tokens, 0 if picks else 1)
     reading = reading[: rows - len(picks)] if left > 0 else []
     needed = list(accumulate(one.unread if one.is_whole else min(one.unread, LEAST_CHUNK_TOKENS) for one in reading))
     sharing = max(bisect_right(needed, left), 1)  # a smaller part is not worth its row
-    picks += _shares(reading[:sharing], left)
-    left -= sum(pick.tokens for pick in picks[len(writing) :])
+    shares = _shares(reading[:sharing], left)
+    left -= sum(shares.values())
     rest = [one for one in reading[sharing:] if not one.is_whole and left > 0]
-    return picks + _shares(rest[:1], left)
+    return picks | shares | _shares(rest[:1], left)
 
 
-def _shares(reading: Sequence[IterationCandidate], tokens: int) -> list[Pick]:
+def _shares(reading: Sequence[IterationCandidate], tokens: int) -> dict[int, int]:
     """Equal parts of so many tokens; what one needs less is the others'. A whole one that is larger waits its turn."""
-    picks: list[Pick] = []
+    picks: dict[int, int] = {}
     tokens = max(tokens, 0)
     for place, one in enumerate(sorted(reading, key=lambda each: each.unread)):
         part = -(-tokens // (len(reading) - place))
@@ -72,7 +66,7 @@ def _shares(reading: Sequence[IterationCandidate], tokens: int) -> list[Pick]:
             continue
         taken = one.unread if one.is_whole else min(one.unread, part)
         if taken:
-            picks.append(Pick(one.request, taken))
+            picks[one.request] = taken
             tokens = max(tokens - taken, 0)
     return picks
 

@@ -1,4 +1,4 @@
-"""Records of an arena of keys and values: layout, prefix, statistics."""
+"""Layout of keys and values, and prefix of a text: the nouns of an arena."""
 
 from __future__ import annotations
 
@@ -43,17 +43,3 @@ class Prefix:
 
     weights: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KvStatistics:
-    """Snapshot of an arena: promised, cached and idle bytes together never exceed the budget."""
-
-    budget_bytes: int
-    promised_bytes: int
-    cached_bytes: int
-    idle_bytes: int  # given back by requests, for the next ones or, where room is short, the machine
-    requests: int
-    prefixes: int
-    prefix_hits: int
-    prefix_tokens: int  # not read again, thanks to prefixes

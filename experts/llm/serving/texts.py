@@ -7,6 +7,7 @@ text that lost its keys and values reads its tokens again from the beginning, an
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,19 +22,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.model import LanguageModel
     from experts.llm.serving.generation import Sampled, TextRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request's part in a quantum."""
+
+    request: int
+    expert: str
+    model: LanguageModel  # may be another object each time, of the same weights
+    text: TextRequest
+    weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
+    lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
 
 
 class TextState:
     """Base of both kinds. ``came`` and ``ran``: in counts of the engine."""
 
-    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
-        self.request = request
-        self.expert = expert
-        self.text = text
+    def __init__(self, turn: Turn, came: int) -> None:
+        self.request, self.expert, self.text, self.weights = turn.request, turn.expert, turn.text, turn.weights
         self.came = came
         self.ran = 0
-        self.tokens = list(text.generation.prompt)
+        self.tokens = list(turn.text.generation.prompt)
         self.held = 0  # tokens whose keys and values are there
         self.checked = 0  # of those, how many were behind numbers that are some
         self.has_room = False  # the arena has promised it room
@@ -89,9 +101,9 @@ class TextState:
 class WrittenText(TextState):
     """A text that goes on by what is sampled."""
 
-    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
-        super().__init__(request, expert, text, came)
-        generation = text.generation
+    def __init__(self, turn: Turn, came: int) -> None:
+        super().__init__(turn, came)
+        generation = turn.text.generation
         read = len(generation.prompt) - generation.written
         self.sampler = Sampler(generation.sampling, generation.prompt[:read], generation.prompt[read:])
 
@@ -118,10 +130,9 @@ class WrittenText(TextState):
 class RoutedText(TextState):
     """A router's: after the prompt, each choice of several tokens is read in its place, one after the other."""
 
-    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
-        super().__init__(request, expert, text, came)
-        assert text.generation.choices is not None, "a router has choices"
-        self._choices: Mapping[str, tuple[int, ...]] = text.generation.choices
+    def __init__(self, turn: Turn, came: int) -> None:
+        super().__init__(turn, came)
+        self._choices: Mapping[str, tuple[int, ...]] = turn.text.generation.choices or {}
         self._logprobs: dict[str, float] = {}  # of those tokens of each choice that were weighed
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
 
@@ -181,6 +192,5 @@ class RoutedText(TextState):
         self.result = Prediction(label, 1 / among)
 
 
-def text_of(request: int, expert: str, text: TextRequest, came: int) -> TextState:
-    kind = WrittenText if text.generation.choices is None else RoutedText
-    return kind(request, expert, text, came)
+def text_of(turn: Turn, came: int) -> TextState:
+    return (WrittenText if turn.text.generation.choices is None else RoutedText)(turn, came)

@@ -14,7 +14,7 @@ from agent.config import read_line
 from agent.deployment.build import build_agent
 from agent.deployment.line_change import plan_change
 from agent.runtime.expert_copy import moe_experts_of
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from experts.errors import ConfigError
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues

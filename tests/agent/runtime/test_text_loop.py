@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agent.runtime.text_engines import TextEngines, layout_of
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from experts.errors import AgentCrashed, DeviceLost, PromptInvalid
 from experts.expert import Verdict
 from experts.llm.serving.extents import ExtentArena

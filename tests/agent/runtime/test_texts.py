@@ -7,8 +7,7 @@ import pytest
 from agent.core.events import Progressed
 from agent.core.request import Batch, Rejected, Work
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.text_sources import TextSource
-from agent.runtime.texts import Reached, RunningTexts
+from agent.runtime.texts import Reached, RunningTexts, TextSource
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
@@ -40,7 +39,7 @@ class Desk:
         self.batches = 0
 
     def ask(self, request, text, *experts, rounded=lambda tokens: tokens):
-        asked = self.texts.begin(text, [Reached(expert, rounded) for expert in experts])
+        asked = self.texts.begin(text, [Reached(expert, expert, rounded) for expert in experts])
         self.texts.take(request, asked)
         return asked.work
 

@@ -18,7 +18,7 @@ from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec

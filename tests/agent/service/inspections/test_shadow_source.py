@@ -15,7 +15,7 @@ from agent.api.calls.desk import ShadowsView
 from agent.core.performance import ExecutorSpec
 from agent.core.request import GAVE_WAY, NO_SPARE_ROOM, Batch, Outcome, Precedence, StepResult
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
-from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import TextSource
 from agent.service.inspections import shadow_source
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.shadow_source import ShadowSource

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from experts.llm.config import parse_spec
-from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.iteration import IterationLimits
+from experts.llm.serving.texts import Turn
 
 VOCABULARY = 250
 

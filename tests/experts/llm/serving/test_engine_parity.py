@@ -58,7 +58,7 @@ def test_preempted_and_resumed(oracle, weights):
             desk.engine.preempt(moment[0])
     assert len(preempted) > sum(NEW_TOKENS) / 2
     assert desk.finish() == oracle.expected
-    assert desk.arena.statistics().requests == 0
+    assert desk.arena.promised_bytes == 0
 
 
 def test_with_a_prefix_that_was_read_before(oracle):
@@ -66,8 +66,9 @@ def test_with_a_prefix_that_was_read_before(oracle):
     assert desk.finish() == oracle.expected
     for request, (prompt, count) in enumerate(zip(oracle.texts, NEW_TOKENS, strict=True)):
         desk.ask(request, prompt, count, weights="w")
+    read = desk.engine.statistics().read_tokens
     assert desk.finish() == oracle.expected
-    assert desk.arena.statistics().prefix_tokens > 0
+    assert desk.engine.statistics().read_tokens < 1.5 * read
 
 
 def test_the_tokens_logprobs_are_the_oracle_s(oracle):

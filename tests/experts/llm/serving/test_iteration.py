@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, Pick, plan
+from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, plan
 
 ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
 CANDIDATES = ROWS.map(
@@ -17,16 +17,15 @@ def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
     picks = plan(candidates, rows, prompt_tokens)
     of = {one.request: one for one in candidates}
     assert 1 <= len(picks) <= rows
-    assert len({pick.request for pick in picks}) == len(picks)
-    assert all(1 <= pick.tokens <= of[pick.request].unread for pick in picks)
-    assert all(pick.tokens == of[pick.request].unread for pick in picks if of[pick.request].is_whole)
-    read = sum(pick.tokens for pick in picks if of[pick.request].unread > 1 and not of[pick.request].is_whole)
+    assert all(1 <= tokens <= of[one].unread for one, tokens in picks.items())
+    assert all(tokens == of[one].unread for one, tokens in picks.items() if of[one].is_whole)
+    read = sum(tokens for one, tokens in picks.items() if of[one].unread > 1 and not of[one].is_whole)
     assert read <= max(prompt_tokens, 1)
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
 def test_who_reads_and_ran_longest_ago_is_not_kept_waiting_by_those_who_write_or_read(candidates, rows, prompt_tokens):
-    picked = {pick.request for pick in plan(candidates, rows, prompt_tokens)}
+    picked = plan(candidates, rows, prompt_tokens)
     reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
     assert not reading or reading[0].request in picked
 
@@ -38,9 +37,9 @@ def test_a_prompt_is_read_within_its_share_however_long_those_are_that_came_befo
     bound = -(-short // LEAST_CHUNK_TOKENS) * -(-len(unread) // (tokens // LEAST_CHUNK_TOKENS))
     for iteration in range(1, bound + 1):
         candidates = [IterationCandidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
-        for pick in plan(candidates, 64, tokens):
-            unread[pick.request] -= pick.tokens
-            ran[pick.request] = iteration
+        for request, picked in plan(candidates, 64, tokens).items():
+            unread[request] -= picked
+            ran[request] = iteration
     assert unread[0] <= 1  # its last token is written, not read
 
 
@@ -49,9 +48,8 @@ def candidates_of(*unread):
 
 
 def test_prompts_share_what_may_be_read():
-    assert plan(candidates_of(1, 20, 20, 20), 8, 30) == [Pick(1, 1), Pick(2, 20), Pick(3, 10)]
-    picks = plan(candidates_of(400, 20, 300), 8, 220)
-    assert sorted(picks, key=lambda pick: pick.request) == [Pick(1, 100), Pick(2, 20), Pick(3, 100)]
+    assert plan(candidates_of(1, 20, 20, 20), 8, 30) == {1: 1, 2: 20, 3: 10}
+    assert plan(candidates_of(400, 20, 300), 8, 220) == {1: 100, 2: 20, 3: 100}
 
 
 class TestTimes:

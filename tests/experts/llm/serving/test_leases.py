@@ -9,10 +9,11 @@ from experts.errors import MemoryExceeded
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
-from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
+from experts.llm.serving.texts import Turn
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.serving.conftest import Notes
 
@@ -54,13 +55,13 @@ def test_nothing_grows_over_what_others_were_promised(arena):
     with pytest.raises(MemoryExceeded):
         arena.grow(1, 192)
     arena.grow(1, 128)
-    assert arena.statistics().promised_bytes == BUDGET_BYTES
+    assert arena.promised_bytes == BUDGET_BYTES
 
 
 def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
     arena.begin(1, LAYOUT, 256)
     arena.set_budget(BUDGET_BYTES // 4)
-    assert arena.statistics().promised_bytes == BUDGET_BYTES // 2
+    assert arena.promised_bytes == BUDGET_BYTES // 2
     with pytest.raises(MemoryExceeded):
         arena.begin(2, LAYOUT, 64)
     arena.release(1)
@@ -82,7 +83,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
     ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
     assert prediction.label == "length"
     assert writer.tokens == greedy(model, 30)
-    assert arena.statistics().promised_bytes == 0
+    assert arena.promised_bytes == 0
 
 
 def test_a_full_lease_holds_nobody_else_up(arena, model):
