@@ -41,15 +41,9 @@ class AgeLimits:
     ended_s: float = 600.0
     ended_multiple: float = 100.0
 
-    def told_after_s(self, predicted_s: float) -> float:
-        return max(self.told_s, self.told_multiple * predicted_s)
-
-    def ended_after_s(self, predicted_s: float) -> float:
-        return max(self.ended_s, self.ended_multiple * predicted_s)
-
 
 @dataclass(slots=True)
-class _Opened(Generic[Work]):
+class OpenedWork(Generic[Work]):
     """``told_at_s``: when its age was logged; None: not yet."""
 
     work: Work
@@ -60,10 +54,10 @@ class _Opened(Generic[Work]):
     told_at_s: float | None = None
 
     def due_s(self, limits: AgeLimits) -> float:
-        told_after_s = limits.told_after_s(self.predicted_s)
+        told_after_s = max(limits.told_s, limits.told_multiple * self.predicted_s)
         if self.told_at_s is None:
             return self.opened_at_s + told_after_s
-        return self.told_at_s + limits.ended_after_s(self.predicted_s) - told_after_s
+        return self.told_at_s + max(limits.ended_s, limits.ended_multiple * self.predicted_s) - told_after_s
 
 
 class OpenWork:
@@ -83,15 +77,19 @@ class OpenWork:
         self._processors = {spec.id: spec.processor for spec in executors}
         self._columns = matrix.experts
         self._ssd_bytes_per_s = ssd_bytes_per_s
-        self.batches: dict[int, _Opened[Batch]] = {}
-        self.loads: dict[int, _Opened[StartLoad]] = {}
+        self.batches: dict[int, OpenedWork[Batch]] = {}
+        self.loads: dict[int, OpenedWork[StartLoad]] = {}
 
     def predict_by(self, matrix: PerformanceMatrix) -> None:
         self._columns = matrix.experts
 
     def open_batch(self, batch: Batch, now: float) -> None:
+        """Predicted by section 4.2, or the batch's quantum, which has one iteration at least; 0 where unknown."""
         described = f"the batch of {len(batch.requests)} for {batch.expert} on executor {batch.executor}"
-        self.batches[batch.id] = _Opened(batch, described, DEVICE_ADVICE, now, self._batch_s(batch))
+        row = self._columns[self._processors[batch.executor]].get(batch.expert)
+        batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
+        predicted_s = max(batch_s, batch.quantum_s or 0.0)
+        self.batches[batch.id] = OpenedWork(batch, described, DEVICE_ADVICE, now, predicted_s)
 
     def runs_on(self, executor: int) -> bool:
         return any(opened.work.executor == executor for opened in self.batches.values())
@@ -99,12 +97,15 @@ class OpenWork:
     def open_load(self, effect: StartLoad, now: float) -> None:
         described = f"the load of {effect.expert} from {effect.source} to {effect.pool}"
         advice = DRIVE_ADVICE if effect.source == SSD else DEVICE_ADVICE
-        waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
-        self.loads[effect.load] = _Opened(effect, described, advice, now, self._load_s(effect, waiting_bytes))
+        rows = (column.get(effect.expert) for column in self._columns.values())
+        predicted_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
+        if effect.source == SSD and self._ssd_bytes_per_s is not None:  # behind all loads on the link
+            waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
+            predicted_s = max(predicted_s, waiting_bytes / self._ssd_bytes_per_s)
+        self.loads[effect.load] = OpenedWork(effect, described, advice, now, predicted_s)
 
-    def close_batch(self, batch: int) -> Batch | None:
-        opened = self.batches.pop(batch, None)
-        return None if opened is None else opened.work
+    def close_batch(self, batch: int) -> OpenedWork[Batch] | None:
+        return self.batches.pop(batch, None)
 
     def close_load(self, load: int) -> None:
         self.loads.pop(load, None)
@@ -133,19 +134,5 @@ class OpenWork:
                 age_s, opened.predicted_s, opened.described, opened.due_s(self._limits) - now,
             )  # fmt: skip
 
-    def _batch_s(self, batch: Batch) -> float:
-        """Section 4.2's prediction, or the batch's quantum, which has one iteration at least; 0 where unknown."""
-        row = self._columns[self._processors[batch.executor]].get(batch.expert)
-        batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
-        return batch_s if batch.quantum_s is None else max(batch_s, batch.quantum_s)
-
-    def _load_s(self, effect: StartLoad, waiting_bytes: int) -> float:
-        """``waiting_bytes``: of this load and those before it on the same link."""
-        rows = (column.get(effect.expert) for column in self._columns.values())
-        measured_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
-        if effect.source != SSD or self._ssd_bytes_per_s is None:
-            return measured_s
-        return max(measured_s, waiting_bytes / self._ssd_bytes_per_s)
-
-    def _all(self) -> tuple[_Opened[Any], ...]:
+    def _all(self) -> tuple[OpenedWork[Any], ...]:
         return (*self.batches.values(), *self.loads.values())

@@ -19,11 +19,12 @@ from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, OpenWork
+from agent.runtime.effect_log import log_effect
 from agent.runtime.images.preparation import Order, nothing_told
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
@@ -58,11 +59,6 @@ DECISION_TIMES = 10_000  # the latest, for percentiles
 LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
 STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
 ASK_AGAIN_S = 0.2  # between two looks of a waiting thread whether the loop still runs
-
-LOWERED_ADVICE = (
-    ": the box has less memory than was planned with, and more is tried later; if it stays so, end what else takes it, "
-    "or lower memory."
-)
 
 Answer = TypeVar("Answer")
 
@@ -120,8 +116,8 @@ class BatchWatch:
     prepared ahead of its batch. ``ran``: a batch was answered, after so many seconds. ``idle``: nothing is under way.
     """
 
-    begun: Callable[[Sequence[int]], None]
-    ended: Callable[[Sequence[int]], None]
+    begun: Callable[[Sequence[int]], None] = lambda _: None
+    ended: Callable[[Sequence[int]], None] = lambda _: None
     preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
     given: Callable[[Sequence[int]], None] = lambda _: None
     ran: Callable[[Batch, float], None] = lambda *_: None
@@ -169,18 +165,8 @@ def _devices_in(pool: str, runs_on: Mapping[str, Collection[tuple[str, str]]], c
     return sorted(device for name, device in runs_on.get(copy, ()) if name == pool)
 
 
-@dataclass(frozen=True, slots=True)
-class Question(Generic[Answer]):
-    ask: Callable[[], Answer]
-    answer: Future[Answer]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The last message."""
-
-
-Message: TypeAlias = "Event | Question[Any] | Breakdown | Stop"
+# A call is made on the loop's thread; None is the last message.
+Message: TypeAlias = "Event | Breakdown | Callable[[], None] | None"
 
 
 class AgentLoop:
@@ -206,7 +192,6 @@ class AgentLoop:
         self._options = options
         self._sources: dict[int, RequestSource] = {}
         self._idle_request: int | None = None
-        self._since_s: dict[int, float] = {}  # batch -> when it began
         self._numbers = count(1)
         self._open = OpenWork(options.ages, plan.executors, plan.matrix, options.ssd_bytes_per_s)
         self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
@@ -216,7 +201,7 @@ class AgentLoop:
         self._ticked_s = float("-inf")
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
-        self._watch: BatchWatch | None = None
+        self._watch = BatchWatch()
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
@@ -229,9 +214,6 @@ class AgentLoop:
             effects.Forget: lambda effect: self._workshop.preparation.forget(effect.request),
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
-            effects.Assigned: lambda _: None,
-            effects.StandingChanged: self._log_standing,
-            effects.FellBack: self._log_fall_back,
             effects.BudgetChanged: self._change_budget,
             effects.LeasesChanged: self._change_leases,
             effects.Complete: self._deliver,
@@ -281,9 +263,7 @@ class AgentLoop:
         return request
 
     def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
-        reached: tuple[str, ...] = () if expert is None else (expert,)
-        if component is not None:
-            reached = self._routes.experts_of(component)
+        reached = self._routes.experts_of(component) if component is not None else (expert or "",)
         copies = [copy for name in reached for copy in self._copies_of(name)]
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
 
@@ -367,7 +347,7 @@ class AgentLoop:
         Threads that have not ended after ``STOP_S`` are left behind with their memory.
         """
         self._is_stopped = True
-        self._inbox.put(Stop())
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
         with ExitStack() as ending:  # last first; an error of a lost device does not hide the crash
@@ -396,15 +376,15 @@ class AgentLoop:
             raise self._crash
 
     def _ask(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask on the loop's thread; here once that has ended."""
+        """Call on the loop's thread, or here once that has ended."""
         if current_thread() is self._thread:
             return ask()
-        question = Question(ask, Future())
-        self._inbox.put(question)
+        answer: Future[Answer] = Future()
+        self._inbox.put(lambda: answer.set_result(ask()))
         while self._thread.is_alive():
             with suppress(TimeoutError):
-                return question.answer.result(ASK_AGAIN_S)
-        return question.answer.result() if question.answer.done() else ask()
+                return answer.result(ASK_AGAIN_S)
+        return answer.result() if answer.done() else ask()
 
     # -- on the loop's thread --
 
@@ -413,11 +393,11 @@ class AgentLoop:
             self._handle(events.Started())
             self._has_started = True
             self._look_around()
-            while not isinstance(message := self._next(), Stop):
+            while (message := self._next()) is not None:
                 if isinstance(message, Breakdown):
                     raise message.error
-                if isinstance(message, Question):
-                    message.answer.set_result(message.ask())
+                if callable(message):
+                    message()
                 else:
                     self._handle(message)
                     self._look_around()
@@ -457,7 +437,7 @@ class AgentLoop:
         self._decision_s.append(time.perf_counter() - started)
         self._decided += 1
         for effect in decided:
-            self._carry_out[type(effect)](effect)
+            self._carry_out.get(type(effect), log_effect)(effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
         if isinstance(event, events.Arrived) and event.work != IMAGE:
@@ -480,8 +460,7 @@ class AgentLoop:
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
         batch = effect.batch
-        if self._watch is not None:
-            self._watch.given(batch.requests)
+        self._watch.given(batch.requests)
         if is_behind := self._open.runs_on(batch.executor):
             self._held[batch.executor] = effect
         else:
@@ -498,9 +477,7 @@ class AgentLoop:
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect.batch, self._clock())
-        self._since_s[effect.batch.id] = self._clock()
-        if self._watch is not None:
-            self._watch.begun(effect.batch.requests)
+        self._watch.begun(effect.batch.requests)
 
     def _prepare(self, effect: effects.Prepare) -> None:
         source = self._sources[effect.request]
@@ -513,64 +490,34 @@ class AgentLoop:
 
     def _preempt(self, effect: effects.Preempt) -> None:
         self._texts.preempt(effect.request, effect.executor)
-        logger.debug("text_preempted request=%d executor=%d", effect.request, effect.executor)
+        log_effect(effect)
 
     def _batch_answered(self, batch: int) -> None:
-        answered = self._open.close_batch(batch)
-        if answered is None:
+        closed = self._open.close_batch(batch)
+        if closed is None:
             return
+        answered = closed.work
         held = self._held.pop(answered.executor, None)
         if held is not None:
             self._workshop.executors[answered.executor].hurry(held.batch)
-        since_s = self._since_s.pop(batch)
-        if self._watch is not None:
-            self._watch.ended(answered.requests)
-            self._watch.ran(answered, self._clock() - since_s)
+        self._watch.ended(answered.requests)
+        self._watch.ran(answered, self._clock() - closed.opened_at_s)
         if held is not None:
             self._begin_batch(held)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)
-        logger.debug(
-            "expert_evicted expert=%s pool=%s size_bytes=%d stage=%d for=%s",
-            effect.expert, effect.pool, effect.freed_bytes, effect.stage, effect.decision.for_copy,
-        )  # fmt: skip
-
-    def _log_standing(self, effect: effects.StandingChanged) -> None:
-        if effect.standing is effects.Standing.QUARANTINE:
-            logger.error("expert_quarantined expert=%s reason=%s", effect.expert, effect.reason)
-        elif effect.standing is effects.Standing.PROBATION:
-            logger.warning(
-                "expert_on_probation expert=%s retry_s=%.1f reason=%s", effect.expert, effect.retry_s, effect.reason
-            )
-        else:
-            logger.info("expert_serves_again expert=%s reason=%s", effect.expert, effect.reason)
-
-    def _log_fall_back(self, effect: effects.FellBack) -> None:
-        logger.warning(
-            "expert_falls_back expert=%s pool=%s requests=%d retry_s=%.1f reason=%s: it is asked on other executors",
-            effect.expert, effect.pool, effect.requests, effect.retry_s, effect.reason,
-        )  # fmt: skip
+        log_effect(effect)
 
     def _change_budget(self, effect: effects.BudgetChanged) -> None:
         for store in self._workshop.stores:
             if store.pool == effect.pool:
                 store.set_budget(effect.after_bytes)
-        is_lower = effect.after_bytes < effect.before_bytes
-        logger.log(
-            logging.ERROR if is_lower else logging.WARNING,
-            "memory_budget_%s pool=%s from_bytes=%d to_bytes=%d reason=%s%s",
-            "lowered" if is_lower else "raised", effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
-            LOWERED_ADVICE + effect.pool if is_lower else "",
-        )  # fmt: skip
+        log_effect(effect)
 
     def _change_leases(self, effect: effects.LeasesChanged) -> None:
         self._workshop.text_engines.set_budget(effect.pool, effect.after_bytes)
-        logger.log(
-            logging.ERROR if effect.after_bytes < effect.before_bytes else logging.WARNING,
-            "memory_leases_changed pool=%s from_bytes=%d to_bytes=%d reason=%s: so much is for what texts hold",
-            effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
-        )  # fmt: skip
+        log_effect(effect)
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
         self._texts.forget(effect.request)
@@ -593,7 +540,7 @@ class AgentLoop:
             self._check_invariants()
         with self._changed:
             self._changed.notify_all()
-        if self._watch is not None and self._is_idle() and self._inbox.empty():
+        if self._is_idle() and self._inbox.empty():
             self._watch.idle()
 
     def _check_invariants(self) -> None:
