@@ -7,7 +7,7 @@ Size classes would need no sliding, but each class would keep the room of its pe
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class Arena:
 
     def take(self, size_bytes: int) -> Span | None:
         """Span from the smallest sufficient gap, its size rounded up to the alignment; None without such a gap."""
-        size_bytes = aligned(size_bytes)
+        size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         fitting = [gap for gap in self._gaps() if gap.size_bytes >= size_bytes]
         if not fitting:
             return None
@@ -56,21 +56,14 @@ class Arena:
         return span
 
     def give_back(self, span: Span) -> None:
-        """Raises ValueError for a span that is not taken."""
-        del self._taken[self._place_of(span)]
+        self._taken.remove(span)
 
     def slide(self, span: Span) -> Span:
-        """Move a span down to the end of the span below; the caller moves the bytes. Raises ValueError."""
-        place = self._place_of(span)
+        """Move a span down to the end of the span below; the caller moves the bytes."""
+        place = self._taken.index(span)
         offset_bytes = self._taken[place - 1].end_bytes if place else 0
         self._taken[place] = Span(offset_bytes, span.size_bytes)
         return self._taken[place]
-
-    def _place_of(self, span: Span) -> int:
-        place = bisect_left(self._taken, span)
-        if place == len(self._taken) or self._taken[place] != span:
-            raise ValueError(f"{span} is not taken")
-        return place
 
     def _gaps(self) -> Iterator[Span]:
         start = 0
@@ -78,7 +71,3 @@ class Arena:
             if span.offset_bytes > start:
                 yield Span(start, span.offset_bytes - start)
             start = span.end_bytes
-
-
-def aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

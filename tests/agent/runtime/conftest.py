@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from agent.runtime.weights.slots import Slot, SlotStore
+
 LABELS = ("ok", "missing", "tombstone")
 SIZE = InputSpec(64, 64)
 
@@ -43,6 +45,16 @@ class Line:
     def file_of(self, name: str) -> Path:
         """Where an expert's own bytes lie."""
         return self.segments.segment_path(self.copy(name).packed.own.sha256)
+
+    def load(self, store: SlotStore, name: str) -> Slot:
+        """Reserve, materialise and fill one copy."""
+        copy = self.copy(name)
+        slot = store.reserve(copy)
+        store.materialise(slot)
+        for segment in copy.packed.segments:
+            self.segments.read(segment, slot.region_of(segment).buffer, copy.expert.id)
+        store.commit(slot)
+        return slot
 
     def pixels(self, seed: int) -> np.ndarray:
         """A made-up image, larger than the experts' input: every seed has a colour of its own, under noise."""
@@ -99,13 +111,7 @@ def breakable_line(packed_directory, predicted, tmp_path) -> Iterator[Line]:
 def experts_in(directory: Path) -> list[Expert]:
     """The experts whose weights lie in a directory."""
     return [
-        Expert(
-            f"cls/{file.stem}",
-            "shufflenet_v2_x0_5" if file.stem.startswith("wide") else "squeezenet1_1",
-            file,
-            LABELS,
-            SIZE,
-        )
+        Expert(f"cls/{file.stem}", "shufflenet_v2_x0_5" if "wide" in file.stem else "squeezenet1_1", file, LABELS, SIZE)
         for file in sorted(directory.glob("*.safetensors"))
     ]
 

@@ -15,14 +15,9 @@ from PIL import Image
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.executor import (
-    BatchExecutor,
-    Shared,
-    checked,
-    judge,
-)
+from agent.runtime.executor import BatchExecutor, Shared, checked, judge
 from agent.runtime.images.preparation import Preparation
-from agent.runtime.images.sources import EncodedImage
+from agent.runtime.images.sources import EncodedImage, ImageFile
 from agent.runtime.machine.device_loss import is_out_of_memory
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import Team
@@ -39,7 +34,7 @@ PATIENCE_S = 30.0
 class Desk:
     """One executor over a host memory, driven by hand."""
 
-    def __init__(self, line, watch=None):
+    def __init__(self, line):
         self.line = line
         self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
         self.answers = SimpleQueue()
@@ -51,13 +46,7 @@ class Desk:
         self.batches = 0
 
     def load(self, name):
-        copy = self.line.copy(name)
-        slot = self.store.reserve(copy)
-        self.store.materialise(slot)
-        for segment in copy.packed.segments:
-            self.line.segments.read(segment, slot.region_of(segment).buffer, copy.expert.id)
-        self.store.commit(slot)
-        return slot
+        return self.line.load(self.store, name)
 
     def run(self, name, *images):
         self.batches += 1
@@ -90,22 +79,20 @@ def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     desk.load("own-0")
     good = line.pixels(2)
     missing = tmp_path / "gone.png"
-    huge = EncodedImage(encoded(np.zeros((1200, 1000, 3), dtype=np.uint8)), "huge.png", 1_000_000)
-    answer = desk.run("own-0", encoded(good)[:-20], good, missing, b"", huge)
+    file = tmp_path / "image.png"
+    file.write_bytes(encoded(good))  # 80 x 70
+    huge = [EncodedImage(file.read_bytes(), "sub/b1.png", 5599), ImageFile(file, 5599)]
+    flat = np.zeros((4, 4), dtype=np.uint8)
+    answer = desk.run("own-0", encoded(good)[:-20], missing, b"", flat, *huge, good, ImageFile(file, 5600))
     kinds = [type(result) for result in answer.results]
-    assert kinds == [Rejected, Prediction, Rejected, Rejected, Rejected]
-    assert answer.results[1] == line.predict("own-0", good)
-    assert "gone.png" in answer.results[2].reason
-    assert "max_pixels" in answer.results[4].reason
+    assert kinds == [Rejected] * 6 + [Prediction] * 2
+    assert answer.results[6:] == (line.predict("own-0", good),) * 2
+    assert "gone.png" in answer.results[1].reason
+    told = [result.reason for result in answer.results[4:6]]
+    assert told == [f"{name}: 80 x 70 pixels are more than max_pixels 5599" for name in ("sub/b1.png", "image.png")]
     statistics = desk.executor.statistics()
-    assert (statistics.batches, statistics.images, statistics.rejected) == (1, 5, 4)
-
-
-def test_pixels_of_a_wrong_form_reject_their_request_and_the_thread_lives(desk, line):
-    desk.load("own-0")
-    answer = desk.run("own-0", np.zeros((4, 4), dtype=np.uint8), line.pixels(0))
-    assert [type(result) for result in answer.results] == [Rejected, Prediction]
-    assert isinstance(desk.run("own-0", line.pixels(0)).results[0], Prediction)
+    assert (statistics.batches, statistics.images, statistics.rejected) == (1, 8, 6)
+    assert isinstance(desk.run("own-0", good).results[0], Prediction)
 
 
 def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_not_said_of_the_image(

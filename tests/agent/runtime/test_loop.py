@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import agent.runtime.loop
 from agent.core.engine import Engine
@@ -22,7 +21,6 @@ from agent.core.policy import PRESETS
 from agent.core.request import Precedence
 from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.images.sources import EncodedImage, ImageFile
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
 from experts.backends.classifier import ClassifierBackend
@@ -42,33 +40,16 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 class Agent:
     """An agent over a line, with its outcomes in ``outcomes``."""
 
-    def __init__(
-        self,
-        line,
-        *,
-        box="cpu",
-        executors=None,
-        room=3,
-        policy="coserve",
-        on_outcome=None,
-        ssd_rate=None,
-        clock=time.monotonic,
-        prepared_bytes=1024 * 1024,
-        cores=1,
-    ):
-        self.line = line
-        self.outcomes = {}
-        self.box = replace(detect(box), cores=cores)
-        specs = executors or [ExecutorSpec(0, "cpu", "host")]
+    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, **options):
+        self.line, self.outcomes = line, {}
+        specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         largest = max(copy.footprint.total_bytes for copy in line.copies.values())
-        pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
-        if self.box.is_split:
-            pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
-        limits = worlds.limits(tuple(pools), load_backoff_s=0.001, away_s=0.0, prepared_bytes=prepared_bytes)
-        self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
-        plan = AgentPlan(self.box, specs, limits, line.copies, self.profile(specs), self.graph())
-        options = LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate, clock=clock)
-        self.loop = assemble(self.engine, plan, line.segments, on_outcome or self.outcomes.__setitem__, options)
+        pool = PoolSpec("host", room * largest, WORKSPACE_BYTES)
+        limits = worlds.limits((pool,), load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
+        engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
+        plan = AgentPlan(replace(detect("cpu"), cores=1), specs, limits, line.copies, self.profile(specs), self.graph())
+        told = on_outcome or self.outcomes.__setitem__
+        self.loop = assemble(engine, plan, line.segments, told, LoopOptions(checks_invariants=True, **options))
 
     def graph(self):
         names = sorted(copy.expert.id for copy in self.line.copies.values())
@@ -79,11 +60,7 @@ class Agent:
     def profile(self, specs):
         rows = {
             copy.expert.id: ExpertProfile(
-                copy.name,
-                PERFORMANCE,
-                copy.footprint,
-                {SSD: 0.01, "host": 0.002},
-                prepared=prepared_form(copy.expert),
+                copy.name, PERFORMANCE, copy.footprint, {SSD: 0.01}, prepared=prepared_form(copy.expert)
             )
             for copy in self.line.copies.values()
         }
@@ -142,8 +119,7 @@ def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy
 
 
 def test_several_executors_share_copies_and_memory(line):
-    executors = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "cpu", "host")]
-    with Agent(line, executors=executors) as agent:
+    with Agent(line, executors=2) as agent:
         assert_verdicts(agent, run_mixed_requests(agent))
         assert all(executor.batches > 0 for executor in agent.loop.statistics().executors)
 
@@ -227,14 +203,19 @@ def test_a_request_names_a_component_or_an_expert(line):
                 agent.loop.submit(line.pixels(0), **wrong)
 
 
+def crashing(line, **options):
+    """A started agent, and where its crash is told."""
+    agent, told = Agent(line, **options), queue.SimpleQueue()
+    agent.loop.when_crashed(told.put)
+    agent.loop.start()
+    return agent, told
+
+
 def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
     def broken(_request, _outcome):
         raise OSError("the results cannot be written")
 
-    agent = Agent(line, on_outcome=broken)
-    told = queue.SimpleQueue()
-    agent.loop.when_crashed(told.put)
-    agent.loop.start()
+    agent, told = crashing(line, on_outcome=broken)
     agent.loop.submit(line.pixels(0), component="own-0")
     crash = told.get(timeout=PATIENCE_S)
     assert isinstance(crash.error, OSError)
@@ -263,10 +244,7 @@ class LostSkeleton:
 
 def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
     monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
-    agent = Agent(line, executors=[ExecutorSpec(number, "cpu", "host") for number in range(2)])
-    told = queue.SimpleQueue()
-    agent.loop.when_crashed(told.put)
-    agent.loop.start()
+    agent, told = crashing(line, executors=2)
     for component in ("own-0", "own-1", "twin-0", "wide"):
         for number in range(4):
             with suppress(RuntimeError):  # it has crashed already
@@ -354,26 +332,12 @@ def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
 
 
 def test_draining_waits_for_requests_and_not_for_loads(line):
-    with Agent(line, ssd_rate=1.0) as agent:
+    with Agent(line, ssd_bytes_per_s=1.0) as agent:
         agent.loop.drain()
         assert agent.loop.wait_until_drained(PATIENCE_S)
         statistics = agent.loop.statistics()
         assert any(pool.loading for pool in statistics.engine.pools)
         assert not agent.loop.wait_until_idle(0)
-
-
-def test_an_image_has_a_name_and_a_limit_of_pixels_of_its_own(line, tmp_path):
-    file = tmp_path / "image.png"
-    Image.fromarray(line.pixels(0)).save(file)  # 80 x 70
-    sources = {
-        limit: [ImageFile(file, limit), EncodedImage(file.read_bytes(), "sub/b1.png", limit)] for limit in (5600, 5599)
-    }
-    with Agent(line) as agent:
-        asked = {limit: [agent.loop.submit(each, component="own-0") for each in sources[limit]] for limit in sources}
-        agent.settle()
-    assert {agent.outcomes[request].verdict for request in asked[5600]} == {Verdict.OK}
-    told = [agent.outcomes[request].reason for request in asked[5599]]
-    assert told == [f"{name}: 80 x 70 pixels are more than max_pixels 5599" for name in ("image.png", "sub/b1.png")]
 
 
 def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 import threading
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from agent.runtime.text_engines import TextEngines, layout_of
 from agent.runtime.texts import TextSource
-from experts.errors import AgentCrashed, DeviceLost, PromptInvalid
+from experts.errors import PromptInvalid
 from experts.expert import Verdict
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
-from tests.agent.runtime.text_line import (
-    CHOICES,
-    CONFIG,
-    EYE,
-    PATIENCE_S,
-    Reader,
-    TextAgent,
-    TextLine,
-    write_line,
-)
+from tests.agent.runtime.text_line import CONFIG, EYE, PATIENCE_S, TextAgent, TextLine, write_line
 
 IMAGE = np.zeros((70, 80, 3), dtype=np.uint8)
 
@@ -169,19 +157,6 @@ def test_texts_for_which_memory_was_short_are_written_in_smaller_batches(line, f
     assert [reader.tokens for _, reader in asked] == [written("llm/code", count=9)] * 2
 
 
-def test_a_lost_device_ends_the_agent_and_no_text_is_blamed(line, fake):
-    fake.errors = [torch.AcceleratorError("CUDA error: an illegal memory access was encountered")]
-    agent = served(line, fake)
-    told = queue.SimpleQueue()
-    agent.loop.when_crashed(told.put)
-    agent.loop.start()
-    agent.ask("llm/code")
-    assert isinstance(told.get(timeout=PATIENCE_S).error, DeviceLost)
-    with pytest.raises(AgentCrashed, match="illegal memory access"):
-        agent.loop.stop()
-    assert agent.outcomes == {}
-
-
 def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(line, fake):
     def refuse(expert):
         raise PromptInvalid("prompt", f"is nothing for {expert}")
@@ -190,20 +165,6 @@ def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(
         with pytest.raises(PromptInvalid, match="nothing for llm/router"):
             agent.loop.submit(TextSource(refuse), component="auto")
         assert agent.loop.requests_in_flight == 0
-
-
-def test_what_is_wrong_with_it_for_a_later_one_is_told_once_that_is_reached(line, fake):
-    def text_for(expert):
-        if expert == "llm/code":
-            raise PromptInvalid("prompt", "is nothing for code")
-        return TextRequest(Generation((1, 2), 4, GREEDY, choices=CHOICES), Reader())
-
-    with served(line, fake) as agent:
-        number = agent.loop.submit(TextSource(text_for), component="auto")
-        agent.settle()
-    outcome = agent.outcomes[number]
-    assert (outcome.verdict, outcome.reason) == (Verdict.UNKNOWN, "prompt: is nothing for code")
-    assert [step.expert for step in outcome.steps] == ["llm/router"]
 
 
 def test_an_expert_of_images_takes_no_texts_and_one_of_texts_no_images(line, fake):

@@ -40,6 +40,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
+MOE_FAMILIES = [family for family, changes in FAMILIES.items() if "num_experts_per_tok" in changes]
+
+
 def tiny_config(family, **changes):
     """The values of a config.json; a change to None takes the field out."""
     values = {"model_type": family, **SIZES, **FAMILIES[family], **changes}

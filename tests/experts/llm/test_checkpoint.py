@@ -10,8 +10,7 @@ from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, Weig
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import parse_spec
 from experts.llm.model import load_model
-
-FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+from tests.experts.llm.conftest import FAMILIES
 
 
 def opened(directory):

@@ -5,14 +5,8 @@ import math
 import pytest
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
-from experts.llm.config import (
-    RopeKind,
-    RopeSpec,
-    parse_spec,
-    read_spec,
-)
-
-FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+from experts.llm.config import RopeKind, RopeSpec, parse_spec, read_spec
+from tests.experts.llm.conftest import FAMILIES
 
 
 def refusal(values):

@@ -11,9 +11,7 @@ from experts.llm.model import LanguageModel
 from experts.llm.quant import SCALE, Int8Tensors
 from experts.packed.packing import pack_line
 from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
-from tests.experts.llm.conftest import logits_of
-
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+from tests.experts.llm.conftest import MOE_FAMILIES, logits_of
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def read(store, segment, number):
     return buffer.tensor
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
 def test_each_block_holds_one_of_a_layer_s_experts(model_files, store, family, precision):
     expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
@@ -67,7 +65,7 @@ def test_each_block_holds_one_of_a_layer_s_experts(model_files, store, family, p
     assert in_blocks == {name for name in tensors if ".experts." in name}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family):
     expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
     spec, tensors = tensors_of(expert)

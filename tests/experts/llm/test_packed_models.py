@@ -24,9 +24,8 @@ from experts.expert import Expert, Precision
 from experts.llm.model import load_model
 from experts.llm.program import files_of
 from experts.packed.packing import pack_line
-from tests.experts.llm.conftest import logits_of
+from tests.experts.llm.conftest import FAMILIES, logits_of
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 WORDS = Tokenizer(WordLevel({"word": 0, "other": 1})).to_str()
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 3), (58,))

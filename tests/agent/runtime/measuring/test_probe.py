@@ -36,14 +36,6 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
     assert rows["cls/own-0"].performance == rows["cls/own-3"].performance, "one kind is measured once"
 
 
-def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breakable_line):
-    breakable_line.file_of("kin-0").unlink()
-    box = detect("cpu")
-    found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
-    assert found.failed == {}
-    assert "cls/own-0" in found.matrix.experts["cpu"]
-
-
 def test_an_expert_that_answers_no_numbers_does_not_speak_for_its_kind(breakable_line):
     spoil(breakable_line, "own-0")
     copies = [breakable_line.copy("own-0"), breakable_line.copy("own-1")]

@@ -16,26 +16,15 @@ def store_of(line, budget_bytes=ROOMY, devices=("cpu",), memory=None):
     return SlotStore(memory or HostMemory(), budget_bytes, devices, SkeletonShelf(line.segments))
 
 
-def load(store, line, name):
-    """Reserve, materialise and fill one copy."""
-    copy = line.copy(name)
-    slot = store.reserve(copy)
-    store.materialise(slot)
-    for segment in copy.packed.segments:
-        line.segments.read(segment, slot.region_of(segment).buffer, copy.expert.id)
-    store.commit(slot)
-    return copy
-
-
 def own_bytes(line, *names):
     return sum(line.copy(name).packed.own.slot_bytes for name in names)
 
 
 def test_it_counts_what_the_ledger_counts(line):
     store = store_of(line)
-    first = load(store, line, "own-0")
-    load(store, line, "twin-0")
-    load(store, line, "twin-1")
+    first = line.load(store, "own-0").copy
+    line.load(store, "twin-0")
+    line.load(store, "twin-1")
     trunk_bytes = sum(segment.slot_bytes for segment in line.copy("twin-0").packed.shared)
     assert trunk_bytes > 0
     assert store.statistics().used_bytes == own_bytes(line, "own-0", "twin-0", "twin-1") + trunk_bytes
@@ -53,14 +42,14 @@ def test_a_reserved_slot_counts_before_it_has_memory_and_an_abandoned_one_no_mor
     assert store.statistics().used_bytes > 0
     store.abandon(slot)
     assert store.statistics().used_bytes == 0
-    load(store, line, "twin-0")
+    line.load(store, "twin-0")
     store.close()
 
 
 def test_loading_over_an_expert_of_the_same_layout_makes_and_binds_nothing(line):
     store = store_of(line, own_bytes(line, "own-0"))
     for name in ("own-0", "own-1", "own-2", "own-0"):
-        store.evict(load(store, line, name).name)
+        store.evict(line.load(store, name).copy.name)
     statistics = store.statistics()
     assert (statistics.regions_allocated, statistics.binds) == (1, 1)
     store.close()
@@ -69,11 +58,11 @@ def test_loading_over_an_expert_of_the_same_layout_makes_and_binds_nothing(line)
 def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line):
     shelf = SkeletonShelf(line.segments)
     store = SlotStore(HostMemory(), ROOMY, ("cpu",), shelf)
-    load(store, line, "twin-0")
-    load(store, line, "kin-0")
+    line.load(store, "twin-0")
+    line.load(store, "kin-0")
     store.evict("cls/twin-0@fp32")
     assert store.statistics().binds == 2
-    expert = load(store, line, "kin-1").expert
+    expert = line.load(store, "kin-1").copy.expert
     assert (store.statistics().binds, shelf.constructed) == (3, 2)
     image = line.pixels(1)
     with store.using("cls/kin-1@fp32") as slot:
@@ -84,7 +73,7 @@ def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line
 
 def test_what_runs_is_not_evicted(line):
     store = store_of(line)
-    copy = load(store, line, "own-0")
+    copy = line.load(store, "own-0").copy
     with store.using(copy.name), pytest.raises(IllegalMove, match="in use"):
         store.evict(copy.name)
     store.evict(copy.name)
@@ -109,7 +98,7 @@ def test_what_is_on_its_way_is_neither_run_nor_evicted_nor_loaded_twice(line):
 def test_a_mere_cache_binds_no_skeleton(line):
     shelf = SkeletonShelf(line.segments)
     store = SlotStore(HostMemory(), ROOMY, (), shelf)
-    copy = load(store, line, "own-0")
+    copy = line.load(store, "own-0").copy
     assert shelf.constructed == 0
     with store.using(copy.name) as slot, pytest.raises(LoadError, match="not bound for cpu"):
         slot.skeleton("cpu")

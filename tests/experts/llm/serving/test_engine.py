@@ -1,6 +1,5 @@
 """Texts through the engine, under virtual time, with a model that counts: who runs when, and what comes of each."""
 
-import random
 import threading
 
 import pytest
@@ -15,6 +14,21 @@ from experts.llm.serving.generation import GREEDY, Generation, RefusedText, Samp
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.texts import Turn
 from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, VirtualClock
+
+CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
+
+
+class Acts(Notes):
+    """Calls ``act`` at its second token."""
+
+    def __init__(self, act):
+        super().__init__()
+        self._act = act
+
+    def write(self, sampled):
+        if len(self.sampled) == 1:
+            self._act()
+        return super().write(sampled)
 
 
 def counted(prompt, new):
@@ -82,32 +96,24 @@ class TestEndings:
         assert desk.notes[1].tokens == tokens
         assert desk.finished == {1: Prediction(ending, 1.0)}
 
-    def test_its_time_is_over(self):
+    @pytest.mark.parametrize(("left_s", "tokens"), [(2.5, [4, 5, 6]), (0.0, [])])
+    def test_its_time_is_over(self, left_s, tokens):
         clock = VirtualClock()
         desk = Desk(CountingModel(clock, base_s=1.0), clock=clock)
-        desk.ask(1, [3], 9, deadline_s=clock.now_s + 2.5).ask(2, [3], 5)
+        desk.ask(1, [3], 9, deadline_s=clock.now_s + left_s).ask(2, [3], 5)
         desk.finish(quantum_s=1)
-        assert desk.notes[1].tokens == [4, 5, 6]
+        assert desk.notes[1].tokens == tokens
         assert desk.finished == {1: Prediction("deadline", 1.0), 2: Prediction("length", 1.0)}
-
-    def test_its_time_was_over_before_it_began(self):
-        desk = Desk()
-        desk.ask(1, [3], 9, deadline_s=desk.clock.now_s).finish()
-        assert desk.finished == {1: Prediction("deadline", 1.0)}
-        assert desk.model.batches == []
 
 
 class TestForgetting:
     def test_in_the_middle_of_a_quantum_it_takes_effect_at_the_next_iteration(self, desk):
-        class Leaves(Notes):
-            def write(self, sampled):
-                if len(self.sampled) == 1:
-                    leaving = threading.Thread(target=desk.engine.forget, args=(1,))
-                    leaving.start()
-                    leaving.join()
-                return super().write(sampled)
+        def leave():
+            leaving = threading.Thread(target=desk.engine.forget, args=(1,))
+            leaving.start()
+            leaving.join()
 
-        desk.ask(1, [3], 9, notes=Leaves()).ask(2, [3], 4).finish()
+        desk.ask(1, [3], 9, notes=Acts(leave)).ask(2, [3], 4).finish()
         assert desk.notes[1].tokens == [4, 5]
         assert isinstance(desk.finished[1], RefusedText)
         assert desk.notes[2].tokens == [4, 5, 6, 7]
@@ -129,13 +135,7 @@ class TestForgetting:
 
 class TestPreempting:
     def test_a_quantum_ends_after_the_iteration_in_which_somebody_comes(self, desk):
-        class Comes(Notes):
-            def write(self, sampled):
-                if len(self.sampled) == 1:
-                    desk.engine.hurry()
-                return super().write(sampled)
-
-        desk.ask(1, [3], 9, notes=Comes())
+        desk.ask(1, [3], 9, notes=Acts(desk.engine.hurry))
         desk.quantum()
         assert desk.notes[1].tokens == [4, 5]
         desk.quantum()  # and no other one
@@ -150,13 +150,7 @@ class TestPreempting:
         assert len(quantum.unfinished) == left
 
     def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
-        class Preempts(Notes):
-            def write(self, sampled):
-                if len(self.sampled) == 1:
-                    desk.engine.preempt(1)
-                return super().write(sampled)
-
-        desk.ask(1, [3], 4, notes=Preempts())
+        desk.ask(1, [3], 4, notes=Acts(lambda: desk.engine.preempt(1)))
         assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
@@ -195,26 +189,17 @@ class TestWhatIsWrong:
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
     def test_so_are_numbers_that_are_none(self, sampling):
         desk = Desk(CountingModel(broken_after=5))
-        desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).finish()
+        desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).ask(3, [5], 0, choices=CHOICES).finish()
         assert "expert counting answered with NaN or infinity after 3 tokens" in desk.finished[1].reason
         assert desk.notes[1].tokens == [4, 5]
         assert desk.notes[2].tokens == [21, 22, 23]
+        assert "NaN or infinity" in desk.finished[3].reason
 
     def test_what_a_model_raises_passes_through_and_nothing_is_lost(self):
         desk = Desk(limits=IterationLimits(rows=2))  # so that the quantum goes on with the third when the first is done
         desk.ask(1, [3], 2).ask(2, [20], 6)
         desk.quantum(0)
-        broken = threading.Event()
-
-        class Breaks(Notes):
-            def write(self, sampled):
-                if not broken.is_set() and len(self.sampled) == 1:
-                    desk.model.raises = RuntimeError("no memory")
-                    broken.set()
-                return super().write(sampled)
-
-        desk.notes[2] = Breaks()
-        desk.ask(3, [30], 4, notes=Breaks())
+        desk.ask(3, [30], 4, notes=Acts(lambda: setattr(desk.model, "raises", RuntimeError("no memory"))))
         with pytest.raises(RuntimeError, match="no memory"):
             desk.quantum()
         desk.model.raises = None
@@ -224,9 +209,6 @@ class TestWhatIsWrong:
         assert {request: result.label for request, result in desk.finished.items()} == dict.fromkeys(
             (1, 2, 3), "length"
         )
-
-
-CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 
 
 class TestRouters:
@@ -248,11 +230,6 @@ class TestRouters:
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.promised_bytes == 0
 
-    def test_numbers_that_are_none(self):
-        desk = Desk(CountingModel(broken_after=10))
-        desk.ask(1, [10], 0, choices=CHOICES).finish()
-        assert "NaN or infinity" in desk.finished[1].reason
-
 
 class TestExpectations:
     def test_time_in_tensors_is_told_apart(self):
@@ -268,25 +245,6 @@ class TestExpectations:
         told = desk.engine.statistics()
         assert (told.tensor_s, told.busy_s, told.overhead_s) == (2.0, 3.0, 0.25)
         assert told.iterations == 4
-
-
-def test_many_texts_of_which_most_are_cancelled_leave_nothing_behind():
-    chance = random.Random(11)
-    desk = Desk(arena=ExtentArena(2**20), limits=IterationLimits(rows=64, tokens=2000))
-    for request in range(1_000):
-        prompt, new = [chance.randrange(100) for _ in range(chance.randint(1, 9))], chance.randint(1, 6)
-        desk.ask(request, prompt, new, weights="w" if request % 3 else None)
-        if len(desk.turns) > 20:
-            desk.quantum(0)
-            for one in chance.sample(sorted(desk.turns), min(len(desk.turns), 12)):
-                if chance.random() < 1 / 3:
-                    desk.engine.preempt(one)
-                else:
-                    desk.engine.forget(one)
-                    del desk.turns[one]
-    desk.finish(quantum_s=0)
-    assert desk.arena.promised_bytes == 0
-    assert len(desk.finished) < 1_000 / 2
 
 
 TEXTS = st.lists(

@@ -10,20 +10,17 @@ from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena, ModelKeyValues
+from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.texts import Turn
-from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-SPEC = parse_spec(CONFIG, "tiny")
+SPEC = parse_spec(tiny_config("llama", max_position_embeddings=256), "tiny")
 LAYOUT = KvLayout.of(SPEC, torch.float32)
-BUDGET_BYTES = 512 * LAYOUT.token_bytes
+UNIT = 4096 // (SPEC.head_size * 4)  # tokens that are counted together
+BUDGET_BYTES = 8 * UNIT * LAYOUT.token_bytes
 PROMPT = tuple(range(3, 23))
 
 
@@ -38,14 +35,6 @@ def model():
     return LanguageModel(
         SPEC, {one.name: torch.randn(one.shape, generator=generator) * 0.3 for one in assemblies(SPEC)}
     )
-
-
-def greedy(model, count):
-    tokens = list(PROMPT)
-    for _ in range(count):
-        batch = TokenBatch.of([Chunk(0, 0, tokens)])
-        tokens.append(int(model.forward(batch, ModelKeyValues(SPEC, torch.float32))[-1].argmax()))
-    return tokens[len(PROMPT) :]
 
 
 def test_nothing_grows_over_what_others_were_promised(arena):
@@ -82,7 +71,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
         assert len(writer.tokens) == max(lease - len(PROMPT) + 1, 0)
     ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
     assert prediction.label == "length"
-    assert writer.tokens == greedy(model, 30)
+    assert writer.tokens == greedy(model, [PROMPT], 30)[0][0]
     assert arena.promised_bytes == 0
 
 

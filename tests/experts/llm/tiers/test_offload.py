@@ -15,9 +15,7 @@ from experts.llm.quant import Int8Tensors
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
 from experts.llm.tiers.offload import BlockForm, BlockTensor, GateAhead, OffloadedMoe
-from tests.experts.llm.conftest import greedy
-
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+from tests.experts.llm.conftest import MOE_FAMILIES, greedy
 
 
 class Blocks:
@@ -91,7 +89,7 @@ def offload():
 PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("places", [1, 2, 5, 100])
 def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, places):
     spec, tensors = model_files.read(family)
