@@ -110,12 +110,6 @@ class OpenWork:
     def close_load(self, load: int) -> None:
         self.loads.pop(load, None)
 
-    def oldest_batch_s(self, now: float) -> float | None:
-        return max((now - each.opened_at_s for each in self.batches.values()), default=None)
-
-    def oldest_load_s(self, now: float) -> float | None:
-        return max((now - each.opened_at_s for each in self.loads.values()), default=None)
-
     def next_due_s(self) -> float | None:
         return min((opened.due_s(self._limits) for opened in self._all()), default=None)
 

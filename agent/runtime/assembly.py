@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from agent.runtime.executor import BatchExecutor, Shared
-from agent.runtime.images.preparation import Preparation, threads_for
+from agent.runtime.images.preparation import Preparation
 from agent.runtime.loop import AgentLoop, Workshop
 from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.machine.device_loss import watch_of
@@ -42,7 +42,7 @@ def assemble(
     operator_threads, watch = threads_per_executor(box, plan.executors), watch_of(box)
     loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
     transfers = Transfers(drive, stores, plan.copies, inbox.put, load_threads(loads, operator_threads), watch)
-    preparation = Preparation(threads_for(box), options.scaled, box.cores)
+    preparation = Preparation(box.cores, options.scaled)
     engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
     shared, team = Shared(preparation, inbox.put, texts, watch), teams(plan.executors, operator_threads)

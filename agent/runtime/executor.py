@@ -55,18 +55,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """One executor, since the start. ``busy_s``: from taking a batch to its answer; of that ``infer_s`` in the model,
-    ``waited_s`` for images. ``texts``: that have ended; they are no images.
+    """One executor, since the start. ``busy_s``: from taking a batch to its answer; of that ``waited_s`` for images.
+
+    ``texts``: ended ones; they are no images.
     """
 
     executor: int
     processor: str
-    batches: int
-    images: int
-    rejected: int
-    failed: int
-    busy_s: float
-    infer_s: float
+    batches: int = 0
+    images: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
     waited_s: float = 0.0
     texts: int = 0
     read_tokens: int = 0
@@ -74,15 +73,12 @@ class ExecutorStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class _Images:
-    batch: Batch
-    prepared: tuple[DueTask[Prepared | Rejected], ...]
+class _Work:
+    """A batch with its images, or for a quantum with the copy of each of its texts."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Quantum:
     batch: Batch
-    copies: tuple[ExpertCopy, ...]
+    images: Sequence[DueTask[Prepared | Rejected]] = ()
+    copies: Sequence[ExpertCopy] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +105,9 @@ class BatchExecutor:
         self._device = torch_device(spec.processor)
         self._computing_threads = team.threads if self.is_on_cpu else 1  # else it feeds a device
         self._is_stopping = False
-        self._inbox: SimpleQueue[_Images | _Quantum | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
-        self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
+        self._statistics = ExecutorStatistics(spec.id, spec.processor)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -122,10 +118,8 @@ class BatchExecutor:
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
         """Run a batch on its images, in order, at once or after the one that runs."""
-        prepared = tuple(
-            self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
-        )
-        self._inbox.put(_Images(batch, prepared))
+        asked = zip(batch.requests, images, strict=True)
+        self._inbox.put(_Work(batch, [self._prepare(expert, image, request) for request, image in asked]))
 
     def hurry(self, batch: Batch) -> None:
         """Prepare the batch's images before all others: the batch is next, or runs."""
@@ -134,7 +128,7 @@ class BatchExecutor:
 
     def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
         """Run a batch of texts for its quantum; ``copies``: of each."""
-        self._inbox.put(_Quantum(batch, tuple(copies)))
+        self._inbox.put(_Work(batch, copies=copies))
 
     def statistics(self) -> ExecutorStatistics:
         engine = self._texts.statistics(self.spec.id)
@@ -171,17 +165,17 @@ class BatchExecutor:
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))
 
-    def _answer(self, work: _Images | _Quantum) -> Finished | Progressed | BatchFailed | Breakdown:
+    def _answer(self, work: _Work) -> Finished | Progressed | BatchFailed | Breakdown:
         batch = work.batch
         started = time.monotonic()
         try:
-            if isinstance(work, _Quantum):
+            if work.copies:
                 with self._preparation.computing(self._computing_threads):
                     return self._run_quantum(work, started)
-            prepared = _prepared(work.prepared)
+            prepared = _prepared(work.images)
             self._add(waited_s=time.monotonic() - started)
             with self._preparation.computing(self._computing_threads):
-                results, infer_s = self._execute(work.batch, prepared)
+                results = self._execute(batch, prepared)
         except Exception as error:
             lost = self._watch.lost_by(error)
             if lost is not None:
@@ -194,32 +188,23 @@ class BatchExecutor:
             )  # fmt: skip
             self._add(batches=1, failed=1, busy_s=time.monotonic() - started)
             return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory)
-        rejected, busy_s = sum(isinstance(each, Rejected) for each in results), time.monotonic() - started
-        self._add(batches=1, images=len(results), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
+        self._add(batches=1, images=len(results), busy_s=time.monotonic() - started)
         return Finished(batch.id, results)
 
-    def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
+    def _run_quantum(self, work: _Work, started: float) -> Progressed:
         with self._store.using_together({copy.name: None for copy in work.copies}) as slots:
             models = {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
-            began = time.monotonic()
             progressed = self._texts.run(work.batch, work.copies, models)
-            infer_s = time.monotonic() - began
-        ended, busy_s = progressed.finished, time.monotonic() - started
-        rejected = sum(isinstance(result, Rejected) for _, result in ended)
-        self._add(batches=1, texts=len(ended), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
+        self._add(batches=1, texts=len(progressed.finished), busy_s=time.monotonic() - started)
         return progressed
 
-    def _execute(
-        self, batch: Batch, prepared: Sequence[Prepared | Rejected]
-    ) -> tuple[tuple[Prediction | Rejected, ...], float]:
+    def _execute(self, batch: Batch, prepared: Sequence[Prepared | Rejected]) -> tuple[Prediction | Rejected, ...]:
         good = [each for each in prepared if isinstance(each, Prepared)]
         if not good:
-            return tuple(each for each in prepared if isinstance(each, Rejected)), 0.0
+            return tuple(each for each in prepared if isinstance(each, Rejected))
         with self._store.using(batch.copy) as slot, torch.inference_mode():
-            started = time.monotonic()
             judged = iter(judge(slot.skeleton(self._device), slot.copy.expert, good))
-            infer_s = time.monotonic() - started
-        return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared), infer_s
+        return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared)
 
     def _add(self, **more: float) -> None:
         counts: dict[str, Any] = {name: getattr(self._statistics, name) + count for name, count in more.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)
-
-DECISION_TIMES = 10_000  # the latest, for percentiles
 LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
 STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
 ASK_AGAIN_S = 0.2  # between two looks of a waiting thread whether the loop still runs
@@ -86,26 +83,13 @@ class LoopOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionTimes:
-    """Seconds of the Engine's latest decisions."""
-
-    count: int
-    p50_s: float
-    p99_s: float
-    longest_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class LoopStatistics:
     engine: EngineStatistics
-    decisions: DecisionTimes
     transfers: TransferStatistics
     slots: tuple[SlotStatistics, ...]
     executors: tuple[ExecutorStatistics, ...]
     skeletons_constructed: int
     requests_in_flight: int
-    oldest_batch_s: float | None  # age of the oldest open batch, and load
-    oldest_load_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +183,6 @@ class AgentLoop:
         self._is_stopped = False
         self.leaves_threads = False  # after ``stop``: a thread still works in the memories
         self._ticked_s = float("-inf")
-        self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
-        self._decided = 0
         self._watch = BatchWatch()
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
@@ -432,11 +414,7 @@ class AgentLoop:
     def _handle(self, event: Event) -> None:
         if isinstance(event, events.Finished | events.Progressed | events.BatchFailed):
             self._batch_answered(event.batch)
-        started = time.perf_counter()
-        decided = self._engine.handle(event, self._clock())
-        self._decision_s.append(time.perf_counter() - started)
-        self._decided += 1
-        for effect in decided:
+        for effect in self._engine.handle(event, self._clock()):
             self._carry_out.get(type(effect), log_effect)(effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
@@ -554,23 +532,12 @@ class AgentLoop:
         assert not self._workshop.preparation.requests, "something is prepared for a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
-        workshop, now = self._workshop, self._clock()
+        workshop = self._workshop
         return LoopStatistics(
             engine=self._engine.statistics(),
-            decisions=decision_times(self._decided, self._decision_s),
             transfers=workshop.transfers.statistics(),
             slots=tuple(store.statistics() for store in workshop.stores),
             executors=tuple(executor.statistics() for executor in workshop.executors.values()),
             skeletons_constructed=workshop.shelf.constructed,
             requests_in_flight=self.requests_in_flight,
-            oldest_batch_s=self._open.oldest_batch_s(now),
-            oldest_load_s=self._open.oldest_load_s(now),
         )
-
-
-def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
-    """Percentiles of the latest decisions; zeros before the first one."""
-    ordered = sorted(seconds) or [0.0]
-    return DecisionTimes(
-        count=decided, p50_s=ordered[len(ordered) // 2], p99_s=ordered[len(ordered) * 99 // 100], longest_s=ordered[-1]
-    )

@@ -174,24 +174,22 @@ def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[So
 def _check(
     directory: Path, expert: str, spec: ArchSpec, parts: Sequence[SourceTensor], stored: Mapping[str, StoredTensor]
 ) -> None:
-    wanted = {part.name: part.shape for part in parts}
-    extra = [name for name in stored if name not in wanted and not _is_needless(name, spec)]
+    shapes = {part.name: part.shape for part in parts}
+    wanted = shapes.keys()
+    needless = {HEAD_STORED} if spec.is_tied else set()
+    extra = [name for name in stored if name not in wanted | needless and not COMPUTED_ANYWAY.fullmatch(name)]
     present = [name for name in wanted if name in stored]
-    misshapen = [name for name in present if stored[name].shape != wanted[name]]
+    misshapen = [name for name in present if stored[name].shape != shapes[name]]
     misformed = [name for name in present if stored[name].number_format not in FORMATS]
     complaints = (
         ("missing", [name for name in wanted if name not in stored]),
         ("unexpected", extra),
-        ("of another shape", [f"{name} {stored[name].shape} instead of {wanted[name]}" for name in misshapen]),
+        ("of another shape", [f"{name} {stored[name].shape} instead of {shapes[name]}" for name in misshapen]),
         ("in a number format that is not served", [f"{name} {stored[name].number_format}" for name in misformed]),
     )
     if any(names for _, names in complaints):
         text = "; ".join(_complaint(what, names) for what, names in complaints if names)
         raise WeightsMismatch(expert, f"{directory} does not fit its config.json ({spec.family}): {text}")
-
-
-def _is_needless(name: str, spec: ArchSpec) -> bool:
-    return (spec.is_tied and name == HEAD_STORED) or COMPUTED_ANYWAY.fullmatch(name) is not None
 
 
 def _complaint(what: str, names: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ model only borrows tensors, so bytes that are written into them change the model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, layer_norm, linear, rms_norm
@@ -34,35 +34,34 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import TokenBatch
 
 Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"  # of a model and the step's inputs
-StepRunner: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Attention of one layer. ``qkv``: matrices of queries, keys and values, one below the other."""
+    """Attention of one layer, by the names of its tensors. ``qkv``: queries', keys' and values' matrices stacked."""
 
-    norm: Tensor
+    attention_norm: Tensor
+    attention_norm_bias: Tensor | None
     qkv: Matrix
-    output: Matrix
     qkv_bias: Tensor | None
-    output_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    norm_bias: Tensor | None
+    output: Matrix
+    output_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardWeights:
-    """Feed-forward part of one layer; its LayerSpec tells which fields it has."""
+    """Feed-forward part of one layer, by the names of its tensors; its LayerSpec decides which fields it has."""
 
-    norm: Tensor
+    mlp_norm: Tensor
+    mlp_norm_bias: Tensor | None
     mlp: MlpWeights | None
     gate: Tensor | None
-    moe_experts: MlpWeights | MoeExperts | None
+    experts: MlpWeights | MoeExperts | None
     shared_gate: Tensor | None
     coefficient: Tensor | None
     coefficient_bias: Tensor | None
-    norm_bias: Tensor | None
 
 
 class LanguageModel:
@@ -77,11 +76,14 @@ class LanguageModel:
         self._norm = tensors[FINAL_NORM]
         self._norm_bias = tensors.get(FINAL_NORM_BIAS)
         self._head = self._embedding if spec.is_tied else matrix_of(tensors, HEAD)
-        self._attention = [_attention_weights(tensors, f"layers.{n}") for n in range(len(spec.layers))]
-        elsewhere = moe_experts or {}
-        self._feed_forward = [
-            _feed_forward_weights(spec, tensors, f"layers.{n}", elsewhere.get(n)) for n in range(len(spec.layers))
-        ]
+        self._attention: list[AttentionWeights] = []
+        self._feed_forward: list[FeedForwardWeights] = []
+        for layer in range(len(spec.layers)):
+            self._attention.append(AttentionWeights(**_held(tensors, layer, AttentionWeights)))
+            mlp, experts = (_mlp_weights(spec, tensors, f"layers.{layer}.{name}") for name in ("mlp", "experts"))
+            own = _held(tensors, layer, FeedForwardWeights)
+            own |= {"mlp": mlp, "experts": (moe_experts or {}).get(layer, experts)}
+            self._feed_forward.append(FeedForwardWeights(**own))
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._norm.device)
 
     @property
@@ -125,7 +127,8 @@ class LanguageModel:
     def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, not yet turned, each (tokens, heads, head size)."""
         spec, weights = self.spec, self._attention[layer]
-        projected = project(self._normed(tokens, weights.norm, weights.norm_bias), weights.qkv, weights.qkv_bias)
+        normed = self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
+        projected = project(normed, weights.qkv, weights.qkv_bias)
         queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
@@ -144,7 +147,8 @@ class LanguageModel:
 
     def feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
         weights = self._feed_forward[layer]
-        return feed_forward(self._normed(tokens, weights.norm, weights.norm_bias), self.spec.layers[layer], weights)
+        normed = self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias)
+        return feed_forward(normed, self.spec.layers[layer], weights)
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"
@@ -153,7 +157,7 @@ class LanguageModel:
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
 
 
-def run_layers(model: LanguageModel, run: StepRunner, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, key_values: KeyValues) -> Tensor:
     """The pass of one model or several: all tokens behind the last layer, not yet normalised.
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
@@ -166,7 +170,7 @@ def run_layers(model: LanguageModel, run: StepRunner, batch: TokenBatch, key_val
     return tokens
 
 
-def _run_layer(layer: int, run: StepRunner, tokens: Tensor, attention: Attention, rotation: Rotation | None) -> Tensor:
+def _run_layer(layer: int, run: Step, tokens: Tensor, attention: Attention, rotation: Rotation | None) -> Tensor:
     before, behind = 1 + 2 * layer, 2 + 2 * layer
     queries, keys, values = run(before, lambda one, own: one.attention_inputs(layer, own), tokens)
     if rotation is not None:
@@ -183,9 +187,9 @@ def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) 
         assert beside is not None, "a layer without experts is an MLP"
         return beside
     assert weights.gate is not None, "a layer with experts has a gate"
-    assert weights.moe_experts is not None, "and their weights"
+    assert weights.experts is not None, "and their weights"
     table = route(linear(tokens, weights.gate), layer.moe)
-    mixed = run_moe_experts(tokens, table, weights.moe_experts)
+    mixed = run_moe_experts(tokens, table, weights.experts)
     if beside is None:
         return mixed
     if weights.shared_gate is not None:
@@ -203,32 +207,10 @@ def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -
     return LanguageModel(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
 
 
-def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWeights:
-    return AttentionWeights(
-        norm=tensors[f"{layer}.attention_norm"],
-        qkv=matrix_of(tensors, f"{layer}.qkv"),
-        output=matrix_of(tensors, f"{layer}.output"),
-        qkv_bias=tensors.get(f"{layer}.qkv_bias"),
-        output_bias=tensors.get(f"{layer}.output_bias"),
-        q_norm=tensors.get(f"{layer}.q_norm"),
-        k_norm=tensors.get(f"{layer}.k_norm"),
-        norm_bias=tensors.get(f"{layer}.attention_norm_bias"),
-    )
-
-
-def _feed_forward_weights(
-    spec: ArchSpec, tensors: Mapping[str, Tensor], layer: str, elsewhere: MoeExperts | None
-) -> FeedForwardWeights:
-    return FeedForwardWeights(
-        norm=tensors[f"{layer}.mlp_norm"],
-        mlp=_mlp_weights(spec, tensors, f"{layer}.mlp"),
-        gate=tensors.get(f"{layer}.gate"),
-        moe_experts=elsewhere or _mlp_weights(spec, tensors, f"{layer}.experts"),
-        shared_gate=tensors.get(f"{layer}.shared_gate"),
-        coefficient=tensors.get(f"{layer}.coefficient"),
-        coefficient_bias=tensors.get(f"{layer}.coefficient_bias"),
-        norm_bias=tensors.get(f"{layer}.mlp_norm_bias"),
-    )
+def _held(tensors: Mapping[str, Tensor], layer: int, record: type) -> dict[str, Any]:
+    """Tensors of a layer for the fields of a record; None where the model has none."""
+    names = {field.name: f"layers.{layer}.{field.name}" for field in fields(record)}
+    return {field: matrix_of(tensors, name) if name in tensors else None for field, name in names.items()}
 
 
 def _mlp_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], name: str) -> MlpWeights | None:

@@ -27,18 +27,16 @@ from agent.runtime.images.due_threads import DueTask, DueThreads
 from agent.runtime.images.sources import decoded, stored_bytes
 from agent.runtime.machine.threads import give_way, use_threads
 from experts.backends import backend_for
-from experts.backends.base import Prepared
 from experts.errors import ImageError
 from experts.expert import Orientation
 from experts.images import SWAPPED, UPRIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from agent.runtime.images.sources import ImageSource
-    from agent.runtime.machine.box import Box
+    from experts.backends.base import Prepared
     from experts.expert import Expert
     from experts.images import Decoded
 
@@ -145,32 +143,6 @@ class _Image:
                 needed.add(self.form)
             self.held = {form: prepared for form, prepared in self.held.items() if form in needed}
 
-    @property
-    def held_bytes(self) -> int:
-        """For later steps, the present answer included where one has its form; without the source's own pixels."""
-        with self.changing:
-            pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
-            tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
-            own = self._own
-            if isinstance(own, Prepared) and self.wanted is not None and self.form in self.wanted.later:
-                tensors[id(own)] = own.tensor.nbytes
-        return pixels + sum(tensors.values())
-
-    @property
-    def _own(self) -> Prepared | Rejected | None:
-        future = None if self.task is None else self.task.future
-        is_there = future is not None and future.done() and not future.cancelled() and future.exception() is None
-        return future.result() if future is not None and is_there else None
-
-
-def threads_for(box: Box) -> int:
-    """One per core, at least two, so that reading one image overlaps with decoding another.
-
-    Two cores, a ResNet50, photographs of 12 megapixels: decoding ahead at idle priority gave 1.16 times the images/s of
-    decoding at the batch's start; at the usual priority 0.84.
-    """
-    return max(box.cores, LEAST_THREADS)
-
 
 def _begin_giving_way() -> None:
     use_threads(1)
@@ -178,18 +150,17 @@ def _begin_giving_way() -> None:
 
 
 class Preparation:
-    """``threads`` of each kind, on ``cores``, by default as many. ``scaled``: experts with JPEGs decoded smaller.
+    """Threads for so many cores. ``scaled``: experts with JPEGs decoded smaller.
 
-    One thread, the loop's, calls ``prepare``, ``take`` and ``forget``.
+    There is a thread of each kind per core, at least two: reading one image overlaps with decoding another. On two
+    cores, with a ResNet50 and photographs of 12 megapixels, decoding ahead at idle priority gave 1.16 times the
+    images/s of decoding at the batch's start; at the usual priority 0.84. One thread, the loop's, calls ``prepare``,
+    ``take`` and ``forget``.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        scaled: frozenset[str] = frozenset(),
-        cores: int | None = None,
-    ) -> None:
-        self._cores = threads if cores is None else cores
+    def __init__(self, cores: int, scaled: frozenset[str] = frozenset()) -> None:
+        threads = max(cores, LEAST_THREADS)
+        self._cores = cores
         self._computing = 0  # threads that executors compute on
         self._changing = Lock()
         self._ahead = DueThreads(threads, "prepare", lambda: use_threads(1))
@@ -199,11 +170,6 @@ class Preparation:
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
         self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered ahead of batches
-
-    def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
-        """Prepare an image for an expert at once. ``name``: for rejections."""
-        form = self._form(expert)
-        return self._begin(_Image(image, name, _Wanted(form)), form).future
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
         """Have a request's image prepared."""
@@ -221,6 +187,7 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
+        """Task of a request's image in a batch, begun at once where it was not prepared ahead."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
             return self._begin(_Image(image, name, _Wanted(form)), form)
@@ -262,10 +229,6 @@ class Preparation:
     @property
     def requests(self) -> int:
         return len(self._images)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(image.held_bytes for image in self._images.values())
 
     def stop(self, timeout_s: float | None = None) -> bool:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

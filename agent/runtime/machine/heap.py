@@ -8,10 +8,6 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from threading import Event, Thread
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HEAPS = 2  # large tensors have mappings of their own, and the GIL lets few threads allocate at once
 GIVEN_BACK_EVERY_S = 30.0  # a trim takes milliseconds, and pages needed again are zeroed again
@@ -32,9 +28,7 @@ def give_back_unused() -> None:
 class HeapKeeper:
     """Thread that returns free memory periodically."""
 
-    def __init__(self, give_back: Callable[[], None] = give_back_unused, every_s: float = GIVEN_BACK_EVERY_S) -> None:
-        self._give_back = give_back
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="heap-keeper", daemon=True)
 
@@ -45,8 +39,8 @@ class HeapKeeper:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._give_back()
+        give_back_unused()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._every_s):
-            self._give_back()
+        while not self._stopping.wait(GIVEN_BACK_EVERY_S):
+            give_back_unused()

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -30,15 +30,8 @@ UNCOUNTED_BYTES = 32 * 1024 * 1024  # the most that a believable mark of a trial
 TRIALS = 3  # other threads may give memory back during one
 
 
-class WorkspaceMeter(Protocol):
-    """One thread at a time."""
-
-    def peak_bytes(self, run: Callable[[], object]) -> int:
-        """The most bytes held during this run, above what was held when the meter was made."""
-
-
 class ResidentMeter:
-    """The resident memory of this process, with all of its threads."""
+    """The resident memory of this process, with all of its threads. For one thread at a time."""
 
     def __init__(self) -> None:
         gc.collect()  # now, and not during a run
@@ -46,6 +39,7 @@ class ResidentMeter:
         self._held_bytes = _status_bytes("RssAnon")
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The most bytes held during this run, above those held when the meter was made."""
         give_back_unused()
         (PROCESS / "clear_refs").write_text(RESET_PEAK)
         run()
@@ -63,6 +57,9 @@ class CudaMeter:
         run()
         torch.cuda.synchronize()
         return max(int(torch.cuda.max_memory_allocated()) - self._held_bytes, 0)
+
+
+WorkspaceMeter: TypeAlias = ResidentMeter | CudaMeter
 
 
 def meter_for(processor: str) -> WorkspaceMeter | None:

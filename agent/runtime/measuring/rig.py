@@ -19,7 +19,8 @@ from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progres
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.executor import BatchExecutor, Shared, model_of
-from agent.runtime.images.preparation import Preparation, threads_for
+from agent.runtime.images.due_threads import DueTask
+from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.device_loss import Breakdown, watch_of
@@ -91,7 +92,7 @@ class MeasuringRig:
         named, watch = {copy.name: copy for copy in copies}, watch_of(box)
         loads = load_threads(1, threads)
         self._transfers = Transfers(drive, self._stores, named, self._answers.put, loads, watch)
-        self._preparation = Preparation(threads_for(box), cores=box.cores)
+        self._preparation = Preparation(box.cores)
         shared = Shared(self._preparation, self._answers.put, RunningTexts({}, OutputLengths()), watch)
         specs = [ExecutorSpec(number, processor, self.target) for number in range(executors)]
         team = teams(specs, threads)
@@ -146,13 +147,13 @@ class MeasuringRig:
 
     def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
         """Images as a copy's expert sees them, each in memory of its own. Raises MemoryError."""
-        futures = [
-            image
+        tasks = [
+            DueTask.done(image)
             if isinstance(image, Prepared | Rejected)
-            else self._preparation.start(copy.expert, image, image_name(image, number))
+            else self._preparation.take(number, image, image_name(image, number), copy.expert)
             for number, image in enumerate(images)
         ]
-        return [each if isinstance(each, Prepared | Rejected) else each.result() for each in futures]
+        return [task.future.result() for task in tasks]
 
     def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
         """The fastest of a few batches of noise, after one to warm up. Raises LoadError."""

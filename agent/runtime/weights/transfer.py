@@ -54,9 +54,7 @@ class TransferStatistics:
     bytes_read: int
     bytes_copied: int
     failed: int
-    unexpected_errors: int
     in_flight: int
-    ssd_bytes_per_s: float | None
 
 
 class Transfers:
@@ -103,13 +101,13 @@ class Transfers:
         except KeyError as error:
             self._answer(self._failed(effect, f"no packed copy or memory named {error}", permanent=True))
         except errors.IllegalMove as error:
-            self._answer(self._failed(effect, str(error), permanent=False))
+            self._answer(self._failed(effect, str(error)))
         else:
             try:
                 self._threads.submit(self._carry_out, effect, slot)
             except RuntimeError as error:  # the threads have ended
                 self._stores[effect.pool].abandon(slot)
-                self._answer(self._failed(effect, str(error), permanent=False))
+                self._answer(self._failed(effect, str(error)))
 
     def evict(self, effect: Evict) -> None:
         self._stores[effect.pool].evict(effect.copy)
@@ -117,15 +115,10 @@ class Transfers:
     def statistics(self) -> TransferStatistics:
         with self._lock:
             return TransferStatistics(
-                loads=dict(self._loads),
-                of_experts=dict(self._of_experts),
-                seconds=dict(self._seconds),
-                bytes_read=self._counts["bytes_read"],
-                bytes_copied=self._counts["bytes_copied"],
-                failed=self._counts["failed"],
-                unexpected_errors=self._counts["unexpected_errors"],
-                in_flight=self._counts["in_flight"],
-                ssd_bytes_per_s=self._link.bytes_per_s,
+                dict(self._loads),
+                dict(self._of_experts),
+                dict(self._seconds),
+                **{name: self._counts[name] for name in ("bytes_read", "bytes_copied", "failed", "in_flight")},
             )
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -147,7 +140,11 @@ class Transfers:
             self._answer(self._unloaded(effect, error))
         else:
             store.commit(slot)
-            self._finished(effect, time.monotonic() - started)
+            path = f"{effect.source}_{effect.pool}"
+            with self._lock:
+                self._loads[path] += 1
+                self._of_experts[effect.expert, effect.pool] += 1
+                self._seconds[path] += time.monotonic() - started
             self._answer(Loaded(effect.load))
             self._begin_check(effect)
         finally:
@@ -187,21 +184,21 @@ class Transfers:
             self.mend(effect.expert)
         if isinstance(error, errors.WeightsError) and not isinstance(error, errors.WeightsMissing):
             return self._failed(effect, error.message, permanent=True)
+        reason = str(error) or type(error).__name__
         if is_out_of_memory(error):
-            return self._failed(effect, str(error) or type(error).__name__, permanent=False, out_of_memory=True)
+            return self._failed(effect, reason, out_of_memory=True)
         if isinstance(error, (errors.CoServeError, OSError)):
             is_away = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
-            return self._failed(effect, str(error) or type(error).__name__, permanent=False, is_away=is_away)
+            return self._failed(effect, reason, is_away=is_away)
         logger.error("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool, exc_info=error)
-        self._count("unexpected_errors", 1)
-        return self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
+        return self._failed(effect, f"{type(error).__name__}: {error}")
 
     def _load(self, effect: StartLoad, store: SlotStore, slot: Slot) -> None:
         store.materialise(slot)
         with ExitStack() as stack:
-            source = (
-                None if effect.source == SSD else stack.enter_context(self._stores[effect.source].using(effect.copy))
-            )
+            source = None
+            if effect.source != SSD:
+                source = stack.enter_context(self._stores[effect.source].using(effect.copy))
             for part in slot.parts:
                 with part.filling:
                     if not part.is_filled:
@@ -236,43 +233,38 @@ class Transfers:
             self._segments.stream(segment, buffer, expert, copy_on)
 
     def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
+        """Check the packed files again, and drop corrupt ones. Returns the error to report instead."""
+        expert, source = error.expert, copy.expert.weights
         try:
             gone = self._segments.discard_corrupt(copy.packed)
         except (errors.LoadError, FileNotFoundError) as refusal:  # its drive has gone, and nothing is known
-            away = errors.LoadError(error.expert, f"{error.message}; it cannot be looked at again: {refusal}")
+            away = errors.LoadError(expert, f"{error.message}; it cannot be looked at again: {refusal}")
             away.__cause__ = refusal.__cause__ or refusal
             return away
         except OSError as refusal:
-            logger.warning("corrupt_file_kept expert=%s reason=%s: %s", error.expert, refusal, error.message)
+            logger.warning("corrupt_file_kept expert=%s reason=%s: %s", expert, refusal, error.message)
             return error
         if gone is None:
-            logger.warning(
-                "corrupt_file_kept expert=%s reason=it is being packed or looked at: %s", error.expert, error.message
-            )
-            return errors.LoadError(error.expert, f"{error.message}; somebody works on its files: trying again")
+            reason = "it is being packed or looked at"
+            logger.warning("corrupt_file_kept expert=%s reason=%s: %s", expert, reason, error.message)
+            return errors.LoadError(expert, f"{error.message}; somebody works on its files: trying again")
         if not gone:
-            return errors.LoadError(error.expert, f"{error.message}; looked at again it is sound: trying again")
+            return errors.LoadError(expert, f"{error.message}; looked at again it is sound: trying again")
+        by = "the next start" if self.mend is None else "the agent"
         for file in gone:
-            logger.error(
-                "corrupt_file_dropped expert=%s file=%s: %s packs it anew from %s",
-                error.expert, file, "the next start" if self.mend is None else "the agent", copy.expert.weights,
-            )  # fmt: skip
-        files = ", ".join(map(str, gone))
-        if self.mend is not None:
-            missing = errors.WeightsMissing(
-                error.expert, f"{files} was not what was packed: it is packed anew from {copy.expert.weights}"
-            )
-            missing.__cause__ = FileNotFoundError(files)
-            return missing
-        return errors.WeightsCorrupt(
-            error.expert,
-            f"{files} was not what was packed and has been removed: start again, and it is packed anew from "
-            f"{copy.expert.weights}",
-        )
+            logger.error("corrupt_file_dropped expert=%s file=%s: %s packs it anew from %s", expert, file, by, source)
+        found = f"{', '.join(map(str, gone))} was not what was packed"
+        if self.mend is None:
+            told = f"{found} and has been removed: start again, and it is packed anew from {source}"
+            return errors.WeightsCorrupt(expert, told)
+        missing = errors.WeightsMissing(expert, f"{found}: it is packed anew from {source}")
+        missing.__cause__ = FileNotFoundError(found)
+        return missing
 
     def _failed(
-        self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False, is_away: bool = False
-    ) -> LoadFailed:
+        self, effect: StartLoad, reason: str, *,
+        permanent: bool = False, out_of_memory: bool = False, is_away: bool = False,
+    ) -> LoadFailed:  # fmt: skip
         self._count("failed", 1)
         level = logging.INFO if self._stopping.is_set() else logging.WARNING
         logger.log(
@@ -280,13 +272,6 @@ class Transfers:
             effect.expert, effect.pool, effect.source, permanent, reason,
         )  # fmt: skip
         return LoadFailed(effect.load, reason, permanent, out_of_memory, is_away)
-
-    def _finished(self, effect: StartLoad, seconds: float) -> None:
-        path = f"{effect.source}_{effect.pool}"
-        with self._lock:
-            self._loads[path] += 1
-            self._of_experts[effect.expert, effect.pool] += 1
-            self._seconds[path] += seconds
 
     def _count(self, name: str, by: int) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ Logprobs are those of the model's own distribution, before all of these.
 from __future__ import annotations
 
 import random
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,11 +48,10 @@ class Sampler:
         """Change a row of logits, in place, by what was read and written."""
         if self._seen is None:
             return
-        sampling, tokens = self.sampling, self._seen.tokens(logits.device)
+        sampling, tokens, counts = self.sampling, *self._seen.on(logits.device)
         own = logits[tokens]
         if sampling.repetition_penalty != 1:
             own = torch.where(own > 0, own / sampling.repetition_penalty, own * sampling.repetition_penalty)
-        counts = self._seen.counts(logits.device)
         own = own - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
         logits[tokens] = own
 
@@ -76,11 +74,10 @@ class SeenTokens:
         self._tokens[place] = token
         self._counts[place] += 1
 
-    def tokens(self, device: torch.device) -> Tensor:
-        return self._tokens[: len(self._places)].to(device)
-
-    def counts(self, device: torch.device) -> Tensor:
-        return self._counts[: len(self._places)].to(device)
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens, and their counts."""
+        seen = slice(len(self._places))
+        return self._tokens[seen].to(device), self._counts[seen].to(device)
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | None]:
@@ -104,10 +101,10 @@ def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> 
             sampler.penalise(row)
     tokens = logits.argmax(dim=-1)
     drawing = [n for n, sampler in enumerate(samplers) if sound[n] and not sampler.sampling.is_greedy]
-    for candidates, rows in groupby(
-        sorted(drawing, key=lambda n: _first_candidates(samplers[n])), key=lambda n: _first_candidates(samplers[n])
-    ):
-        chosen = list(rows)
+    by_candidates: dict[int, list[int]] = {}
+    for n in drawing:
+        by_candidates.setdefault(_first_candidates(samplers[n]), []).append(n)
+    for candidates, chosen in by_candidates.items():
         tokens[chosen] = _drawn(logits[chosen], [samplers[n] for n in chosen], candidates)
     return tokens
 

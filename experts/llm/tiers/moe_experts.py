@@ -49,9 +49,7 @@ class MoeStatistics:
     misses: int = 0
     ahead: int = 0  # loads before a need
     ahead_used: int = 0  # of those: needed while still present
-    evictions: int = 0
     loads: int = 0
-    failed: int = 0
     bytes_loaded: int = 0
     waited_s: float = 0.0  # of all needs together
 
@@ -126,7 +124,6 @@ class MoeResidency:
     def failed(self, moe_expert: MoeExpert) -> list[LoadMoeExpert]:
         """A load failed: no retry before the moe_expert is needed or predicted again."""
         self.in_flight -= 1
-        self._counts.failed += 1
         self._free.append(self._held.pop(moe_expert).place)
         self._predicted.pop(moe_expert, None)
         return self._loads()
@@ -193,7 +190,6 @@ class MoeResidency:
         """Load into a free place, or into that of the lowest rank that may go; None without a place."""
         evicted = None if self._free else self._take_lowest(may_go)
         if evicted is not None:
-            self._counts.evictions += 1
             self._free.append(self._held.pop(evicted).place)
         if not self._free:
             return None

@@ -294,7 +294,7 @@ def hanging(request, line, monkeypatch):
     started.loop.submit(line.pixels(0), component="own-0")
     assert hang.entered.wait(PATIENCE_S)
     deadline = time.monotonic() + PATIENCE_S
-    while request.param == "batch" and started.loop.statistics().oldest_load_s is not None:
+    while request.param == "batch" and any(pool.loading for pool in started.loop.statistics().engine.pools):
         assert time.monotonic() < deadline  # experts are still placed: those loads would be as old as the batch
     yield started, clock, request.param
     hang.released.set()
@@ -304,9 +304,7 @@ def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
     hung, clock, what = hanging
     told = queue.SimpleQueue()
     hung.loop.when_crashed(told.put)
-    ages = {"batch": "oldest_batch_s", "load": "oldest_load_s"}
     clock.now += LIMITS.told_s - 1
-    assert getattr(hung.loop.statistics(), ages[what]) == LIMITS.told_s - 1
     for _ in range(3):  # looks
         hung.loop.statistics()
     assert "overdue" not in caplog.text

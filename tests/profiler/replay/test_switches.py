@@ -143,8 +143,8 @@ def test_a_thousand_switches_leave_memory_flat_and_construct_nothing(config, ima
     (host,) = now.slots
     assert grown.in_use_bytes - then.in_use_bytes < SWITCHES * MOST_BYTES_PER_SWITCH
     assert grown.resident_bytes - then.resident_bytes < SWITCHES * MOST_RESIDENT_BYTES_PER_SWITCH
-    assert (host.slots, len(layouts)) == (2, 1)
-    assert now.skeletons_constructed == host.slots * len(layouts) == host.binds == host.regions_allocated
+    assert len(layouts) == 1
+    assert now.skeletons_constructed == host.binds == host.regions_allocated == 2  # slots
     assert before == after
     assert len({str(prediction) for prediction in before}) == len(before)
 

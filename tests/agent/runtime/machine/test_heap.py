@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.runtime.machine.heap import HeapKeeper
+from agent.runtime.machine import heap
 
 ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0
@@ -52,7 +52,7 @@ def test_threads_share_few_heaps():
     assert heaps(is_bound=True) == 2
 
 
-def test_what_is_free_is_given_back_now_and_then_and_in_the_end():
+def test_what_is_free_is_given_back_now_and_then_and_in_the_end(monkeypatch):
     given_back, thrice = [], threading.Event()
 
     def give_back():
@@ -60,7 +60,9 @@ def test_what_is_free_is_given_back_now_and_then_and_in_the_end():
         if len(given_back) == 3:
             thrice.set()
 
-    keeper = HeapKeeper(give_back, every_s=0.001)
+    monkeypatch.setattr(heap, "give_back_unused", give_back)
+    monkeypatch.setattr(heap, "GIVEN_BACK_EVERY_S", 0.001)
+    keeper = heap.HeapKeeper()
     keeper.start()
     assert thrice.wait(PATIENCE_S)
     keeper.stop()

@@ -7,7 +7,6 @@ import os
 from contextlib import closing
 from queue import SimpleQueue
 
-import psutil
 import pytest
 import torch
 
@@ -285,29 +284,3 @@ def test_stopping_answers_the_loads_that_still_wait(line):
     yard.start("own-2")
     assert isinstance(yard.answer(), LoadFailed)
     yard.close()
-
-
-@pytest.mark.slow
-def test_a_thousand_switches_leave_memory_flat_and_make_no_module(line):
-    yard = Yard(line)
-    names = ["own-0", "own-1", "own-2", "own-3"]
-    for turn in range(40):
-        switch(yard, names, turn)
-    process = psutil.Process()
-    before, made = process.memory_info().rss, (yard.shelf.constructed, yard.host.statistics().binds)
-    for turn in range(1000):
-        switch(yard, names, turn)
-    after = process.memory_info().rss
-    assert (yard.shelf.constructed, yard.host.statistics().binds) == made == (1, 1)
-    assert yard.host.statistics().regions_allocated == 1
-    assert after < before * 1.03
-    image = line.pixels(5)
-    yard.load("own-2")
-    assert yard.predictions("own-2", yard.host, image) == line.predict("own-2", image)
-    yard.close()
-
-
-def switch(yard, names, turn):
-    name = names[turn % len(names)]
-    yard.load(name)
-    yard.evict(name)

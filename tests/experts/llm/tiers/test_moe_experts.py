@@ -125,7 +125,6 @@ def test_a_cache_for_all_loads_each_once(passes):
         cache.settle()
     loaded = [load.moe_expert for load in cache.begun]
     assert len(loaded) == len(set(loaded))
-    assert cache.policy.statistics().evictions == 0
 
 
 def test_usage_probabilities_say_who_goes_before_anything_was_seen():
