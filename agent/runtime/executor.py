@@ -231,7 +231,7 @@ def own_stream(device: str) -> AbstractContextManager[object]:
 
 
 def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> list[Prediction | Rejected]:
-    """One answer per image, in order. After an invalid output each image is judged alone."""
+    """One answer per image, in order. After an invalid output each image is run alone."""
     try:
         predictions = skeleton.infer(expert, images)
     except OutputInvalid as error:

@@ -3,8 +3,8 @@
 Guarantees: every submitted request has its outcome delivered once while the loop runs; its image or text is kept until
 then; other threads read frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. An error of it or of the Engine, a lost
-device, or work past its age's limits crashes the loop: requests under way have no outcome, the next agent asks anew,
-and ``wait_until_idle`` and ``stop`` raise AgentCrashed.
+device, or work past its age's limits crashes the loop: requests under way have no outcome, ``wait_until_idle`` and
+``stop`` raise AgentCrashed, and the next agent runs these requests anew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
 STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
-ASK_AGAIN_S = 0.2  # between two looks of a waiting thread whether the loop still runs
+ASK_AGAIN_S = 0.2  # poll interval of a waiting thread: does the loop still run?
 
 Answer = TypeVar("Answer")
 
@@ -110,7 +110,7 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """What an Engine decides about. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
+    """Subject of an Engine's decisions. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
 
     box: Box
     executors: Sequence[ExecutorSpec]
@@ -269,7 +269,7 @@ class AgentLoop:
         self._inbox.put(events.Cancelled(request))
 
     def quarantine(self, expert: str, reason: str) -> None:
-        """Ask an expert no more; its requests end UNKNOWN with this reason."""
+        """Start no more batches of an expert; its requests end UNKNOWN with this reason."""
         self._inbox.put(events.Quarantined(expert, reason))
 
     def want(self, expert: str) -> None:

@@ -4,7 +4,7 @@ Each executor has an engine (``experts.llm.serving``). This module keeps the ste
 its written tokens, so that the request can continue on another executor. A text begins with a lease for its prompt and
 its expert's median output; a text that fills its lease asks for a larger one at the end of the quantum.
 
-Guarantees: a writer is given each token once, over all quanta, failures and executors; nothing is kept after
+Guarantees: a writer gets each token once, over all quanta, failures and executors; nothing is kept after
 ``forget``. ``begin``, ``take`` and ``forget`` may be called from any thread.
 """
 
@@ -60,13 +60,13 @@ class AskedText:
     """One request: its text for each expert, and its progress at the present one."""
 
     source: TextSource
-    texts: dict[str, TextRequest]  # by the expert's name in the line file; those that were asked for
+    texts: dict[str, TextRequest]  # by the expert's name in the line file; filled on demand
     work: Work
     expert: str | None = None  # by the Engine's name, while it is at one
-    executor: int | None = None  # that has begun it
+    executor: int | None = None  # which has begun it
     writer: RecordingWriter | None = None
-    running: TextRequest | None = None  # what the executor was given
-    read: int = 0  # tokens of its prompt, as the executor was given it
+    running: TextRequest | None = None  # as passed to the executor
+    read: int = 0  # tokens of its prompt, as passed to the executor
     lease: int = 0  # tokens that it may hold there for now
     rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
 
@@ -177,7 +177,7 @@ class RunningTexts:
         return None if engine is None else engine.statistics()
 
     def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
-        """The same object each time, unless the request has come from another executor."""
+        """Text of a request: the same object each time, unless the request has come from another executor."""
         asked = self._asked.get(request)
         if asked is None:
             return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")

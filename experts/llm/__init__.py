@@ -1,1 +1,1 @@
-"""Language models: one runtime for dense and mixture-of-experts models that lie in Hugging Face directories."""
+"""Language models: one runtime for dense and mixture-of-experts models, stored as Hugging Face directories."""

@@ -30,7 +30,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-COMPUTED_ANYWAY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # which old checkpoints store
+COMPUTED_ANYWAY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # stored by old checkpoints
 NAMES_SHOWN = 4
 
 
@@ -91,7 +91,7 @@ class Checkpoint:
         return tensor
 
     def check_tied_head(self) -> None:
-        """Some checkpoints store a tied head all the same; one that differs was not tied: WeightsMismatch."""
+        """Raises WeightsMismatch for a stored tied head that differs from the embedding: it was not tied."""
         if not self.spec.is_tied or HEAD_STORED not in self._stored:
             return
         _, (embedding,) = self._parts[EMBEDDING]

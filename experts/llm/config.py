@@ -187,10 +187,10 @@ def read_spec(directory: Path, expert: str) -> ArchSpec:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype that a directory's config.json says its tensors have, as torch calls it; None where it says none."""
+    """Torch's name of the dtype in a directory's config.json; None where it has none."""
     try:
         values = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):  # packing tells the reason
+    except (OSError, ValueError):  # packing reports the reason
         return None
     named = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
     return named if isinstance(named, str) else None

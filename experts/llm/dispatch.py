@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # 16 experts, 256, width 128  1.0  1.0  1.2     1.4  1.0  1.7     1.1  0.9  1.1     2.3  1.3  1.2     1.9  1.4  1.5
 LOOPED_PAIRS_AN_EXPERT = 3  # below, not all experts have tokens, and a loop over those that have costs least
 PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
-GROUPED_ALIGNMENT_BYTES = 16  # what grouped_mm asks of addresses and strides
+GROUPED_ALIGNMENT_BYTES = 16  # required by grouped_mm of addresses and strides
 
 Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 MoeExperts: TypeAlias = "Callable[[Tensor, MappingTable], Tensor]"  # of one layer, which a cache runs

@@ -112,7 +112,7 @@ class LanguageModel:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """The weights of its steps: the embedding's, each layer's attention's and feed-forward part's, the head's."""
+        """Weights of its steps: embedding, each layer's attention and feed-forward part, head."""
         layers = zip(self._attention, self._feed_forward, strict=True)
         of_layers = (part for layer in layers for part in layer)
         return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
@@ -158,7 +158,7 @@ class LanguageModel:
 
 
 def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, key_values: KeyValues) -> Tensor:
-    """The pass of one model or several: all tokens behind the last layer, not yet normalised.
+    """Pass of one model or several: all tokens behind the last layer, not yet normalised.
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
     """

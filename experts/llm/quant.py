@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCALE = ".scale"  # behind the name of a matrix: its scales
 LARGEST = 127
-# Measured with torch 2.15, 2 threads, avx512_bf16, ms for bf16 / int8 as it lies / int8 copied to bf16, weights cold:
+# Measured with torch 2.15, 2 threads, avx512_bf16, ms for bf16 / int8 in place / int8 copied to bf16, weights cold:
 #             1 row                8 rows               16 rows              32 rows
 #  1024x512   0.078 0.041 0.082    0.119 0.073 0.125    0.160 0.135 0.178    0.161 0.242 0.175
 #  2048x2048  0.43  0.29  0.46     0.53  0.60  0.78     0.65  1.05  1.01     1.19  1.95  1.55
@@ -85,7 +85,7 @@ def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 @lru_cache
 def has_int8_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """Does this torch multiply int8 as it lies, on this kind of device and with rows of this dtype? Tried once."""
+    """True if this torch multiplies int8 in place on this kind of device, with rows of this dtype. Tried once."""
     kernel = getattr(torch, "_weight_int8pack_mm", None)
     if kernel is None:
         return False
@@ -125,7 +125,7 @@ def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
 
 
 class Int8Tensors(Mapping[str, "Tensor"]):
-    """Each matrix is quantised when asked for, its scales then at hand. Raises what ``source`` raises."""
+    """Quantises each matrix on access, and keeps its scales for the next one. Raises as ``source`` does."""
 
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         self._source = source

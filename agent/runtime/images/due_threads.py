@@ -112,7 +112,7 @@ class DueThreads:
                 self._push(task.work, task.due_s)  # listed twice: the second entry is found claimed
 
     def allow(self, threads: int) -> None:
-        """Let at most so many threads begin tasks from now on."""
+        """Limit the threads that may begin tasks from now on."""
         with self._changed:
             has_more = threads > self._allowed
             self._allowed = threads

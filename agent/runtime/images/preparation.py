@@ -150,7 +150,7 @@ def _begin_giving_way() -> None:
 
 
 class Preparation:
-    """Threads for so many cores. ``scaled``: experts with JPEGs decoded smaller.
+    """Threads for a number of cores. ``scaled``: experts with JPEGs decoded smaller.
 
     There is a thread of each kind per core, at least two: reading one image overlaps with decoding another. On two
     cores, with a ResNet50 and photographs of 12 megapixels, decoding ahead at idle priority gave 1.16 times the
@@ -204,7 +204,7 @@ class Preparation:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """While an executor computes on so many threads, fewer crops are prepared ahead."""
+        """Prepare fewer crops ahead while an executor computes on ``threads``."""
         self._compute(threads)
         try:
             yield

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     RoomFor = Callable[[int], AbstractContextManager[object]]
 
-BYTES_OF_PIXELS = 10  # a byte of a file is worth so many of pixels, about; arbitrary
+BYTES_OF_PIXELS = 10  # bytes of pixels per byte of a file, roughly; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
 
 
 def stored_bytes(image: ImageSource) -> int | None:
-    """Bytes that decoding reads; None where only the file tells. Pixels count for scaling alone."""
+    """Bytes that decoding reads; None for a file, which is not opened here. Pixels count for scaling alone."""
     if isinstance(image, np.ndarray):
         return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):

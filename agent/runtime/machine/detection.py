@@ -21,7 +21,7 @@ EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no 
 
 
 def detect(preference: str = "auto") -> Box:
-    """The box, seen as ``preference`` (one of PREFERENCES) asks.
+    """The box by ``preference``, one of PREFERENCES.
 
     Raises BackendUnavailable, with the remedy, for a device that is not there.
     """

@@ -1,8 +1,8 @@
-"""Tells a lost accelerator, and a lack of memory, from a batch or a load that failed.
+"""Classification of errors: a lost accelerator, a lack of memory, or a failed batch or load.
 
 After some errors (an illegal access, an uncorrectable ECC error) the device fails for every expert, and only another
 process gets a context that works: such an error blames no expert, and ends the agent. An error that names such a cause
-is a loss; after any other the device is asked.
+is a loss; after any other error the device is probed.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Breakdown:
 
 
 class DeviceWatch:
-    """``ask`` waits for the device and raises when it does not work; None without an accelerator."""
+    """``probe`` waits for the device and raises if it does not work; None without an accelerator."""
 
-    def __init__(self, device: str = "cpu", ask: Callable[[], None] | None = None) -> None:
+    def __init__(self, device: str = "cpu", probe: Callable[[], None] | None = None) -> None:
         self._device = device
-        self._ask = ask
+        self._probe = probe
 
     def lost_by(self, error: Exception) -> DeviceLost | None:
         if names_a_loss(error):
             return DeviceLost(self._device, _said(error))
-        if self._ask is None:
+        if self._probe is None:
             return None
         try:
-            self._ask()
+            self._probe()
         except torch.OutOfMemoryError:
             return None
         except Exception as refusal:  # noqa: BLE001 - the device does not work

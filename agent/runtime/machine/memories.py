@@ -117,8 +117,8 @@ class ArenaRegion:
 class ArenaMemory:
     """Memory of a device for experts: one allocation, divided by an Arena.
 
-    If free bytes are scattered, ``allocate`` refuses although enough are free. SlotStore, which knows the bindings,
-    then slides regions together.
+    ``allocate`` fails if the free bytes are enough but scattered. SlotStore, which knows the bindings, then slides
+    regions together.
     """
 
     pool = DEVICE

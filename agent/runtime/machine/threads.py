@@ -59,9 +59,9 @@ def end_team() -> None:
 
 
 def teams(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, Team]:
-    """The team of each executor, of so many threads each. Executors of two threads on the CPU have cores of their own.
+    """The team of each executor, of ``threads`` each. CPU executors of two threads get exclusive cores.
 
-    No executor has cores of its own where the calling thread may use fewer cores than all of them have threads.
+    No executor gets exclusive cores if the calling thread may use fewer cores than the teams have threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     on_cpu = [spec.id for spec in executors if torch_device(spec.processor) == "cpu"]

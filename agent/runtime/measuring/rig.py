@@ -190,7 +190,7 @@ class MeasuringRig:
 
         Executor n runs ``copies[n % len(copies)]``. Raises LoadError unless every image was judged.
         """
-        ready = [self.prepared(copies[0], images) for images in works]  # of one kind, so that all are shown the same
+        ready = [self.prepared(copies[0], images) for images in works]  # of one kind: all take the same input
         started = time.monotonic()
         waiting = list(enumerate(ready))[::-1]
         free = list(range(len(self._executors)))[::-1]

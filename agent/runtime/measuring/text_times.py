@@ -129,7 +129,7 @@ class TextTimer:
             return self._run([Chunk(0, 0, self._tokens(tokens))], arena)
 
     def write_s(self, rows: int) -> float:
-        """Seconds of an iteration that writes a token of each of so many texts."""
+        """Seconds of an iteration that writes a token of each of ``rows`` texts."""
         with self._holding(dict.fromkeys(range(rows), self._held + 1)) as arena:
             return self._run(self._writing(rows, arena), arena)
 
@@ -148,7 +148,7 @@ class TextTimer:
         return engine.statistics().overhead_s
 
     def full_iteration(self, rows: int) -> int:
-        """Run the largest iteration with so many texts that write; the bytes of its keys and values."""
+        """Run the largest iteration with ``rows`` texts that write. Returns the bytes of its keys and values."""
         prompt = min(FULL_TOKENS, self._longest)
         with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
             writing = self._writing(rows, arena)

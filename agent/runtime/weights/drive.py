@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PacedLink:
     """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
 
-    Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
+    Unused time is lost: no burst after a pause. Background loads start only if the link is not ``is_demanded``.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -43,7 +43,7 @@ class PacedLink:
                 self._demands -= 1
 
     def reserve(self, size_bytes: int) -> float:
-        """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
+        """Monotonic time at which a link of this rate delivers these bytes, behind all earlier reservations."""
         now = time.monotonic()
         if self.bytes_per_s is None:
             return now

@@ -174,7 +174,7 @@ class SlotStore:
         self.memory = memory
         self.pool = memory.pool
         self._budget_bytes = budget_bytes
-        self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # that a copy is bound for
+        self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # for which a copy is bound
         self._shelf = shelf
         self._moe_loads = moe_loads
         self._moe_of_gone = MoeStatistics()
@@ -336,7 +336,7 @@ class SlotStore:
                     self._spares.append(part.housing)
 
     def _own_housing(self, slot: Slot) -> Housing:
-        """A region for the copy's own bytes, preferably one whose skeleton shows its layout."""
+        """Region for the copy's own bytes, preferably a spare whose skeleton has its layout."""
         packed, shared = slot.copy.packed, [part.region for part in slot.parts]
 
         def closeness(housing: Housing) -> int:
@@ -355,7 +355,7 @@ class SlotStore:
         return reused
 
     def _reused(self, size_bytes: int, merit: Callable[[Housing], int]) -> Housing | None:
-        """The best spare of this size, which is none any more; the oldest of equals."""
+        """Take the best spare of this size, the oldest of equals."""
         with self._lock:
             fitting = [each for each in self._spares if each.region.size_bytes == size_bytes]
             best = max(fitting, key=merit, default=None)
@@ -378,7 +378,7 @@ class SlotStore:
         return Housing(region)
 
     def _region_in_one_piece(self, size_bytes: int) -> Region | None:
-        """None where an arena has the bytes, but scattered. Raises MemoryExceeded where there are not so many."""
+        """None where an arena's free bytes are scattered. Raises MemoryExceeded where too few are free."""
         try:
             return self.memory.allocate(size_bytes)
         except MemoryExceeded as error:
@@ -387,7 +387,7 @@ class SlotStore:
             return None
 
     def _slide_together(self, slot: Slot) -> None:
-        """Leave the arena's free bytes in one piece, behind all regions. ``slot``: the one that they are for."""
+        """Leave the arena's free bytes in one piece, behind all regions, for a load into ``slot``."""
         assert isinstance(self.memory, ArenaMemory), "only an arena's bytes can be scattered"
         for region in self.memory.regions():
             with self._still(region, slot):
@@ -418,7 +418,7 @@ class SlotStore:
         return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
 
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
-        """Slots and spares stand on the region's new place; skeletons of slots are bound anew, of spares shelved."""
+        """Point slots and spares to the moved region: bind the slots' skeletons anew, shelve the spares'."""
         with self._lock:
             spare = [housing for housing in self._spares if housing.region is region]
             for housing in [*(each for each in self._housings() if each.region is region), *spare]:

@@ -31,7 +31,7 @@ OWN_PROGRAM_BYTES = 1024 * 1024  # ten times a graph without weights
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``held`` while skeletons may be asked for. ``failed``: expert -> why none of its copies can run."""
+    """``held`` while skeletons may be made. ``failed``: expert -> why none of its copies can run."""
 
     held: Mapping[Hashable, object]
     failed: Mapping[str, str]
@@ -89,7 +89,7 @@ def _is_large(copy: ExpertCopy, segments: SegmentStore) -> bool:
     sha256 = copy.packed.program_sha256
     try:
         return sha256 is not None and segments.program_path(sha256).stat().st_size > OWN_PROGRAM_BYTES
-    except OSError:  # the load tells
+    except OSError:  # the load reports it
         return False
 
 

@@ -71,7 +71,7 @@ class Transfers:
     ) -> None:
         self._stores = dict(stores)
         self.mend: Callable[[str], None] | None = None  # packs an expert anew, later
-        self.distrust: Callable[[str], None] | None = None  # told of experts whose source has changed
+        self.distrust: Callable[[str], None] | None = None  # called for experts whose source has changed
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
         self._segments = drive.segments
@@ -151,7 +151,7 @@ class Transfers:
             end_team()
 
     def _begin_check(self, effect: StartLoad) -> None:
-        with self._lock, suppress(RuntimeError, KeyError):  # it is stopping, or the expert has left the line
+        with self._lock, suppress(RuntimeError, KeyError):  # stopping, or the expert has left the line
             if self.distrust is not None and effect.expert not in self._checked:
                 self._checked.add(effect.expert)
                 self._checks.submit(self._check_source, effect.expert, self._copies[effect.copy])

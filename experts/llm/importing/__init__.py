@@ -1,1 +1,1 @@
-"""From checkpoints as they were trained to directories that can be served."""
+"""Import of trainers' checkpoints as directories that are served."""

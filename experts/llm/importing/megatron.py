@@ -1,8 +1,8 @@
 """A GPT of Megatron-DeepSpeed, tensor by tensor, as the ``pr_moe`` directory that ``experts.llm.config`` describes.
 
-Guarantees: what the tensors tell (layers, widths, experts of each layer, residual or not) is taken from them; what they
-do not tell is taken from the trainer's arguments, and asked for where those lack it. Nothing is guessed: a tensor that
-has no place here, or an argument that would change the numbers, is refused by name.
+Guarantees: facts that the tensors show (layers, widths, moe_experts of each layer, residual or not) are taken from
+them, others from the trainer's arguments; an argument that these lack is requested by name. Nothing is guessed: an
+unknown tensor, or an argument that would change the numbers, is refused by name.
 
 Layout of the fused queries, keys and values by ``checkpoint_version``: Megatron-LM's own (0: by kind, then head; 1: by
 head, then place in it, then kind; 2 and later: by head, then kind). Experts are DeepSpeed's
@@ -68,7 +68,7 @@ REFUSED_ARGUMENTS = {
 
 
 class StateFiles:
-    """Tensors of a checkpoint by model-parallel rank, in one safetensors file for each pickle. ``told``: its facts."""
+    """Tensors of a checkpoint by model-parallel rank, one safetensors file for each pickle. ``told``: its facts."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         """Raises WeightsCorrupt for a tensor in two files."""
@@ -91,7 +91,7 @@ class StateFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all ranks, each once."""
+        """Names of all ranks, each once."""
         return tuple(dict.fromkeys(name for rank in self._ranks for name in rank))
 
     def read(self, name: str) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Texts beside one another: which tokens run in an iteration, where their keys and values lie, what is written."""
+"""Concurrent texts: tokens of each iteration, memory of keys and values, sampling."""

@@ -51,8 +51,8 @@ class Left:
 
     prompt: int  # to read
     output: int  # expected to write
-    most: int  # that it may hold
-    held: int = field(default=0, compare=False)  # it does not say what is left
+    most: int  # tokens that it may hold
+    held: int = field(default=0, compare=False)  # not a part of the remaining work
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TextEngineStatistics:
     quanta: int = 0
     iterations: int = 0
     rows: int = 0
-    read_tokens: int = 0  # of prompts, those read again included
+    read_tokens: int = 0  # of prompts, including tokens that were read again
     written_tokens: int = 0
     busy_s: float = 0.0
     tensor_s: float = 0.0  # of ``busy_s``: in the models and in sampling
@@ -83,7 +83,7 @@ class TextEngineStatistics:
 
 @dataclass(slots=True)
 class _FamilyTexts:
-    """Texts of a quantum that run in one iteration: their models are a family. ``owners``: which each request's is."""
+    """Texts of a quantum whose models are a family. ``owners``: place of each request's model in it."""
 
     family: ModelFamily
     layout: KvLayout
@@ -102,7 +102,7 @@ class _FamilyTexts:
 
 @dataclass(frozen=True, slots=True)
 class _TextRow:
-    """A text's part in an iteration. ``wanted``: of how many of its last tokens the logits are asked for."""
+    """A text's part in an iteration. ``wanted``: number of its last tokens whose logits are needed."""
 
     text: TextState
     tokens: int
@@ -114,7 +114,7 @@ class _TextRow:
 
 
 class _TimedKeyValues:
-    """Keys and values as a model asks for them; making room is no tensor work, and its time is kept apart."""
+    """KeyValues that time their reservations, which are no tensor work."""
 
     def __init__(self, key_values: KeyValues, clock: Callable[[], float]) -> None:
         self._key_values = key_values

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import Row, TokenBatch
 
 EXTENTS_A_SLAB = 128
-MAP_NORESERVE = 0x4000  # of Linux, which Python does not name: address space is no promise of memory
+MAP_NORESERVE = 0x4000  # Linux's flag, which Python lacks: address space reserves no memory
 CALL_BYTES = 256 * 1024  # attention reads so much while another call of it begins
 
 
@@ -53,16 +53,16 @@ class Slab:
         self._extent_bytes = positions * layout.token_bytes
         self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=_flags())
         if sys.platform == "linux":
-            with suppress(OSError):  # of a kernel without huge pages
-                self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
-            self._map.madvise(mmap.MADV_DONTDUMP)  # a crash's file of so many addresses is of no use
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page exceeds the promise
+            self._map.madvise(mmap.MADV_DONTDUMP)  # keeps the address space out of core dumps
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
-        with torch.inference_mode(False):  # it is written outside of a model's pass, too
+        with torch.inference_mode(False):  # also written outside a model's pass
             self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
         self.free = list(range(extents))  # the lowest is taken first: ranges stay short
-        self.touched = [0] * extents  # how many positions of each are memory
+        self.touched = [0] * extents  # positions of each that are memory
 
     def touch(self, extent: int, positions: int) -> None:
         if positions > self.touched[extent]:
@@ -103,7 +103,7 @@ class CachedPrefix:
 
     extent: KvExtent
     prefix: Prefix
-    used: int  # when it was of use last, in uses of the arena
+    used: int  # last use, counted in uses of the arena
 
     def common(self, layout: KvLayout, wanted: Prefix) -> int:
         if self.prefix.weights != wanted.weights or self.extent.layout != layout:
@@ -155,7 +155,7 @@ class ExtentArena:
             return self._begin(request, layout, self._promise(request, layout, tokens), prefix)
 
     def grow(self, request: int, tokens: int) -> None:
-        """Promise room for so many tokens in all to a request that has begun. Raises as ``begin`` does."""
+        """Raise the promise to a request that has begun to ``tokens`` in all. Raises as ``begin`` does."""
         with self._lock:
             extent = self._extents[request]
             promised = max(self._promise(request, extent.layout, tokens), extent.promised)
@@ -277,7 +277,7 @@ class ExtentArena:
         return extent
 
     def _new_slab(self, layout: KvLayout) -> Slab:
-        """Map a slab: as many extents as there is address space for, each as long as the longest request."""
+        """Map a slab: extents as long as the longest request, fewer of them where address space is short."""
         most = min(layout.positions, self._most_bytes // layout.token_bytes)
         extents = EXTENTS_A_SLAB
         while True:

@@ -34,7 +34,7 @@ class ModelFamily:
         if any(_form(model) != _form(first) for model in models):
             raise ValueError("models of different shapes, number formats or devices are no family")
         self.models = tuple(models)
-        # of each step, for each model the first with the same weights; not needed for one model
+        # by step: for each model the first with the same weights; empty for a single model
         identities = [[identity(part) for part in model.parts] for model in models] if len(models) > 1 else []
         self._same = [tuple(step.index(each) for each in step) for step in zip(*identities, strict=True)]
 

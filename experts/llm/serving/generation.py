@@ -29,7 +29,7 @@ WHOLE_NUMBERS = (("top_k", 0, MOST_WHOLE), ("seed", -MOST_WHOLE, MOST_WHOLE), ("
 
 
 class Ending(StrEnum):
-    """Why a text ended: a stop token or stop string, as many tokens as it may have, or its time."""
+    """Reason why a text ended: a stop token or stop string, its largest length, or its deadline."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -48,7 +48,7 @@ class Sampling:
     presence_penalty: float = 0.0  # subtracted once for tokens that were written
     frequency_penalty: float = 0.0  # and once each time
     seed: int | None = None  # None: another text each time
-    logprobs: int | None = None  # alternatives told with each token; None: none
+    logprobs: int | None = None  # alternatives reported with each token; None: none
 
     def __post_init__(self) -> None:
         for name, least, most in NUMBERS:
@@ -124,7 +124,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefusedText:
-    """A text that came to nothing, or was broken off, and why in words; no other is affected."""
+    """Text that was refused or broken off, with the reason. No other text is affected."""
 
     reason: str
 

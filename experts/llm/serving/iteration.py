@@ -57,7 +57,7 @@ def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int
 
 
 def _shares(reading: Sequence[IterationCandidate], tokens: int) -> dict[int, int]:
-    """Equal parts of so many tokens; what one needs less is the others'. A whole one that is larger waits its turn."""
+    """Equal parts of ``tokens``; unused parts go to the others. A whole request that does not fit waits its turn."""
     picks: dict[int, int] = {}
     tokens = max(tokens, 0)
     for place, one in enumerate(sorted(reading, key=lambda each: each.unread)):
@@ -99,12 +99,12 @@ class IterationTimes:
         return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
 
     def least_tokens(self, seconds: float) -> int:
-        """Prompts' tokens allowed even if late: as many as cost no more than the pass over the weights itself."""
+        """Tokens of prompts allowed even if late: those that cost no more than the pass over the weights itself."""
         if self.seconds(LEAST_CHUNK_TOKENS) <= max(seconds, 0.0):
             return LEAST_CHUNK_TOKENS
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
         if not self._has_line:
-            return GROWTH * LEAST_CHUNK_TOKENS  # another size tells what the pass itself takes
+            return GROWTH * LEAST_CHUNK_TOKENS  # a second size gives the time of the pass itself
         base_s, token_s = self._line()
         return max(int(min(base_s / token_s, most)), LEAST_CHUNK_TOKENS)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
 
-LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is spent looking for it
+LEAST_PREFIX_TOKENS = 16  # reading fewer tokens again costs less than the search
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 REMEMBERED = 256  # texts of each expert: enough for a median, few enough to follow a change within a shift
-UNKNOWN_SHARE = 4  # of what it may write, a text of an expert that has ended none is expected to write a fourth,
-UNKNOWN_MOST = 256  # and no more than so much, where it may fill a whole context: its lease grows as it does
+UNKNOWN_SHARE = 4  # without ended texts, a text is expected to write this fraction of its largest length,
+UNKNOWN_MOST = 256  # and no more tokens than this: its lease grows with the text
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class OutputLengths:
         self._lock = Lock()
 
     def ended(self, expert: str, tokens: int) -> None:
-        """A text of this expert ended by itself, or as long as it might be, with so many tokens written."""
+        """Note a text that ended by itself, or at its largest length, with ``tokens`` written."""
         with self._lock:
             self._ended.setdefault(expert, _EndedTexts()).add(tokens)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from experts.llm.serving.generation import Sampling
 
-FIRST_CANDIDATES = 1024  # top-p looks at so many of the likeliest before it sorts a whole vocabulary
+FIRST_CANDIDATES = 1024  # likeliest tokens that top-p tries before it sorts the whole vocabulary
 FIRST_SEEN = 64
 
 

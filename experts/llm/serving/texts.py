@@ -46,11 +46,11 @@ class TextState:
         self.came = came
         self.ran = 0
         self.tokens = list(turn.text.generation.prompt)
-        self.held = 0  # tokens whose keys and values are there
-        self.checked = 0  # of those, how many were behind numbers that are some
+        self.held = 0  # tokens whose keys and values are stored
+        self.checked = 0  # of those, tokens behind finite logits
         self.has_room = False  # the arena has promised it room
-        self.promised = 0  # for so many tokens, as far as it was asked
-        self.lease = self.most_tokens  # how many it may hold for now
+        self.promised = 0  # tokens that the arena has promised room for
+        self.lease = self.most_tokens  # tokens that it may hold for now
         self.result: Prediction | RefusedText | None = None
 
     @property
@@ -88,7 +88,7 @@ class TextState:
         self.held += count
 
     def lost(self, held: int = 0) -> None:
-        """So many of its tokens' keys and values are there, from here on."""
+        """Keys and values are lost, except those of the first ``held`` tokens."""
         self.held = self.checked = held
 
     def end(self, ending: Ending) -> None:
@@ -133,11 +133,11 @@ class RoutedText(TextState):
     def __init__(self, turn: Turn, came: int) -> None:
         super().__init__(turn, came)
         self._choices: Mapping[str, tuple[int, ...]] = turn.text.generation.choices or {}
-        self._logprobs: dict[str, float] = {}  # of those tokens of each choice that were weighed
+        self._logprobs: dict[str, float] = {}  # of the weighed tokens of each choice
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
 
     def end(self, ending: Ending) -> None:
-        self.result = Prediction("", 1.0)  # no label: one may be called as the ending is
+        self.result = Prediction("", 1.0)  # no label: a choice may have the ending's name
 
     @property
     def is_whole(self) -> bool:
@@ -165,7 +165,7 @@ class RoutedText(TextState):
 
     def ran_for(self, count: int) -> None:
         if self.held < len(self.tokens):
-            self.held += count  # a choice's are forgotten: the next one begins in their place
+            self.held += count  # a choice's tokens are dropped: the next choice begins in their place
 
     def weighs(self, logits: Tensor) -> None:
         """Take what may follow the prompt, or each token of a choice but its last; not finite: nothing is taken."""

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from jinja2.runtime import Context
 
-RENDER_S = 2.0  # a template that is well takes milliseconds
-MOST_CHARACTERS = 1_000_000  # of a text: a context of two hundred thousand tokens
-MOST_MADE = 64 * MOST_CHARACTERS  # a template that is well passes each character on some ten times
+RENDER_S = 2.0  # a sound template takes milliseconds
+MOST_CHARACTERS = 1_000_000  # of a rendered text: a context of two hundred thousand tokens
+MOST_MADE = 64 * MOST_CHARACTERS  # a sound template copies each character about ten times
 MOST_REPEATS = 10_000  # a width, an indentation, an exponent's bits: templates pad by a few
 DIGITS = re.compile(r"\d+")
 LOOPED, JOINED = "_looped", "_joined"  # filters that every loop and every ~ goes through
-LEFT_OUT = frozenset({"lipsum", "pprint", "urlize", "wordwrap", "xmlattr", "translate"})  # which no chat needs
+LEFT_OUT = frozenset({"lipsum", "pprint", "urlize", "wordwrap", "xmlattr", "translate"})  # not needed by chats
 WIDTHS = frozenset({
     "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson", "truncate",
     "zfill",
@@ -104,7 +104,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _WatchedTemplate(NodeTransformer):
-    """Every loop and every ~ through a filter of ours."""
+    """Sends every loop and every ~ through a bounded filter."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -181,8 +181,7 @@ def _checked(value: Any) -> Any:  # noqa: ANN401 - any value of a template
 
 
 def _size(value: object) -> int:
-    """Count of characters, numbers and other items in a value, repeats included; counts no further than it
-    may be large. Raises TemplateRuntimeError."""
+    """Count of characters, digits and items in a value, repeats included. Raises TemplateRuntimeError."""
     size, waiting = 0, [value]
     while waiting:
         one = waiting.pop()
@@ -214,7 +213,7 @@ def _check_call(name: str, receiver: object, given: tuple[Any, ...]) -> None:
         _check_format(receiver, given, max(sizes))
     elif name == "replace":
         _check_replacement(receiver, given)
-    elif name == "join":  # as many times the one as there are of the other
+    elif name == "join":  # the separator, once per item
         _check_length(_length(receiver) * max((_length(one) for one in given), default=0))
 
 
@@ -224,7 +223,7 @@ def _check_repeats(*numbers: int) -> None:
 
 
 def _check_widths(receiver: object, given: tuple[Any, ...], size: int) -> None:
-    """Once for a whole text, or in each of its lines, or at each of many things."""
+    """A width may apply to a whole text, to each of its lines, or to each item."""
     widths = [one if isinstance(one, int) else _length(one) for one in given]
     _check_repeats(*widths)
     is_text = isinstance(receiver, str)
@@ -233,7 +232,7 @@ def _check_widths(receiver: object, given: tuple[Any, ...], size: int) -> None:
 
 
 def _check_format(receiver: object, given: tuple[Any, ...], largest: int) -> None:
-    """Widths stand in the format, or beside it where that has a star; and what is given may stand there many times."""
+    """Widths are in the format, or arguments of its stars; and a format may repeat its arguments."""
     form = receiver if isinstance(receiver, str) else next((one for one in given if isinstance(one, str)), "")
     _check_repeats(*(int(found[:9]) for found in DIGITS.findall(form)))
     _check_repeats(*(one for one in _flat(given) if isinstance(one, int)))

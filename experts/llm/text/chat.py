@@ -47,7 +47,7 @@ class ChatTemplate:
         return other
 
     def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None) -> str:
-        """``told``: more for the template. Raises PromptInvalid where it refuses, TokenizerUnusable where it fails."""
+        """``told``: more variables. Raises PromptInvalid (the template refuses) or TokenizerUnusable (it fails)."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((told or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")
@@ -64,11 +64,11 @@ class ChatTemplate:
 
 
 class _TemplateRefused(TemplateRuntimeError):
-    """A template called raise_exception: it does not accept these messages."""
+    """The template does not accept these messages: it called raise_exception."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks what a model is trained to write, and changes nothing of what is rendered."""
+    """`{% generation %}`: marks the part that a model is trained to write; the rendered text is the same."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 

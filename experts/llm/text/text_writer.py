@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 PATIENCE = 16  # tokens without a whole character among them, which has four bytes at most
 MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 500  # as many are held back at most
-HALF = "\ufffd"  # what a decoder shows of bytes that are no character, or not yet
+MOST_STOP_CHARACTERS = 500  # the most that is held back
+HALF = "\ufffd"  # decoded from bytes that are no character, or not yet
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of a text, with the tokens that begin in it: none of what a stop string keeps back. There may be none."""
+    """More of a text, with the tokens that begin in it, perhaps none. Tokens of a stop string are not in it."""
 
     text: str
     tokens: tuple[Sampled, ...] = ()
@@ -61,7 +61,7 @@ class TextWriter:
         return self.is_stopped
 
     def finish(self) -> None:
-        """No more come: what was held back is shown, unless a stop string has ended the text."""
+        """Show the text that was held back, unless a stop string has ended it."""
         if not self.is_stopped:
             self._show(self._stops.add(self._words.rest()) + self._stops.rest())
 
@@ -96,7 +96,7 @@ class Words:
 
     def _more(self) -> str:
         all_of_it = self._decode([*self._given, *self._waiting])
-        # A decoder that changes its mind about what was shown already is asked about the rest alone.
+        # If the decoder now changes text that was shown already, the rest is decoded alone.
         return all_of_it[len(self._shown) :] if all_of_it.startswith(self._shown) else self._decode(self._waiting)
 
     def _give(self, more: str) -> str:
@@ -111,7 +111,7 @@ def _whole(before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> lis
 
 
 class StopStrings:
-    """A text that ends before the first of some strings to be complete in it; the longest of those that are at once."""
+    """Ends a text before the first stop string that is complete in it, the longest of those complete at once."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.is_complete = False

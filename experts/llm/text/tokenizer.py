@@ -1,7 +1,7 @@
 """TextModel: words to a model's tokens and back, by the files of a Hugging Face directory.
 
-Guarantees: it needs the bytes of the directory's small files alone, no disk and no network. A fault is told with the
-file's name (TokenizerUnusable); a broken chat template spoils chats only. Immutable, and for any thread.
+Guarantees: it needs the bytes of the directory's small files alone, no disk and no network. A fault names its file
+(TokenizerUnusable); a broken chat template spoils chats only. Immutable, and for any thread.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may give
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # which generation_config.json may set
 USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers like SentencePiece's, for what their words do not spell
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
 WORD_START = "\u2581"  # where those have a space
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """See the module. ``stop_tokens``: those after which the model has no more to say."""
+    """See the module. ``stop_tokens``: tokens that end the model's answer."""
 
     expert: str
     context_tokens: int
     stop_tokens: frozenset[int]
-    sampling: Mapping[str, Any]  # what its generation_config.json says of it
+    sampling: Mapping[str, Any]  # by its generation_config.json
     chat: ChatTemplate | None
     _tokenizer: Tokenizer
     _is_byte_level: bool
@@ -133,7 +133,7 @@ def _tokenizer(content: bytes, expert: str) -> Tokenizer:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises nothing narrower
         raise TokenizerUnusable(expert, TOKENIZER, f"describes no tokenizer that is known here: {error}") from error
-    tokenizer.no_truncation()  # which a file may ask for: a prompt that is too long is refused, not cut
+    tokenizer.no_truncation()  # a tokenizer file may request it, but long prompts are refused, not cut
     tokenizer.no_padding()
     return tokenizer
 

@@ -1,1 +1,1 @@
-"""Models larger than their memory: which of their experts lie where, what is fetched ahead, and how they run so."""
+"""Models larger than their memory: residency, prefetch and execution of their moe_experts."""

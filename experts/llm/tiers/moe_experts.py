@@ -159,15 +159,15 @@ class MoeResidency:
         return replace(self._counts)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books are wrong."""
+        """Raises AssertionError where places or loads do not add up."""
         places = [*self._free, *(holding.place for holding in self._held.values())]
         assert sorted(places) == list(range(self._places)), f"places are lost or held twice: {sorted(places)}"
         loading = sum(not holding.is_loaded for holding in self._held.values())
         assert loading == self.in_flight <= self._loads_at_once, f"{self.in_flight} in flight, {loading} loading"
-        assert not self._needed.keys() & self._held.keys(), "what is there is waited for"
+        assert not self._needed.keys() & self._held.keys(), "a present moe_expert is waited for"
 
     def _touch(self, moe_expert: MoeExpert) -> None:
-        """Count a pass that needs it: the logarithm of what all those that did weigh, as of pass 0."""
+        """Count a pass that needs it. A rank is the logarithm of the weights of all such passes, as of pass 0."""
         now = self._passes / HALF_LIFE_PASSES
         rank = self._ranks.get(moe_expert, -math.inf)
         higher, lower = max(rank, now), min(rank, now)
@@ -233,7 +233,7 @@ class MoeResidency:
         return victim not in self._predicted
 
     def _is_later(self, moe_expert: MoeExpert, victim: MoeExpert) -> bool:
-        """Is the victim's layer's turn not before the other's? What is predicted itself never goes."""
+        """True if the victim's layer does not run before the other's. A predicted moe_expert is never evicted."""
         return self._is_unpredicted(victim) and self._turns_until(victim.layer) >= self._turns_until(moe_expert.layer)
 
     def _turns_until(self, layer: int) -> int:

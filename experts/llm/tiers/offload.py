@@ -129,7 +129,7 @@ class OffloadedMoe:
         return combine(computed, table, tokens.dtype)
 
     def _run_all(self, wanted: dict[MoeExpert, slice], scattered: Tensor, computed: Tensor) -> None:
-        """Run the moe_experts that are there, then the others as they come; takes them out of ``wanted``."""
+        """Run the present moe_experts, then the others as they arrive; empties ``wanted``."""
         while wanted:
             placed = self._cache.first_of(wanted)
             rows = wanted.pop(placed.moe_expert)
