@@ -130,12 +130,13 @@ def both_in_a_quantum(agent, fake):
     return asked
 
 
-def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, fake):
+@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
+def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, fake, error):
     fake.gate = threading.Semaphore(0)
     with served(line, fake) as agent:
         asked = both_in_a_quantum(agent, fake)
         numbers = [number for number, _ in asked]
-        fake.errors = [RuntimeError("a kernel failed")]
+        fake.errors = [error]
         fake.gate.release(1000)
         agent.settle()
         statistics = agent.loop.statistics()
@@ -145,16 +146,6 @@ def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, f
     assert fake.log[failed - 1 : failed + 2] == [("run", tuple(numbers)), *(("preempt", each) for each in numbers)]
     assert {len(each[1]) for each in fake.log[failed:] if each[0] == "run"} == {1}
     assert (statistics.executors[0].failed, statistics.engine.pools[0].lease_used_bytes) == (1, 0)
-
-
-def test_texts_for_which_memory_was_short_are_written_in_smaller_batches(line, fake):
-    fake.gate = threading.Semaphore(0)
-    with served(line, fake) as agent:
-        asked = both_in_a_quantum(agent, fake)
-        fake.errors = [MemoryError()]
-        fake.gate.release(1000)
-        agent.settle()
-    assert [reader.tokens for _, reader in asked] == [written("llm/code", count=9)] * 2
 
 
 def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(line, fake):

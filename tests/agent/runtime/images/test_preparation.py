@@ -135,26 +135,9 @@ def assert_prepared(prepared, source, expert):
     assert (prepared.image_height, prepared.pad_top) == (alone.image_height, alone.pad_top)
 
 
-@pytest.mark.parametrize("size", [(20, 20), (900, 700)])  # whose pixels take less, and more, than what they become
-@pytest.mark.parametrize("second", [OTHER, DETECTOR, ALIKE])
-def test_an_image_that_two_steps_need_is_decoded_once(workplace, size, second):
-    image = encoded(*size)
-    workplace.prepare(1, image, SMALL, second)
-    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
-    workplace.settle()
-    assert workplace.held_bytes() <= bytes_of(second)
-    workplace.prepare(1, image, second)
-    assert_prepared(workplace.result(1, image, second), image, second)
-    assert workplace.decoded == ["1"]
-    workplace.settle()
-    assert workplace.held_bytes() == 0
-    workplace.preparation.forget(1)
-    assert workplace.preparation.requests == 0
-
-
-@pytest.mark.parametrize("later", [(ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
-@pytest.mark.parametrize("side", [20, 90, 130])  # pixels that would fit beside nothing, beside one form, and not
-def test_no_more_is_held_than_the_engine_counts_where_a_later_step_has_the_same_form(workplace, later, side):
+@pytest.mark.parametrize("later", [(OTHER,), (DETECTOR,), (ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
+@pytest.mark.parametrize("side", [20, 90, 130, 800])  # pixels that would fit beside nothing, beside one form, and not
+def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_engine_counts(workplace, later, side):
     image = encoded(side, side)
     workplace.prepare(1, image, SMALL, *later)
     workplace.result(1, image, SMALL)
@@ -166,6 +149,8 @@ def test_no_more_is_held_than_the_engine_counts_where_a_later_step_has_the_same_
         workplace.settle()
         assert workplace.held_bytes() <= (bytes_of(*later[number + 1 :]) if later[number + 1 :] else 0)
     assert workplace.decoded == ["1"]
+    workplace.preparation.forget(1)
+    assert workplace.preparation.requests == 0
 
 
 def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(workplace):

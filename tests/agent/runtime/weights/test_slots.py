@@ -20,22 +20,6 @@ def own_bytes(line, *names):
     return sum(line.copy(name).packed.own.slot_bytes for name in names)
 
 
-def test_it_counts_what_the_ledger_counts(line):
-    store = store_of(line)
-    first = line.load(store, "own-0").copy
-    line.load(store, "twin-0")
-    line.load(store, "twin-1")
-    trunk_bytes = sum(segment.slot_bytes for segment in line.copy("twin-0").packed.shared)
-    assert trunk_bytes > 0
-    assert store.statistics().used_bytes == own_bytes(line, "own-0", "twin-0", "twin-1") + trunk_bytes
-    store.evict(first.name)
-    store.evict(line.copy("twin-0").name)
-    assert store.statistics().used_bytes == own_bytes(line, "twin-1") + trunk_bytes
-    store.evict(line.copy("twin-1").name)
-    assert store.statistics().used_bytes == 0
-    store.close()
-
-
 def test_a_reserved_slot_counts_before_it_has_memory_and_an_abandoned_one_no_more(line):
     store = store_of(line)
     slot = store.reserve(line.copy("twin-0"))

@@ -87,7 +87,7 @@ def refuse(*_, **__):
 
 @pytest.mark.slow
 def test_no_skeleton_is_constructed_once_they_are_made(experts, segments, monkeypatch):
-    copies = copies_of(experts.values(), segments, in_all_forms=(experts["classifier"], experts["detector"]))
+    copies = copies_of(experts.values(), segments, in_all_forms=(experts["classifier"],))
     steps = []
     templates = make_templates({"cpu": copies}, segments, THREADS, lambda *step: steps.append(step))
     assert templates.failed == {}

@@ -50,6 +50,10 @@ class Yard:
     def answer(self):
         return self.answers.get(timeout=PATIENCE_S)
 
+    def answer_to(self, *load):
+        self.start(*load)
+        return self.answer()
+
     def load(self, name, source="ssd", pool="host"):
         started = self.start(name, source, pool)
         assert self.answer() == Loaded(started)
@@ -72,10 +76,26 @@ class Yard:
 
 
 @pytest.fixture
-def yard(line):
-    yard = Yard(line)
-    yield yard
-    yard.close()
+def yard_of():
+    made = []
+
+    def make(line, **options):
+        made.append(Yard(line, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def yard(yard_of, line):
+    return yard_of(line)
+
+
+@pytest.fixture
+def breakable(yard_of, breakable_line):
+    return yard_of(breakable_line)
 
 
 @pytest.mark.parametrize("name", ["own-0", "twin-1", "wide"])
@@ -139,31 +159,27 @@ def unreadable(file):
 
 @pytest.mark.parametrize("lose", [damage_by_removing, unreadable])
 @pytest.mark.parametrize("pool", ["host", "device"])
-def test_weights_that_are_not_there_may_come_back(breakable_line, lose, pool):
-    yard = Yard(breakable_line)
+def test_weights_that_are_not_there_may_come_back(breakable, breakable_line, lose, pool):
     file = breakable_line.file_of("own-1")
     content = file.read_bytes()
     lose(file)
-    yard.start("own-1", "ssd", pool)
-    answer = yard.answer()
+    answer = breakable.answer_to("own-1", "ssd", pool)
     assert (answer.permanent, answer.is_away) == (False, True)
     assert str(file) in answer.reason
     file.unlink(missing_ok=True)
     file.write_bytes(content)
-    yard.load("own-1", "ssd", pool)
-    yard.close()
+    breakable.load("own-1", "ssd", pool)
 
 
 @pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping])
 @pytest.mark.parametrize("pool", ["host", "device"])
 def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_anew(
-    breakable_line, damage, pool, caplog
+    breakable, breakable_line, damage, pool, caplog
 ):
-    line, yard = breakable_line, Yard(breakable_line)
+    line, yard = breakable_line, breakable
     file = line.file_of("own-1")
     damage(file)
-    yard.start("own-1", "ssd", pool)
-    answer = yard.answer()
+    answer = yard.answer_to("own-1", "ssd", pool)
     assert answer.permanent
     assert f"{file} was not what was packed and has been removed" in answer.reason
     assert not file.exists()
@@ -171,7 +187,6 @@ def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_an
     assert "load_failed expert=cls/own-1" in caplog.text
     assert not pack_again(line).failed
     yard.load("own-1", "ssd", pool)
-    yard.close()
 
 
 class MisreadingStore(SegmentStore):
@@ -181,44 +196,36 @@ class MisreadingStore(SegmentStore):
         raise errors.WeightsCorrupt(expert, f"{self.segment_path(segment.sha256)} does not have the sha256")
 
 
-def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(breakable_line):
+def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(yard_of, breakable_line):
     segments = MisreadingStore(breakable_line.segments.directory)
-    yard = Yard(breakable_line, segments)
-    yard.start("own-1")
-    answer = yard.answer()
+    yard = yard_of(breakable_line, segments=segments)
+    answer = yard.answer_to("own-1")
     assert not answer.permanent
     assert "sound" in answer.reason
     assert breakable_line.file_of("own-1").exists()
-    yard.close()
     segments.close()
 
 
-def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable_line):
-    yard = Yard(breakable_line)
+def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable, breakable_line):
     damage_by_flipping(breakable_line.file_of("own-1"))
     with SegmentStore(breakable_line.segments.directory).locked():
-        yard.start("own-1")
-        answer = yard.answer()
+        answer = breakable.answer_to("own-1")
     assert not answer.permanent
     assert "delete it and start again" in answer.reason
     assert breakable_line.file_of("own-1").exists()
-    yard.close()
 
 
-def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable_line, monkeypatch, caplog):
-    yard = Yard(breakable_line)
+def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable, breakable_line, monkeypatch, caplog):
     damage_by_flipping(breakable_line.file_of("own-1"))
 
     def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(type(breakable_line.file_of("own-1")), "unlink", refuse)
-    yard.start("own-1")
-    answer = yard.answer()
+    answer = breakable.answer_to("own-1")
     assert answer.permanent
     assert "delete it and start again" in answer.reason
     assert "Read-only file system" in caplog.text
-    yard.close()
 
 
 def pack_again(line):
@@ -228,26 +235,22 @@ def pack_again(line):
 
 
 def test_a_copy_that_nobody_packed_fails_for_good(yard):
-    yard.start("unknown")
-    assert yard.answer().permanent
+    assert yard.answer_to("unknown").permanent
 
 
 def test_a_load_of_what_is_there_already_fails_and_harms_nothing(yard, line):
     yard.load("own-0")
-    yard.start("own-0")
-    assert not yard.answer().permanent
+    assert not yard.answer_to("own-0").permanent
     yard.evict("own-0")
 
 
-def test_a_full_device_is_no_fault_of_the_weights(line):
-    yard = Yard(line, device_bytes=line.copy("own-0").packed.own.slot_bytes)
+def test_a_full_device_is_no_fault_of_the_weights(yard_of, line):
+    yard = yard_of(line, device_bytes=line.copy("own-0").packed.own.slot_bytes)
     yard.load("own-0", "ssd", "device")
-    yard.start("own-1", "ssd", "device")
-    answer = yard.answer()
+    answer = yard.answer_to("own-1", "ssd", "device")
     assert isinstance(answer, LoadFailed)
     assert not answer.permanent
     assert yard.device.ready() == ("cls/own-0@fp32",)
-    yard.close()
 
 
 class FailingMemory(EmulatedMemory):
@@ -262,25 +265,21 @@ class FailingMemory(EmulatedMemory):
 
 
 @pytest.mark.parametrize("source", ["ssd", "host"])
-def test_a_load_that_finds_its_device_lost_is_not_failed(line, source):
-    yard = Yard(line, device=FailingMemory(torch.AcceleratorError("CUDA error: unspecified launch failure")))
+def test_a_load_that_finds_its_device_lost_is_not_failed(yard_of, line, source):
+    yard = yard_of(line, device=FailingMemory(torch.AcceleratorError("CUDA error: unspecified launch failure")))
     yard.load("own-0")
-    yard.start("own-0", source, "device")
-    answer = yard.answer()
+    answer = yard.answer_to("own-0", source, "device")
     assert isinstance(answer, Breakdown)
     assert isinstance(answer.error, errors.DeviceLost)
     assert yard.transfers.statistics().failed == 0
-    yard.close()
 
 
-def test_stopping_answers_the_loads_that_still_wait(line):
-    yard = Yard(line, ssd_bytes_per_s=1.0)
+def test_stopping_answers_the_loads_that_still_wait(yard_of, line):
+    yard = yard_of(line, ssd_bytes_per_s=1.0)
     yard.start("own-0")
     yard.start("own-1")
     yard.transfers.stop()
     answers = [yard.answer(), yard.answer()]
     assert [type(answer) for answer in answers] == [LoadFailed, LoadFailed]
     assert yard.host.statistics().used_bytes == 0
-    yard.start("own-2")
-    assert isinstance(yard.answer(), LoadFailed)
-    yard.close()
+    assert isinstance(yard.answer_to("own-2"), LoadFailed)

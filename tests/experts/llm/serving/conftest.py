@@ -111,9 +111,10 @@ class CountingModel:
 class Desk:
     """An engine, and texts that are asked of it until they are done."""
 
-    def __init__(self, model=None, arena=None, limits=None, clock=None):
-        self.clock = clock or VirtualClock()
-        self.model = model or CountingModel(self.clock)
+    def __init__(self, model=None, arena=None, limits=None, **costs):
+        """``costs``: of the model that counts; see there."""
+        self.clock = VirtualClock()
+        self.model = model or CountingModel(self.clock, **costs)
         self.arena = arena or ExtentArena(4 * 2**20)
         self.engine = LlmEngine(self.arena, limits or IterationLimits(), self.clock)
         self.notes = {}

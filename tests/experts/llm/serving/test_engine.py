@@ -13,7 +13,7 @@ from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, RefusedText, Sampling, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.texts import Turn
-from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, VirtualClock
+from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes
 
 CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 
@@ -46,21 +46,19 @@ class TestIterations:
         ]  # fmt: skip
 
     def test_a_quantum_ends_on_time(self):
-        clock = VirtualClock()
-        desk = Desk(CountingModel(clock, base_s=0.004, token_s=0.001), clock=clock)
+        desk = Desk(base_s=0.004, token_s=0.001)
         for request in range(4):
             desk.ask(request, range(60), 30)
         took_s = []
         while desk.turns:
-            began_s = clock.now_s
+            began_s = desk.clock.now_s
             desk.quantum(0.05)
-            took_s.append(clock.now_s - began_s)
+            took_s.append(desk.clock.now_s - began_s)
         assert max(took_s) <= 0.05 + 1e-9
         assert sum(took_s) / len(took_s) > 0.03, "and it is used"
 
     def test_every_text_gets_on_though_there_are_more_than_rows_and_no_time(self):
-        clock = VirtualClock()
-        desk = Desk(CountingModel(clock, base_s=1.0), limits=IterationLimits(rows=3, tokens=16), clock=clock)
+        desk = Desk(limits=IterationLimits(rows=3, tokens=16), base_s=1.0)
         for request in range(8):
             desk.ask(request, range(20), 6)
         waited = dict.fromkeys(range(8), 0)
@@ -72,12 +70,11 @@ class TestIterations:
         assert desk.notes[7].tokens == counted(range(20), 6)
 
     def test_two_models_take_turns(self):
-        clock = VirtualClock()
-        one, other = CountingModel(clock, base_s=1.0), CountingModel(clock, base_s=1.0, step=2)
-        desk = Desk(one, clock=clock)
+        desk = Desk(base_s=1.0)
+        other = CountingModel(desk.clock, base_s=1.0, step=2)
         desk.ask(1, [3], 3).ask(2, [3], 3, model=other)
         desk.finish(quantum_s=0)
-        assert len(one.batches) == len(other.batches) == 3
+        assert len(desk.model.batches) == len(other.batches) == 3
         assert desk.notes[1].tokens == [4, 5, 6]
         assert desk.notes[2].tokens == [5, 7, 9]
 
@@ -98,9 +95,8 @@ class TestEndings:
 
     @pytest.mark.parametrize(("left_s", "tokens"), [(2.5, [4, 5, 6]), (0.0, [])])
     def test_its_time_is_over(self, left_s, tokens):
-        clock = VirtualClock()
-        desk = Desk(CountingModel(clock, base_s=1.0), clock=clock)
-        desk.ask(1, [3], 9, deadline_s=clock.now_s + left_s).ask(2, [3], 5)
+        desk = Desk(base_s=1.0)
+        desk.ask(1, [3], 9, deadline_s=desk.clock.now_s + left_s).ask(2, [3], 5)
         desk.finish(quantum_s=1)
         assert desk.notes[1].tokens == tokens
         assert desk.finished == {1: Prediction("deadline", 1.0), 2: Prediction("length", 1.0)}
@@ -188,7 +184,7 @@ class TestWhatIsWrong:
 
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
     def test_so_are_numbers_that_are_none(self, sampling):
-        desk = Desk(CountingModel(broken_after=5))
+        desk = Desk(broken_after=5)
         desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).ask(3, [5], 0, choices=CHOICES).finish()
         assert "expert counting answered with NaN or infinity after 3 tokens" in desk.finished[1].reason
         assert desk.notes[1].tokens == [4, 5]
@@ -233,12 +229,11 @@ class TestRouters:
 
 class TestExpectations:
     def test_time_in_tensors_is_told_apart(self):
-        clock = VirtualClock()
-        desk = Desk(CountingModel(clock, base_s=0.5), clock=clock)
+        desk = Desk(base_s=0.5)
 
         class Slow(Notes):
             def write(self, sampled):
-                clock.now_s += 0.25
+                desk.clock.now_s += 0.25
                 return super().write(sampled)
 
         desk.ask(1, [3], 4, notes=Slow()).finish()
