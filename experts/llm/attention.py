@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.token_batch import Row, TokenBatch
+    from experts.llm.token_batch import Chunk, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def prefill_attention(queries: Tensor, stored: Stored, mask: Tensor | None) -> T
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_size)
 
 
-def _chunk_mask(row: Row, device: torch.device) -> Tensor | None:
+def _chunk_mask(row: Chunk, device: torch.device) -> Tensor | None:
     if row.first == 0:
         return None
     positions = torch.arange(row.end, device=device)

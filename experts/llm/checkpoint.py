@@ -41,18 +41,15 @@ class StoredTensor:
     number_format: str
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model's tensors on disk, known to fit it. Maps its files: they may be unlinked meanwhile, not rewritten."""
 
-    def __init__(
-        self, expert: str, spec: ArchSpec, parts: Mapping[str, tuple[Assembly, tuple[SourceTensor, ...]]],
-        stored: Mapping[str, StoredTensor], files: Mapping[Path, Any],
-    ) -> None:  # fmt: skip
-        self.expert = expert
-        self.spec = spec
-        self._parts = parts
-        self._stored = stored
-        self._files = files
+    expert: str
+    spec: ArchSpec
+    _parts: Mapping[str, tuple[Assembly, tuple[SourceTensor, ...]]]
+    _stored: Mapping[str, StoredTensor]
+    _files: Mapping[Path, Any]
 
     @property
     def names(self) -> tuple[str, ...]:

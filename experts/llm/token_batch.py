@@ -18,25 +18,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """``count`` tokens of one sequence, from position ``first`` on; ``sequence``: a number of the scheduler's."""
-
-    sequence: int
-    first: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of a row, to be put into a batch."""
+    """Row of a batch: tokens of one sequence, from position ``first`` on. ``sequence``: the scheduler's number."""
 
     sequence: int
     first: int
     tokens: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +40,24 @@ class TokenBatch:
 
     token_ids: Tensor
     positions: Tensor
-    rows: tuple[Row, ...]
-    starts: tuple[int, ...]  # where each row's first token stands
-    last: Tensor  # and its last
+    rows: tuple[Chunk, ...]
+    starts: tuple[int, ...]  # index of each row's first token
+    last: Tensor  # and of its last token
     prefill_count: int
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], device: torch.device | str = "cpu") -> TokenBatch:
         """A batch of these, rows in their order. ValueError for no chunk, an empty one, or a sequence given twice."""
-        if not chunks or not all(chunk.tokens for chunk in chunks):
+        rows = tuple(chunks)
+        if not rows or not all(row.tokens for row in rows):
             raise ValueError("a batch needs rows, and a row needs tokens")
-        rows = tuple(Row(chunk.sequence, chunk.first, len(chunk.tokens)) for chunk in chunks)
         if len({row.sequence for row in rows}) != len(rows):
             raise ValueError(f"a sequence has several rows: {sorted(row.sequence for row in rows)}")
         ends = tuple(accumulate(row.count for row in rows))
         prefill_count = max((number for number, row in enumerate(rows, start=1) if row.count > 1), default=0)
         positions = [position for row in rows for position in range(row.first, row.end)]
         return cls(
-            token_ids=torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device),
+            token_ids=torch.tensor([token for row in rows for token in row.tokens], device=device),
             positions=torch.tensor(positions, device=device),
             rows=rows,
             starts=tuple(end - row.count for end, row in zip(ends, rows, strict=True)),
@@ -71,11 +66,11 @@ class TokenBatch:
         )
 
     @property
-    def prefill_rows(self) -> tuple[Row, ...]:
+    def prefill_rows(self) -> tuple[Chunk, ...]:
         return self.rows[: self.prefill_count]
 
     @property
-    def decode_rows(self) -> tuple[Row, ...]:
+    def decode_rows(self) -> tuple[Chunk, ...]:
         return self.rows[self.prefill_count :]
 
     @property

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
-    from agent.runtime.measuring.text_times import TextTimes
     from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -142,7 +141,8 @@ def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
         with rig.model_of(copy) as model:
             timer = TextTimer(copy.expert.id, model, KIND_LIMIT_S)
             times = on_executor_thread(lambda: timer.times(REPEATS), rig.device, rig.threads)
-        return _performance_of_texts(copy, times)
+        performance = performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch)
+        return replace(performance, K_prompt_s=times.per_prompt_token_s, K_output_s=times.per_output_token_s)
     alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
     larger = larger_batch(alone_s, KIND_LIMIT_S)
     if larger > 1:
@@ -163,12 +163,4 @@ def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_bat
         workspace_bytes=per_image_bytes,
         workspace_base_bytes=max(workspace_of_one - per_image_bytes, 0),
         lease_bytes=backend.token_bytes(copy.expert, precision),
-    )
-
-
-def _performance_of_texts(copy: ExpertCopy, times: TextTimes) -> Performance:
-    return replace(
-        performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch),
-        K_prompt_s=times.per_prompt_token_s,
-        K_output_s=times.per_output_token_s,
     )

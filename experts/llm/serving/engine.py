@@ -68,7 +68,6 @@ class QuantumOutcome:
 class TextEngineStatistics:
     """Totals since the engine was made."""
 
-    quanta: int = 0
     iterations: int = 0
     rows: int = 0
     read_tokens: int = 0  # of prompts, including tokens that were read again
@@ -160,7 +159,6 @@ class LlmEngine:
                     break
             self._is_hurried = False
             quantum = self._answer(turns, lacking)
-            self._tally.quanta += 1
             self._tally.busy_s += self._clock() - began_s
         self._do_what_was_asked_if_idle()
         return quantum

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import BatchKeyValues
     from experts.llm.config import ArchSpec
-    from experts.llm.token_batch import Row, TokenBatch
+    from experts.llm.token_batch import Chunk, TokenBatch
 
 EXTENTS_A_SLAB = 128
 MAP_NORESERVE = 0x4000  # Linux's flag, which Python lacks: address space reserves no memory
@@ -198,7 +198,7 @@ class ExtentArena:
             raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
         return self.tokens_for(layout, tokens)
 
-    def _extent_for(self, layout: KvLayout, row: Row) -> KvExtent:
+    def _extent_for(self, layout: KvLayout, row: Chunk) -> KvExtent:
         extent = self._extents.get(row.sequence)
         if extent is None or extent.layout != layout:
             raise ValueError(f"request {row.sequence} has not begun with this layout")
