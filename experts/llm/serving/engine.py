@@ -142,9 +142,9 @@ class LlmEngine:
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._is_hurried = False
-        self._asked: deque[tuple[int, bool]] = deque()  # requests to give back, and whether to forget them
+        self._requested: deque[tuple[int, bool]] = deque()  # requests to give back, and whether to forget them
         self._tally = TextEngineStatistics()
-        self._came = 0
+        self._arrivals = 0
 
     def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
         """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called."""
@@ -160,7 +160,7 @@ class LlmEngine:
             self._is_hurried = False
             quantum = self._answer(turns, lacking)
             self._tally.busy_s += self._clock() - began_s
-        self._do_what_was_asked_if_idle()
+        self._apply_requested_if_idle()
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_FamilyTexts]) -> bool:
@@ -175,13 +175,13 @@ class LlmEngine:
 
     def forget(self, request: int) -> None:
         """Drop an abandoned or answered request, with its keys and values. Idempotent; any thread may call it."""
-        self._asked.append((request, True))
-        self._do_what_was_asked_if_idle()
+        self._requested.append((request, True))
+        self._apply_requested_if_idle()
 
     def preempt(self, request: int) -> None:
         """Free a request's keys and values; its tokens are read again later. Any thread may call it."""
-        self._asked.append((request, False))
-        self._do_what_was_asked_if_idle()
+        self._requested.append((request, False))
+        self._apply_requested_if_idle()
 
     def statistics(self) -> TextEngineStatistics:
         """Totals as of the last whole quantum."""
@@ -209,8 +209,8 @@ class LlmEngine:
             self._drop(turn.request)  # the next step of its route
             text = None
         if text is None:
-            self._came += 1
-            text = self._texts[turn.request] = text_of(turn, self._came)
+            self._arrivals += 1
+            text = self._texts[turn.request] = text_of(turn, self._arrivals)
             try:
                 check_against(turn.text.generation, turn.model.spec)
             except PromptInvalid as error:
@@ -247,7 +247,7 @@ class LlmEngine:
 
     def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
         """Run an iteration of the group that has waited longest; False where no group or no time is left."""
-        self._do_what_was_asked()
+        self._apply_requested()
         now_s = self._clock()
         for text in [text for each in groups for text in each.texts if text.result is None]:
             if text.text.deadline_s is not None and now_s >= text.text.deadline_s:
@@ -267,7 +267,7 @@ class LlmEngine:
 
     def _plan(self, group: _FamilyTexts, texts: Iterable[TextState], left_s: float, is_first: bool) -> dict[int, int]:
         candidates = [
-            IterationCandidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts
+            IterationCandidate(text.request, text.next_tokens, text.arrival, text.ran, text.is_whole) for text in texts
         ]
         writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
@@ -340,17 +340,17 @@ class LlmEngine:
         if text is not None:
             self._give_back(text)
 
-    def _do_what_was_asked_if_idle(self) -> None:
+    def _apply_requested_if_idle(self) -> None:
         """Apply requested changes, unless a quantum runs: that applies them before its next iteration."""
-        while self._asked and self._running.acquire(blocking=False):
+        while self._requested and self._running.acquire(blocking=False):
             try:
-                self._do_what_was_asked()
+                self._apply_requested()
             finally:
                 self._running.release()
 
-    def _do_what_was_asked(self) -> None:
-        while self._asked:
-            request, is_forgotten = self._asked.popleft()
+    def _apply_requested(self) -> None:
+        while self._requested:
+            request, is_forgotten = self._requested.popleft()
             text = self._texts.get(request)
             if text is None:
                 continue
@@ -361,7 +361,7 @@ class LlmEngine:
                 self._give_back(text)
 
     def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> QuantumOutcome:
-        self._do_what_was_asked()
+        self._apply_requested()
         finished: list[tuple[int, Prediction | RefusedText]] = []
         unfinished = []
         for request in (turn.request for turn in turns):

@@ -34,15 +34,15 @@ class IterationCandidate:
 
     request: int
     unread: int  # its next tokens, in one piece if it ``is_whole``; 1: it writes
-    came: int  # in counts of the engine, as is ``ran``, its last iteration
+    arrival: int  # in counts of the engine, as is ``ran``, its last iteration
     ran: int
     is_whole: bool = False
 
 
 def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> dict[int, int]:
     """Tokens of each request of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs."""
-    writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
-    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
+    writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.arrival))
+    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.arrival))
     if reading and (prompt_tokens > 0 or not writing):
         writing = writing[: max(rows - 1, 0)]
     picks = dict.fromkeys((one.request for one in writing[:rows]), 1)

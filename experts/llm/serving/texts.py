@@ -39,11 +39,11 @@ class Turn:
 
 
 class TextState:
-    """Base of both kinds. ``came`` and ``ran``: in counts of the engine."""
+    """Base of both kinds. ``arrival`` and ``ran``: in counts of the engine."""
 
-    def __init__(self, turn: Turn, came: int) -> None:
+    def __init__(self, turn: Turn, arrival: int) -> None:
         self.request, self.expert, self.text, self.weights = turn.request, turn.expert, turn.text, turn.weights
-        self.came = came
+        self.arrival = arrival
         self.ran = 0
         self.tokens = list(turn.text.generation.prompt)
         self.held = 0  # tokens whose keys and values are stored
@@ -101,8 +101,8 @@ class TextState:
 class WrittenText(TextState):
     """A text that goes on by what is sampled."""
 
-    def __init__(self, turn: Turn, came: int) -> None:
-        super().__init__(turn, came)
+    def __init__(self, turn: Turn, arrival: int) -> None:
+        super().__init__(turn, arrival)
         generation = turn.text.generation
         read = len(generation.prompt) - generation.written
         self.sampler = Sampler(generation.sampling, generation.prompt[:read], generation.prompt[read:])
@@ -130,8 +130,8 @@ class WrittenText(TextState):
 class RoutedText(TextState):
     """A router's: after the prompt, each choice of several tokens is read in its place, one after the other."""
 
-    def __init__(self, turn: Turn, came: int) -> None:
-        super().__init__(turn, came)
+    def __init__(self, turn: Turn, arrival: int) -> None:
+        super().__init__(turn, arrival)
         self._choices: Mapping[str, tuple[int, ...]] = turn.text.generation.choices or {}
         self._logprobs: dict[str, float] = {}  # of the weighed tokens of each choice
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
@@ -192,5 +192,5 @@ class RoutedText(TextState):
         self.result = Prediction(label, 1 / among)
 
 
-def text_of(turn: Turn, came: int) -> TextState:
-    return (WrittenText if turn.text.generation.choices is None else RoutedText)(turn, came)
+def text_of(turn: Turn, arrival: int) -> TextState:
+    return (WrittenText if turn.text.generation.choices is None else RoutedText)(turn, arrival)

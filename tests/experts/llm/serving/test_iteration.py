@@ -26,7 +26,7 @@ def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
 @given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
 def test_who_reads_and_ran_longest_ago_is_not_kept_waiting_by_those_who_write_or_read(candidates, rows, prompt_tokens):
     picked = plan(candidates, rows, prompt_tokens)
-    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
+    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.arrival))
     assert not reading or reading[0].request in picked
 
 
