@@ -29,6 +29,20 @@ LABELS = ("ok", "missing", "tombstone")
 SIZE = InputSpec(64, 64)
 
 
+class Served:
+    """An agent within a with-statement."""
+
+    def __enter__(self):
+        self.loop.start()
+        return self
+
+    def __exit__(self, *_):
+        self.loop.stop()
+
+    def settle(self):
+        assert self.loop.wait_until_idle(60.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """Packed experts: ``own-*`` share nothing, ``twin-*`` share their features, ``kin-*`` share others of the same

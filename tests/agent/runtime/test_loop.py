@@ -29,6 +29,7 @@ from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
+from tests.agent.runtime.conftest import Served
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -36,7 +37,7 @@ PERFORMANCE = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 *
 ANY = frozenset({"ok", "missing", "tombstone"})
 
 
-class Agent:
+class Agent(Served):
     """An agent over a line, with its outcomes in ``outcomes``."""
 
     def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, **options):
@@ -64,16 +65,6 @@ class Agent:
             for copy in self.line.copies.values()
         }
         return PerformanceMatrix({spec.processor: rows for spec in specs})
-
-    def __enter__(self):
-        self.loop.start()
-        return self
-
-    def __exit__(self, *_):
-        self.loop.stop()
-
-    def settle(self):
-        assert self.loop.wait_until_idle(PATIENCE_S)
 
 
 def expected_of(line, component, image):

@@ -27,6 +27,7 @@ from experts.llm.serving.kv import KvLayout
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
+from tests.agent.runtime.conftest import Served
 from tests.experts.llm.conftest import ModelFiles, greedy, tiny_config
 
 CONFIG = tiny_config("llama", hidden_size=64, intermediate_size=768, num_hidden_layers=2)
@@ -89,7 +90,7 @@ class TextLine:
         return greedy(self.models[expert], [prompt], count)[0][0]
 
 
-class TextAgent:
+class TextAgent(Served):
     """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones."""
 
     def __init__(self, line, *, engines=None, processors=("cpu",), lease_tokens=400, family=None):
@@ -114,16 +115,6 @@ class TextAgent:
         for copy in self.line.copies.values():
             performance, family = (self.texts, self.family) if copy.expert.id in LANGUAGE else (IMAGES, None)
             yield copy.expert.id, ExpertProfile(copy.name, performance, copy.footprint, {SSD: 0.01}, family)
-
-    def __enter__(self):
-        self.loop.start()
-        return self
-
-    def __exit__(self, *_):
-        self.loop.stop()
-
-    def settle(self):
-        assert self.loop.wait_until_idle(PATIENCE_S)
 
     def ask(self, expert, prompt=(1, 2, 3), count=5):
         """A text of one expert: its number, and its reader."""

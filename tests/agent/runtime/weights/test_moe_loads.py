@@ -4,7 +4,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
-import torch
 
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded
@@ -20,21 +19,13 @@ from experts.expert import Expert, Precision
 from experts.llm.model import load_model
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.experts.conftest import one_thread  # noqa: F401  a fixture
 from tests.experts.llm.conftest import ModelFiles, greedy
 
 FAMILIES = {"mixtral": {}, "qwen3_moe": {"num_experts": 6, "decoder_sparse_step": None}, "pr_moe": {}}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(60, 30, -1)))
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models gain nothing from more, and wait for one another on few cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
