@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG_NAME = "config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 FULL_ATTENTION = "full_attention"
 
 Word = TypeVar("Word", bound=StrEnum)

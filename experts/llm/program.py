@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
-from experts.llm.config import CONFIG_NAME, parse_config
+from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, parse_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES)
 LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
 
