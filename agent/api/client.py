@@ -55,13 +55,16 @@ class AgentClient:
 
     def __init__(self, address: str, access: Access | None = None) -> None:
         self.address = address
-        self._access = access or Access()
+        access = Access() if access is None or address.startswith(UNIX) else access
         options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MESSAGE_BYTES))
-        self._channel = self._opened(options)
+        if access.authority is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            credentials = grpc.ssl_channel_credentials(access.authority or None, access.key, access.certificate)
+            self._channel = grpc.secure_channel(address, credentials, options)
         self._agent = inspection_pb2_grpc.InspectionStub(self._channel)
         self._texts = inspection_pb2_grpc.TextsStub(self._channel)
-        is_shown = self._access.token is not None and not address.startswith(UNIX)
-        self._metadata = (("authorization", f"Bearer {self._access.token}"),) if is_shown else ()
+        self._metadata = () if access.token is None else (("authorization", f"Bearer {access.token}"),)
 
     def __enter__(self) -> AgentClient:
         return self
@@ -81,10 +84,8 @@ class AgentClient:
         *,
         with_maps: bool = False,
     ) -> Iterator[VerdictView]:
-        """Verdict of each image, in order. Without a board nothing is stored.
-
-        Raises OrderRefused for an image that is not taken; where there is only no room for it, it is sent again.
-        """
+        """Verdict of each image, in order. Without a board nothing is stored. Raises OrderRefused for an image that is
+        not taken; where there is only no room for it, it is sent again."""
         under_way: deque[tuple[pb.InspectRequest, Call]] = deque()
         for image in images:
             request = pb.InspectRequest(
@@ -147,13 +148,6 @@ class AgentClient:
         """Have the line file read anew; takes as long as new experts need to be packed."""
         return reload_of(self._asked(self._agent.Reload, pb.ReloadRequest(), timeout_s=None))
 
-    def _opened(self, options: Sequence[tuple[str, int]]) -> Call:
-        access = self._access
-        if self.address.startswith(UNIX) or access.authority is None:
-            return grpc.insecure_channel(self.address, options)
-        credentials = grpc.ssl_channel_credentials(access.authority or None, access.key, access.certificate)
-        return grpc.secure_channel(self.address, credentials, options)
-
     def _asked(self, method: Call, request: Call, timeout_s: float | None = ANSWER_S) -> Call:
         with self._explained():
             return method(request, timeout=timeout_s, metadata=self._metadata)
@@ -186,12 +180,15 @@ class AgentClient:
         if reason is not None and reason in Refusing.__members__:
             pushback_ms = metadata.get(PUSHBACK_MS)
             return OrderRefused(Refusing(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
-        if error.code() is grpc.StatusCode.UNAVAILABLE and os.strerror(errno.EACCES) in str(error.details()):
-            advice = "ask as the agent's, by `sudo -u`, or have `api.grpc` name a socket, which its group may open, too"
-            return AgentUnreachable(self.address, f"this user may not open the socket - {advice}")
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.grpc`)?"
-            return AgentUnreachable(self.address, f"nobody answers - {advice} ({error.details()})")
+        details = str(error.details())
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return AgentUnreachable(self.address, "somebody answers who is no agent - is this one of its addresses?")
-        return AgentUnreachable(self.address, f"{error.code().name}: {error.details()}")
+            why = "somebody answers who is no agent - is this one of its addresses?"
+        elif error.code() is not grpc.StatusCode.UNAVAILABLE:
+            why = f"{error.code().name}: {details}"
+        elif os.strerror(errno.EACCES) in details:
+            advice = "ask as the agent's, by `sudo -u`, or have `api.grpc` name a socket, which its group may open, too"
+            why = f"this user may not open the socket - {advice}"
+        else:
+            advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.grpc`)?"
+            why = f"nobody answers - {advice} ({details})"
+        return AgentUnreachable(self.address, why)

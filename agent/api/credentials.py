@@ -37,10 +37,8 @@ class Certificates:
         self._now = _read(tls)
 
     def read_anew(self, tls: TlsSection) -> None:
-        """For the connections to come. Raises ConfigError, and then nothing has changed.
-
-        Whether callers must show a certificate at all is settled when the server starts.
-        """
+        """For the connections to come. Raises ConfigError, and then nothing has changed. Whether callers must show a
+        certificate at all is settled when the server starts."""
         self._now = _read(tls)
 
     def for_server(self) -> Call:

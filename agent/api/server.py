@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -45,11 +46,9 @@ Server = Any  # gRPC has no types
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """Served address."""
-
     address: str
     server: Server
-    socket: UnixSocket | None
+    socket: UnixSocket | None = None
 
 
 class ApiServer:
@@ -102,8 +101,7 @@ class ApiServer:
 
     def stop(self, grace_s: float) -> bool:
         """Answer what is under way for so long, then end; False if it took longer, and callers were cut off."""
-        stopping = asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop)
-        is_idle = stopping.result()
+        is_idle = asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -127,34 +125,29 @@ class ApiServer:
 
     def _bound(self, address: str) -> _Served:
         """Raises AddressUnusable."""
-        if address.startswith(UNIX):
-            server = self._server([self._door])
-            place = UnixSocket(address, OWNERS if self._config.has_local_door else GROUPS)
+        if not address.startswith(UNIX):
+            server = self._server([self._door] if self._token is None else [self._token, self._door])
+            try:
+                if self._certificates is None:
+                    port = server.add_insecure_port(address)
+                else:
+                    port = server.add_secure_port(address, self._certificates.for_server())
+            except RuntimeError:
+                port = 0
+            if not port:
+                raise AddressUnusable(address, _why_not(address))
+            return _Served(f"{address.rpartition(':')[0]}:{port}", server)
+        server = self._server([self._door])
+        place = UnixSocket(address, OWNERS if self._config.has_local_door else GROUPS)
+        with ExitStack() as failing:
+            failing.callback(place.close)
             try:
                 server.add_insecure_port(place.to_bind)
-                place.show()
-            except AddressUnusable:
-                place.close()
-                raise
             except RuntimeError as error:
-                place.close()
                 raise AddressUnusable(address, "no socket can be made there") from error
-            return _Served(address, server, place)
-        server = self._server([self._door] if self._token is None else [self._token, self._door])
-        return _Served(self._opened(server, address), server, None)
-
-    def _opened(self, server: Server, address: str) -> str:
-        """Bind HOST:PORT; the address that it has become."""
-        try:
-            if self._certificates is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, self._certificates.for_server())
-        except RuntimeError as error:
-            raise AddressUnusable(address, _why_not(address)) from error
-        if not port:
-            raise AddressUnusable(address, _why_not(address))
-        return f"{address.rpartition(':')[0]}:{port}"
+            place.show()
+            failing.pop_all()
+        return _Served(address, server, place)
 
     def _server(self, interceptors: list[Server]) -> Server:
         message_bytes = self._config.limits.message
@@ -192,7 +185,7 @@ def _add_services(served: _Served, inspecting: object, writing: object, inferrin
 
 
 def _reflected() -> DescriptorPool:
-    """The descriptions of all services in one pool; those of the Open Inference Protocol have one of their own."""
+    """Descriptions of all services in one pool: the Open Inference Protocol's are in another."""
     pool = DescriptorPool()
     for described in (timestamp_pb2, inspection_pb2, inference_pb2, health_pb2, reflection_pb2):
         file = descriptor_pb2.FileDescriptorProto()
@@ -205,9 +198,8 @@ def _why_not(address: str) -> str:
     """Error of binding an address, which gRPC hides."""
     host, _, port = address.rpartition(":")
     try:
-        for family, kind, _, _, place in socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM
-        ):
+        found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+        for family, kind, _, _, place in found:
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)

@@ -34,10 +34,8 @@ TEXT = ("content-type", "text/plain; charset=utf-8")
 
 
 class HttpConnection:
-    """Implements ``agent.http.exchange.Stream``. For the loop's thread only.
-
-    ``counts``: connections of its address by application; under None those without a request.
-    """
+    """Implements ``agent.http.exchange.Stream``. For the loop's thread only. ``counts``: connections of its address by
+    application; under None those without a request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
                  counts: Counter[Application | None], *, is_local_user: bool) -> None:  # fmt: skip
@@ -57,11 +55,12 @@ class HttpConnection:
         self._counts[None] += 1
         try:
             async with asyncio.timeout(head_s) as cut:
-                head = await self._head()
-                if head is not None:
+                head = await self._event()
+                if isinstance(head, h11.Request):
                     await self._asked(head, cut, came_s)
         except h11.RemoteProtocolError as error:
-            await self._last_words(_plain(error.error_status_hint, str(error)))
+            reason = f"{error}\n".encode("utf-8", "backslashreplace")
+            await self._last_words(HttpAnswer(error.error_status_hint, reason, (TEXT,)))
         except (TimeoutError, OSError, h11.LocalProtocolError):
             pass  # the caller is gone, or cut off
         finally:
@@ -70,8 +69,7 @@ class HttpConnection:
 
     async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
         reason = HTTPStatus(status).phrase.encode()
-        response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")], reason=reason)
-        await self._send(response)
+        await self._send(h11.Response(status_code=status, headers=[*headers, ("connection", "close")], reason=reason))
 
     async def send(self, piece: bytes) -> None:
         await self._send(h11.Data(data=piece))
@@ -88,8 +86,8 @@ class HttpConnection:
             await self._linger()
             return
         if self._counts[application] >= terms.connections:
-            busy = application.refusal(503, f"{terms.connections} callers are being answered - ask again in a while")
-            await self._say(busy)
+            reason = f"{terms.connections} callers are being answered - ask again in a while"
+            await self._say(application.refusal(503, reason))
             return
         self._counts[None] -= 1
         self._counts[application] += 1
@@ -139,10 +137,6 @@ class HttpConnection:
         while surplus <= SURPLUS_BYTES and (content := await self._reader.read(READ_BYTES)):
             surplus += len(content)
 
-    async def _head(self) -> h11.Request | None:
-        event = await self._event()
-        return event if isinstance(event, h11.Request) else None
-
     async def _body(self, head: h11.Request, terms: Terms) -> bytes | None:
         """The body; None if it exceeds the terms."""
         announced = next((int(value) for name, value in head.headers if name == b"content-length"), 0)
@@ -166,8 +160,7 @@ class HttpConnection:
 
     async def _say(self, answer: HttpAnswer) -> None:
         await self.begin(answer.status, (*answer.headers, ("content-length", str(len(answer.body)))))
-        if answer.body:
-            await self._send(h11.Data(data=answer.body))
+        await self.send(answer.body)
         await self._send(h11.EndOfMessage())
 
     async def _last_words(self, answer: HttpAnswer) -> None:
@@ -201,7 +194,3 @@ class HttpConnection:
 def _is_own_name(host: str) -> bool:
     name, _, port = host.rpartition(":")
     return is_loopback_name((name if port.isdigit() else host).lower())
-
-
-def _plain(status: int, reason: str) -> HttpAnswer:
-    return HttpAnswer(status, f"{reason}\n".encode("utf-8", "backslashreplace"), (TEXT,))

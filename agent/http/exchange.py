@@ -31,10 +31,8 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Limits of one exchange: body, seconds since the connection, seconds without the caller reading.
-
-    ``connections``: at each address. ``withdraws``: the answer is cancelled when its caller disconnects.
-    """
+    """Limits of one exchange: body, seconds since the connection, seconds without the caller reading. ``connections``:
+    at each address. ``withdraws``: the answer is cancelled when its caller disconnects."""
 
     body_bytes: int
     longest_s: float

@@ -15,6 +15,8 @@ import logging
 import socket
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -35,25 +37,38 @@ STOP_S = 0.2  # for answers under way, which take milliseconds
 BACKLOG = 128
 
 
-class HttpServer:
-    """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listener:
+    """Bound address. ``place``: of a unix socket."""
 
-    ``applications``: the first that serves a path answers; the last one answers all other paths.
-    """
+    address: str
+    socket: socket.socket
+    place: UnixSocket | None = None
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.place is not None:
+            self.place.close()
+
+
+class HttpServer:
+    """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0. ``applications``: the
+    first that serves a path answers; the last one answers all other paths."""
 
     def __init__(self, addresses: Sequence[str], applications: Sequence[Application], head_s: float) -> None:
         self.addresses: tuple[str, ...] = ()
         self._wanted = tuple(addresses)
         self._applications = tuple(applications)
         self._head_s = head_s
-        self._served: list[_Served] = []
+        self._listeners: list[_Listener] = []
+        self._servers: list[asyncio.Server] = []
         self._thread: Thread | None = None
 
     def start(self) -> None:
         """Raises AddressUnusable; then no address is served."""
         try:
             for address in self._wanted:
-                self._served.append(_bound(address))
+                self._listeners.append(_at_path(address) if address.startswith(UNIX) else _at_port(address))
         except AddressUnusable:
             self.stop()
             raise
@@ -61,7 +76,7 @@ class HttpServer:
         self._thread = Thread(target=self._loop.run_forever, name="web", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        self.addresses = tuple(served.address for served in self._served)
+        self.addresses = tuple(listener.address for listener in self._listeners)
         log.info("web_started addresses=%s", ",".join(self.addresses))
 
     def stop(self) -> None:
@@ -72,71 +87,48 @@ class HttpServer:
             self._thread.join()
             self._loop.close()
             self._thread = None
-        for served in self._served:
-            served.close()
-        self._served.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
 
     async def _start(self) -> None:
-        for served in self._served:
-            await served.start(self._applications, self._head_s)
+        for listener in self._listeners:
+            serve = partial(self._serve, Counter(), listener.place is not None)
+            self._servers.append(await asyncio.start_server(serve, sock=listener.socket, limit=READ_BYTES))
 
     async def _stop(self) -> None:
-        for served in self._served:
-            served.take_no_more()
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + STOP_S
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:  # asyncio's own close would lose connections that are accepted, not yet served
+            loop.remove_reader(listener.socket)
+        deadline_s = loop.time() + STOP_S
         while under_way := asyncio.all_tasks() - {asyncio.current_task()}:  # accepted connections included
-            _, late = await asyncio.wait(under_way, timeout=max(0.0, deadline_s - clock()))
-            if clock() < deadline_s:
+            _, late = await asyncio.wait(under_way, timeout=max(0.0, deadline_s - loop.time()))
+            if loop.time() < deadline_s:
                 continue  # connections accepted meanwhile have new tasks
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for served in self._served:
-            served.end()
+        for server in self._servers:
+            server.close()
 
-
-class _Served:
-    def __init__(self, address: str, listening: socket.socket, place: UnixSocket | None = None) -> None:
-        self.address = address
-        self._listening = listening
-        self._place = place
-        self._counts: Counter[Application | None] = Counter()
-
-    async def start(self, applications: Sequence[Application], head_s: float) -> None:
-        self._applications = applications
-        self._head_s = head_s
-        self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=READ_BYTES)
-
-    def take_no_more(self) -> None:
-        """Accept no more. asyncio's own close would lose connections that are accepted and not served yet."""
-        asyncio.get_running_loop().remove_reader(self._listening)
-
-    def end(self) -> None:
-        self._server.close()
-
-    def close(self) -> None:
-        self._listening.close()
-        if self._place is not None:
-            self._place.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._counts[None] >= ARRIVALS:
+    async def _serve(
+        self,
+        counts: Counter[Application | None],
+        is_local_user: bool,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        if counts[None] >= ARRIVALS:
             writer.transport.abort()
             return
-        is_local_user = self._place is not None
-        connection = HttpConnection(reader, writer, self._applications, self._counts, is_local_user=is_local_user)
+        connection = HttpConnection(reader, writer, self._applications, counts, is_local_user=is_local_user)
         try:
             await connection.serve(self._head_s)
         except Exception:  # the boundary of a connection
             log.exception("web_connection_failed")
 
 
-def _bound(address: str) -> _Served:
-    return _at_path(address) if address.startswith(UNIX) else _at_port(address)
-
-
-def _at_path(address: str) -> _Served:
+def _at_path(address: str) -> _Listener:
     place = UnixSocket(address)
     with ExitStack() as undoing:
         undoing.callback(place.close)
@@ -144,17 +136,17 @@ def _at_path(address: str) -> _Served:
         undoing.callback(listening.close)
         place.show()
         undoing.pop_all()
-    return _Served(address, listening, place)
+    return _Listener(address, listening, place)
 
 
-def _at_port(address: str) -> _Served:
+def _at_port(address: str) -> _Listener:
     host, _, port = address.rpartition(":")
     try:
         family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise AddressUnusable(address, error.strerror or str(error)) from error
     listening = _listening(address, family, where)
-    return _Served(f"{host}:{listening.getsockname()[1]}", listening)
+    return _Listener(f"{host}:{listening.getsockname()[1]}", listening)
 
 
 def _listening(address: str, family: socket.AddressFamily, where: object) -> socket.socket:

@@ -54,10 +54,8 @@ class _Tally:
 
 
 class AttemptLog:
-    """Counts of one installation, for any thread; opening counts keys that the run before left begun.
-
-    A thread of its own writes. ``begun`` waits for its line, WAIT_S at most: a disk that hangs must not stop the agent.
-    """
+    """Counts of one installation, for any thread; opening counts keys that the run before left begun. A thread of its
+    own writes. ``begun`` waits for its line, WAIT_S at most: a disk that hangs must not stop the agent."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -91,21 +91,10 @@ class LedgerStatistics:
     closed: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoardRun:
-    """One board as it is now. ``closed``: its verdict; None while it waits for images."""
-
-    serial: str
-    board_type: str
-    opened_at: datetime
-    missing: Mapping[str, int]
-    counts: Mapping[Verdict, int]
-    closed: BoardVerdict | None
-
-
 @dataclass(slots=True)
-class _Board:
-    """``opened_s`` and ``closed_s`` are monotonic; `replay` finds them out for stored runs."""
+class BoardRun:
+    """One run of a board. ``closed``: its verdict; None while it waits for images. ``opened_s`` and ``closed_s`` are
+    monotonic; `replay` derives them for stored runs."""
 
     serial: str
     board_type: str
@@ -181,7 +170,7 @@ class BoardLedger:
 
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
         self._manifests = dict(manifests)
-        self._boards: dict[_Key, _Board] = {}
+        self._boards: dict[_Key, BoardRun] = {}
 
     def change(self, manifests: Mapping[str, BoardManifest]) -> None:
         """Set the types for boards that open from now on; open boards keep their manifest."""
@@ -217,12 +206,9 @@ class BoardLedger:
         return max((manifest.timeout for manifest in self._manifests.values()), default=timedelta())
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
-        """Boards of this serial, at most one of each type."""
-        return tuple(
-            BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
-            for board in self._boards.values()
-            if board.serial == serial
-        )
+        """Snapshots of the boards of this serial, at most one of each type."""
+        boards = (board for board in self._boards.values() if board.serial == serial)
+        return tuple(replace(board, images=dict(board.images)) for board in boards)
 
     def statistics(self) -> LedgerStatistics:
         closed = sum(board.closed is not None for board in self._boards.values())
@@ -265,7 +251,7 @@ class BoardLedger:
             board.opened_s = max(board.opened_s, now_s - LARGEST_AGE_AT_START * board.manifest.timeout_s)
         return tuple(said.values())
 
-    def _take_up(self, latest: Iterable[_Board], now_s: float, now: datetime) -> None:
+    def _take_up(self, latest: Iterable[BoardRun], now_s: float, now: datetime) -> None:
         """Remember stored runs for as long as the wall clock says, unless a new run has followed."""
         for run in latest:
             key = (run.serial, run.board_type)
@@ -274,20 +260,20 @@ class BoardLedger:
                 run.closed_s = now_s - max((now - run.closed_at).total_seconds(), 0.0)
                 self._boards[key] = run
 
-    def _board_of(self, inspection: Inspection, now_s: float) -> _Board:
+    def _board_of(self, inspection: Inspection, now_s: float) -> BoardRun:
         """The known run of an image, or a new one."""
         board = self._known(inspection, now_s)
         if board is None:
             key, manifest = inspection.board, self._manifests[inspection.board[1]]
-            board = self._boards[key] = _Board(*key, manifest, inspection.at, now_s)
+            board = self._boards[key] = BoardRun(*key, manifest, inspection.at, now_s)
         return board
 
-    def _known(self, inspection: Inspection, now_s: float) -> _Board | None:
+    def _known(self, inspection: Inspection, now_s: float) -> BoardRun | None:
         board = self._boards.get(inspection.board)
         return None if board is None or now_s >= board.forgotten_s else board
 
 
-def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict | None:
+def _count(board: BoardRun, inspection: Inspection, now_s: float) -> BoardVerdict | None:
     """Count an image: the board's verdict, if the image closes it or makes a closed one worse."""
     if board.closed is not None:
         return board.take(inspection)
@@ -337,15 +323,15 @@ class _Runs:
     """
 
     def __init__(self, recorded: Iterable[BoardVerdict], manifests: Mapping[str, BoardManifest]) -> None:
-        self._runs: dict[_Key, list[_Board]] = {}  # oldest first
-        self._begun: dict[_Key, _Board] = {}  # the latest whose first image was met
+        self._runs: dict[_Key, list[BoardRun]] = {}  # oldest first
+        self._begun: dict[_Key, BoardRun] = {}  # the latest whose first image was met
         for verdict in sorted(recorded, key=lambda verdict: verdict.opened_at):
             manifest = manifests.get(verdict.board_type)
             if manifest is not None:
-                run = _Board(verdict.serial, verdict.board_type, manifest, verdict.opened_at, closed=verdict)
+                run = BoardRun(verdict.serial, verdict.board_type, manifest, verdict.opened_at, closed=verdict)
                 self._runs.setdefault((verdict.serial, verdict.board_type), []).append(run)
 
-    def run_of(self, inspection: Inspection, at_s: float) -> _Board | None:
+    def run_of(self, inspection: Inspection, at_s: float) -> BoardRun | None:
         key = inspection.board
         runs = self._runs.get(key, ())
         beginning = next((run for run in runs if run.opened_at == inspection.at and math.isnan(run.opened_s)), None)
@@ -359,5 +345,5 @@ class _Runs:
         holding = [run for run in runs if run.holds(inspection.at)]
         return holding[-1] if holding else None
 
-    def latest(self) -> Iterator[_Board]:
+    def latest(self) -> Iterator[BoardRun]:
         return (self._begun.get(key, runs[-1]) for key, runs in self._runs.items())

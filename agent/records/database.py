@@ -122,35 +122,26 @@ def version_0_1(database: Database) -> None:
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
-    """The migrated database; its folder is made. One thread at a time may use the connection.
-
-    Raises ConfigError on a network share: SQLite's locks and its log are not safe there.
-    """
+    """The migrated database; its folder is made. One thread at a time may use the connection. Raises ConfigError on a
+    network share: SQLite's locks and its log are not safe there."""
     refuse_shared(path, "set `state:` to a folder on a local disk")
     make_folder(path.parent)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
-    try:
-        return _prepared(connection, path)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _prepared(connection: sqlite3.Connection, path: Path) -> Database:
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
-    database = Database(connection)
-    migrate(database, migrations, path, "move the file")
+    with ExitStack() as failing:
+        failing.callback(connection.close)
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
+        database = Database(connection)
+        migrate(database, migrations, path, "move the file")
+        failing.pop_all()
     return database
 
 
 def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
-    """Read-only connection, for one short query beside the writer. Rows have column names.
-
-    Raises FileNotFoundError if there is no such file.
-    """
+    """Read-only connection, for one short query beside the writer. Rows have column names. Raises FileNotFoundError if
+    there is no such file."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no results yet - the agent writes this file when it first runs")
     connection = sqlite3.connect(path, timeout=busy_timeout_s)
@@ -170,20 +161,18 @@ def is_damage(error: BaseException) -> bool:
 
 
 def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
-    """First finding of SQLite's quick check; None for a sound file, or after ``limit_s``.
-
-    Raises FileNotFoundError, and sqlite3.Error for errors other than damage.
-    """
+    """First finding of SQLite's quick check; None for a sound file, or after ``limit_s``. Raises FileNotFoundError, and
+    sqlite3.Error for errors other than damage."""
     deadline_s = time.monotonic() + limit_s
     with closing(open_for_reading(path)) as connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 10_000)
         try:
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.DatabaseError as error:
-            if is_damage(error):
-                return str(error)
             if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
                 return None
+            if is_damage(error):
+                return str(error)
             raise
     return None if found == "ok" else str(found).replace("\n", " ")
 
@@ -196,10 +185,8 @@ def fresh_place(path: Path, name: str) -> Path:
 
 
 def exchange(path: Path, fresh: Path, why: str) -> Path | None:
-    """Replace a database by a closed one. Returns the old one's new path, `NAME.WHY-TIME`; None without an old one.
-
-    The name exists at every moment: an agent that starts meanwhile creates no third file.
-    """
+    """Replace a database by a closed one. Returns the old one's new path, `NAME.WHY-TIME`; None without an old one. The
+    name exists at every moment: an agent that starts meanwhile creates no third file."""
     aside = path.with_name(f"{path.name}.{why}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
     for suffix in JOURNALS:
         with suppress(FileNotFoundError):
@@ -278,10 +265,8 @@ def is_state_held(folder: Path) -> bool:
 
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
-    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends.
-
-    Does not wait. Raises AlreadyRunning, StateOfAnother, and StateUnusable for errors of the disk.
-    """
+    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends. Does
+    not wait. Raises AlreadyRunning, StateOfAnother, and StateUnusable for errors of the disk."""
     try:
         refuse_root_beside_another(folder)
         descriptor = _lock(folder)

@@ -100,9 +100,7 @@ class GroupCommitter:
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit all queued jobs, and those of their callbacks, then stop. False after ``timeout_s``: the rest is lost.
-
-        A commit under way then has GIVE_UP_S more; on a disk that hangs its thread is abandoned.
-        """
+        A commit under way then has GIVE_UP_S more; on a disk that hangs its thread is abandoned."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

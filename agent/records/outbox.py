@@ -97,17 +97,15 @@ class Outbox:
 
     def begin(self, database: Database) -> int:
         """Delete messages of receivers that left the line file; returns how many."""
-        others = [
-            (receiver, waiting)
-            for receiver, waiting in database.execute("SELECT receiver, waiting FROM outbox_receivers").fetchall()
-            if receiver not in self.receivers
-        ]
-        for receiver, _ in others:
-            database.execute("DELETE FROM outbox WHERE receiver = ?", (receiver,))
-            database.execute("DELETE FROM outbox_receivers WHERE receiver = ?", (receiver,))
-        for receiver in self.receivers:
-            _keep_to(database, receiver, self.limit)
-        return sum(waiting for _, waiting in others)
+        forgotten = 0
+        for receiver, waiting in database.execute("SELECT receiver, waiting FROM outbox_receivers").fetchall():
+            if receiver in self.receivers:
+                self._give_way(database, receiver, waiting)
+            else:
+                database.execute("DELETE FROM outbox WHERE receiver = ?", (receiver,))
+                database.execute("DELETE FROM outbox_receivers WHERE receiver = ?", (receiver,))
+                forgotten += waiting
+        return forgotten
 
     def _put(self, database: Database, fact: str, event: str, board: str | None, payload: Mapping[str, object]) -> None:
         id_ = f"{database.execute('SELECT id FROM identity').fetchall()[0][0]}-{fact}"
@@ -115,9 +113,13 @@ class Outbox:
         message = {"id": id_, "event": event, "board": board, "payload": text}
         for receiver in self.receivers:
             if database.execute(INSERT, message | {"receiver": receiver}).fetchall():
-                waiting = database.execute(COUNT, (receiver,)).fetchall()[0][0]
-                if waiting > self.limit:
-                    _keep_to(database, receiver, self.limit)
+                self._give_way(database, receiver, database.execute(COUNT, (receiver,)).fetchall()[0][0])
+
+    def _give_way(self, database: Database, receiver: str, waiting: int) -> None:
+        excess = waiting - self.limit
+        if excess > 0:
+            database.execute(GIVE_WAY, (receiver, excess))
+            database.execute(GAVE_WAY, (excess, excess, receiver))
 
 
 class OutboxReader:
@@ -141,7 +143,7 @@ class OutboxReader:
         return OutboxCounts(*rows[0]) if rows else OutboxCounts(0, 0)
 
 
-def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:
+def forget(receiver: str, ids: Sequence[str], database: Database) -> None:
     gone = sum(len(database.execute(TOLD, (receiver, id_)).fetchall()) for id_ in ids)
     database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
 
@@ -207,14 +209,6 @@ def _boxes(detail: Mapping[str, Any]) -> list[dict[str, object]]:
     return [
         {"expert": step.get("expert")} | dict(box) for step in detail.get("steps", ()) for box in step.get("boxes", ())
     ]
-
-
-def _keep_to(database: Database, receiver: str, limit: int) -> None:
-    rows = database.execute("SELECT waiting FROM outbox_receivers WHERE receiver = ?", (receiver,)).fetchall()
-    excess = rows[0][0] - limit if rows else 0
-    if excess > 0:
-        database.execute(GIVE_WAY, (receiver, excess))
-        database.execute(GAVE_WAY, (excess, excess, receiver))
 
 
 def _iso(at: datetime) -> str:

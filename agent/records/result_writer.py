@@ -109,10 +109,8 @@ class ResultStore(ResultReader):
         self._committer.put(write, self._counted(on_committed), is_urgent=is_urgent)
 
     def record_board(self, board: BoardVerdict, on_committed: OnRecorded | None = None) -> None:
-        """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``).
-
-        ``is_new`` is False where exactly this verdict was stored before.
-        """
+        """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``). ``is_new`` is False
+        where exactly this verdict was stored before."""
         values = _checked(_board_values(board))
 
         def write(database: Database) -> Recorded:

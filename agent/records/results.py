@@ -54,10 +54,8 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """Stored board verdict. ``revisions``: how often a later verdict of the same run replaced it.
-
-    ``takt_s``: seconds by the wall clock since the previous board of its type closed; None for the first.
-    """
+    """Stored board verdict. ``revisions``: how often a later verdict of the same run replaced it. ``takt_s``: seconds
+    by the wall clock since the previous board of its type closed; None for the first."""
 
     seq: int
     revisions: int
@@ -90,10 +88,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits go on.
-
-    ``damage_alarm``: path of a damaged file that was put aside since the start. None: no alarm.
-    """
+    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits go on. ``damage_alarm``:
+    path of a damaged file that was put aside since the start. None: no alarm."""
 
     pending: int
     committed: int

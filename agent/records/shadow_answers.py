@@ -59,9 +59,7 @@ class Pair:
 @dataclass(frozen=True, slots=True)
 class Side:
     """Answer of one of the two. ``passes``: its step of the route does not judge NG; None outside a route.
-
-    ``executor``: number of the executor.
-    """
+    ``executor``: number of the executor."""
 
     label: str
     score: float
@@ -73,10 +71,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none.
-
-    Known only once it is read back: the place of the image, and ``kept_as``, its file in the archive.
-    """
+    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none. Known only once it is
+    read back: the place of the image, and ``kept_as``, its file in the archive."""
 
     key: str
     image: str

@@ -126,20 +126,16 @@ class _Metrics(Collector):
         for metric in self._metrics:
             name = f"{PREFIX}_{metric.name}"
             if isinstance(metric, Histogram):
-                yield _histogram(name, metric)
+                histogram = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for labels, found in metric.values.items():
+                    buckets = [("+Inf" if le == math.inf else str(le), count) for le, count in found.counts.items()]
+                    histogram.add_metric(labels, buckets, found.sum_s)
+                yield histogram
                 continue
             family = FAMILIES[metric.kind](name, metric.help, labels=metric.labels)
             for labels, value in metric.values.items():
                 family.add_metric(labels, value)
             yield family
-
-
-def _histogram(name: str, metric: Histogram) -> Family:
-    family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-    for labels, found in metric.values.items():
-        buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in found.counts.items()]
-        family.add_metric(labels, buckets, found.sum_s)
-    return family
 
 
 def _said(status: int, line: str, *headers: tuple[str, str]) -> HttpAnswer:

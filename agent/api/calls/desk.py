@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageOrder:
-    """Image to be judged. A subject with neither component nor expert is a frame of a whole board, which the layout
-    of its type cuts.
+    """Image to be judged: a part, or without component and expert a whole board, which its layout cuts.
 
     ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. The subject's key is the caller's idempotency
-    key, or empty. A kept order whose key has a verdict gets that verdict; one whose key is under way waits for the same
-    end; the same key for another content is refused. ``is_kept``: the image is journaled, stored, and counts on its
-    board; otherwise nothing remains. ``wants_maps``: answers come with pictures of the anomalies, as far as kept.
+    key, or empty: an order with the key of another gets the same end, and is refused if its content differs.
+    ``is_kept``: the image is journaled, stored, and counts on its board; otherwise nothing remains.
+    ``wants_maps``: answers have pictures of the anomalies, as far as kept.
     """
 
     subject: Subject
@@ -45,10 +44,8 @@ class ImageOrder:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyView:
-    """Measurement of an anomaly expert. ``map_png``: a small picture of where, see ``experts.thresholds.map_pictures``.
-
-    None where it was not asked for, the image is not anomalous, its model gives none, or it was not kept.
-    """
+    """Measurement of an anomaly expert. ``map_png``: a small picture of where (``experts.thresholds.map_pictures``);
+    None if it is not wanted, not given by the model, or not kept, and for an image without anomaly."""
 
     expert: str
     score: float
@@ -58,11 +55,8 @@ class AnomalyView:
 
 @dataclass(frozen=True, slots=True)
 class VerdictView:
-    """The verdict of one subject. ``seq``: its row's number; None where it is not kept.
-
-    ``queue_s``: before the first batch; ``compute_s``: in batches; ``seconds``: from arrival to verdict.
-    ``is_repeat``: judged for an earlier order of the same key.
-    """
+    """Verdict of one subject. ``seq``: its row's number; None if it is not kept. ``queue_s``: before the first batch;
+    ``compute_s``: in batches; ``seconds``: from arrival to verdict. ``is_repeat``: of an earlier order of its key."""
 
     subject: Subject
     verdict: Verdict
@@ -85,10 +79,10 @@ class Listener(Protocol):
     """Caller of an order."""
 
     def accepted(self) -> None:
-        """The order is durable: it will be judged. Called for kept orders, at most once."""
+        """The order is durable and will be judged. Called for kept orders, at most once."""
 
     def judged(self, parts: Sequence[VerdictView]) -> None:
-        """The end: one part, or each of a frame's. Stored by now, if the order is kept."""
+        """The end: one part, or each part of a board. A kept order is stored by now."""
 
     def refused(self, refusal: OrderRefused) -> None:
         """The end of an order whose key was given for another one: nothing of it is judged."""
@@ -98,19 +92,19 @@ class CallerTicket(Protocol):
     """An order under way."""
 
     def cancel(self) -> None:
-        """The caller does not wait any more: what has not begun is withdrawn, as if it had never come; what runs is
-        finished, and stored if it is kept. The listener hears nothing more. May be called at any time, and again."""
+        """Withdraw parts that have not begun; running parts are finished, and stored if the order is kept. The listener
+        is called no more. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextOrder:
-    """Text to be written: a prompt's continuation, or the next message of a chat; one of the two is given.
+    """Text to be written: a prompt's continuation, or the next message of a chat. Nothing of it is stored.
 
     ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or the expert's tokens.
-    ``messages``: with role and content, as the chat template wants them. ``most_tokens``: None for as many as context
-    and memory have room for. ``given``: sampling fields that the caller set to their defaults; the model's own defaults
-    replace the others. ``template``: arguments of the chat template. ``stop``: strings that end the text before them.
-    ``deadline_s``: from now on; the text so far stands. A text is not journaled, and nothing of it is stored.
+    ``messages``: with role and content, for the chat template; ``template``: its arguments. ``most_tokens``: None for
+    as many as context and memory have room for. ``given``: sampling fields that the caller set; the model's own
+    defaults replace the others. ``stop``: strings that end the text before them. ``deadline_s``: from now on; the text
+    so far stands.
     """
 
     model: str
@@ -129,10 +123,7 @@ AUTO = "auto"  # the model that is the only one, or the route of this name
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """Written token. ``content``: its bytes, perhaps a part of a character; ``text``: as shown.
-
-    ``alternatives``: the likeliest tokens in its place, if they were asked for.
-    """
+    """Written token. ``content``: its bytes, perhaps a part of a character. ``alternatives``: the likeliest others."""
 
     text: str
     content: bytes
@@ -142,10 +133,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Part of a text. ``tokens``: its tokens, if their probabilities were asked for.
-
-    ``is_thought``: the prompt itself opened the reasoning, so the text does not show its beginning.
-    """
+    """Part of a text. ``tokens``: only with logprobs. ``is_thought``: the prompt itself opened the reasoning."""
 
     expert: str
     text: str
@@ -155,11 +143,8 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """End of a text. ``ending``: None where it failed, and ``failure`` says why.
-
-    ``expert``: the writer; None where none had begun. ``label``, ``score``: of an expert that answers with
-    labels. ``queue_s``: before it was begun; ``first_token_s``: until something was shown; ``seconds``: in all.
-    """
+    """End of a text. ``ending``: None after a ``failure``. ``expert``: the writer; None if none had begun. ``queue_s``:
+    before it was begun; ``first_token_s``: until something was shown. ``label``, ``score``: of a labelling expert."""
 
     ending: Ending | None
     expert: str | None
@@ -180,26 +165,23 @@ class TextListener(Protocol):
     """Caller of a text."""
 
     def wrote(self, piece: TextPiece) -> None:
-        """A piece more. On the thread that computes: it returns at once."""
+        """Called on the thread that computes: it returns at once."""
 
     def ended(self, end: TextEnd) -> None:
-        """The end, once, behind all pieces; unless it was cancelled."""
+        """Called once, after all pieces, unless the text was cancelled."""
 
 
 class TextTicket(CallerTicket, Protocol):
-    """A text under way; cancelled it is written no further, and the memory that it holds is given back."""
+    """A text under way. A cancelled text gives its memory back."""
 
     @property
     def due_s(self) -> float | None:
-        """When its time is over, by the monotonic clock; None: never."""
+        """Deadline, by the monotonic clock; None: no deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextModelView:
-    """Model that writes texts: an expert, or a route. ``reason``: why it is not ready.
-
-    ``context_tokens``: what is read and written together, of the expert that has the smallest context.
-    """
+    """Expert or route that writes texts. ``reason``: why it is not ready. ``context_tokens``: the smallest context."""
 
     name: str
     experts: tuple[str, ...]
@@ -210,7 +192,7 @@ class TextModelView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """Something that can be asked: a component's route, or one expert. ``reason``: why it is not ready."""
+    """A component's route, or one expert. ``reason``: why it is not ready."""
 
     name: str
     experts: tuple[str, ...]
@@ -239,10 +221,8 @@ class BoardView:
 
 @dataclass(frozen=True, slots=True)
 class ResultsCursor:
-    """Position in a results file, by its numbers of results and of changes of boards' verdicts.
-
-    ``file``: its identity; None where nothing of it was read. ``seq``, ``board``: None for those to come only.
-    """
+    """Position in a results file: its identity, and the numbers of a result and of a change of a board's verdict.
+    ``file``: None before the first read; ``seq``, ``board``: None for those to come only."""
 
     file: str | None = None
     seq: int | None = None
@@ -251,10 +231,7 @@ class ResultsCursor:
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """Results and boards behind a cursor. ``end``: behind all that is stored.
-
-    ``boards``: changes with their numbers, each behind all results that it was reached by.
-    """
+    """Results and numbered changes of boards behind a cursor. ``end``: the cursor behind all that is stored."""
 
     end: ResultsCursor
     results: tuple[VerdictView, ...] = ()
@@ -266,10 +243,8 @@ Event: TypeAlias = "VerdictView | BoardView"  # a result that was just stored, o
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Queue of one executor. ``running``: the expert of its batch; None while it is idle.
-
-    ``busy_s``: how long the executor was at work since the start; ``waited_s``: of that, until images were decoded.
-    """
+    """Queue of one executor. ``running``: the expert of its batch; None while it is idle. ``busy_s``: at work since
+    the start; ``waited_s``: the part of it until images were decoded."""
 
     executor: int
     processor: str
@@ -293,7 +268,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class TextsView:
-    """Texts since the start. ``first_token_s``: of those that showed something, all together; so many are ``shown``."""
+    """Texts since the start. ``shown``: texts that showed something; ``first_token_s``: the sum over them."""
 
     under_way: int = 0
     ended: int = 0
@@ -305,10 +280,7 @@ class TextsView:
 
 @dataclass(frozen=True, slots=True)
 class ShadowsView:
-    """Images for the shadows of experts: that wait or are shown now, and what became of the others since the start.
-
-    ``dropped``: there was no time, or no room.
-    """
+    """Images for shadows, now and since the start. ``dropped``: there was no time, or no room."""
 
     waiting: int = 0
     running: int = 0
@@ -319,7 +291,7 @@ class ShadowsView:
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """A snapshot of the whole agent. ``standing``: expert -> why it is not asked at the moment."""
+    """Snapshot of the agent. ``standing``: expert -> why it takes no requests now."""
 
     line: str
     version: str
@@ -343,10 +315,8 @@ class StatusView:
 
 @dataclass(frozen=True, slots=True)
 class ReloadView:
-    """Result of a reload. Not applied: ``problems`` says why, and nothing has changed.
-
-    ``needs_restart``: keys of the line file that changed and take effect at the next start only.
-    """
+    """Result of a reload. ``problems``: why nothing has changed. ``needs_restart``: keys that take effect at the next
+    start only."""
 
     is_applied: bool
     problems: tuple[str, ...] = ()
@@ -359,46 +329,40 @@ class ReloadView:
 class Desk(Protocol):
     """Refusals raise OrderRefused with its ``reason``."""
 
-    def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
-        """Have an image judged."""
+    def order(self, order: ImageOrder, listener: Listener) -> CallerTicket: ...
 
-    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        """Have a text written."""
+    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket: ...
 
-    def text_models(self) -> Sequence[TextModelView]:
-        """Routes and experts that write texts."""
+    def text_models(self) -> Sequence[TextModelView]: ...
 
     def models(self) -> Sequence[ModelView]:
         """Routes by their component's name, and experts as `expert:ID`."""
 
     def load(self, model: str) -> None:
-        """Bring a model's experts into memory, now if there is room that no request needs sooner; does not wait."""
+        """Load a model's experts, if there is room that no request needs sooner. Does not wait."""
 
     def unload(self, model: str) -> None:
-        """Let a model's experts go from memory, unless they are in use; they come back when they are asked."""
+        """Evict a model's experts, unless they are in use."""
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        """The latest run of the board of each type with this serial; empty where none is known."""
+        """The latest run of the board of each type with this serial."""
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
-        """Stored results with larger numbers, so many; where these are all, as many changes of boards' verdicts."""
+        """At most ``limit`` stored results with larger numbers; if fewer are left, as many changes of boards."""
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Have it told that a result or a board's verdict was stored; call what is returned to end."""
+        """Call ``tell`` after each stored result or board's verdict. Returns the call that ends it."""
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
     ) -> str:
-        """Have a camera that waits for triggers take a frame; the key that its results begin with.
+        """Have a camera that waits for triggers take a frame. Returns the beginning of its results' keys. ``key``: the
+        caller's idempotency key: the same trigger again takes no frame, another one is refused."""
 
-        ``key``: the caller's idempotency key; the same trigger again takes no frame, another one is refused.
-        """
-
-    def status(self) -> StatusView:
-        """A snapshot."""
+    def status(self) -> StatusView: ...
 
     def explain(self, subject: str) -> Sequence[str]:
-        """Why something is as it is, in sentences: an expert's id, a component, or a result's key."""
+        """Sentences on the state of an expert (by id) or a component, or on a result (by key)."""
 
     def reload(self) -> ReloadView:
-        """Read the line file anew, and do as it says. Takes as long as new experts need to be packed."""
+        """Read the line file again and apply it. Takes as long as packing of new experts."""

@@ -154,10 +154,8 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
 
     @asynccontextmanager
     async def entered(self, kind: _Kind) -> AsyncIterator[Room]:
-        """Count a call while it is under way. Raises OrderRefused beyond the limit.
-
-        ``Room``: for its messages. Calls without an image have bytes that no image takes.
-        """
+        """Count a call while it is under way. Raises OrderRefused beyond the limit. ``Room``: for its messages. Calls
+        without an image have bytes that no image takes."""
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
         most = self._at_most[kind]
@@ -219,10 +217,8 @@ class _Guarded:
                     raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: ask again") from None
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
-        """Argument of a method: its message, or messages. No other reference is kept. Raises OrderRefused.
-
-        A method that gives images to the desk leaves the room as soon as they are counted there.
-        """
+        """Argument of a method: its message, or messages. No other reference is kept. Raises OrderRefused. A method
+        that gives images to the desk leaves the room as soon as they are counted there."""
         is_check, has_image = self._kind is _Kind.CHECK, self._kind is _Kind.IMAGE
         if not (self._takes_stream and is_check):
             await room.enter()
@@ -244,9 +240,7 @@ class _Guarded:
 
 class _Messages:
     """Messages of a stream. gRPC's iterator, or a generator, would hold the last message until the next one comes.
-
-    ``room``: for one message at a time; None if the stream has its own.
-    """
+    ``room``: for one message at a time; None if the stream has its own."""
 
     def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room | None) -> None:
         self._context = context

@@ -49,11 +49,8 @@ class Orders:
         tell_taken: Callable[[], None] = lambda: None,
         tell_accepted: Callable[[], None] | None = None,
     ) -> Sequence[VerdictView]:
-        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order.
-
-        ``tell_taken``: the desk counts it. ``tell_accepted``: the order is durable, and judged also after a cancel.
-        Both are called on the loop.
-        """
+        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order. ``tell_taken``: the desk counts
+        it. ``tell_accepted``: the order is durable, and judged also after a cancel. Both are called on the loop."""
         names = ("component", "expert", "board", "board_type", "ref", "key")
         check_names(**{name: getattr(order.subject, name) for name in names})
         listener = _ImageListener(tell_accepted)
@@ -66,10 +63,8 @@ class Orders:
 
     @asynccontextmanager
     async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[TextEvent, None]]:
-        """Pieces of a text, then its end. Leaving the context before the end cancels the text.
-
-        Raises OrderRefused, at once, or inside for a text that fails.
-        """
+        """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused, at
+        once, or inside for a text that fails."""
         listener = _TextListener()
         async with self._placed(listener, self.desk.generate, order) as ticket:
             yield listener.events(ticket.due_s)

@@ -45,10 +45,8 @@ class Conversation(ABC, Generic[Request, Answer]):
 
     @abstractmethod
     async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
-        """Judge one order; returns its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused.
-
-        No other object holds the request: while its image waits there is one copy.
-        """
+        """Judge one order; returns its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused. No other
+        object holds the request: while its image waits there is one copy."""
 
     @abstractmethod
     def begun(self, request: Request) -> Answer:

@@ -9,6 +9,7 @@ watcher ends when another file takes its file's place.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from agent.api.calls.orders import first_of, invalid
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator
 
     from agent.api.calls.desk import Event, StoredView
     from agent.api.calls.orders import Orders
@@ -27,63 +28,46 @@ PAGE, PAGE_WITH_MAPS = 500, 50  # results read at a time; pictures are of some k
 ALL = "watch from 0 to have all of this file"
 
 
-class Watch:
-    """Watcher behind a cursor. ``with_maps``: pictures of anomalies, too."""
+async def watch(
+    orders: Orders, place: ResultsCursor, stopping: asyncio.Event, *, with_maps: bool = False
+) -> AsyncGenerator[tuple[Event, ResultsCursor], None]:
+    """Events behind a cursor, each with the cursor behind it, until the caller closes the iterator. ``with_maps``:
+    pictures of anomalies, too. Raises OrderRefused for a place of another results file, and at a stop."""
+    news, loop = asyncio.Event(), asyncio.get_running_loop()
+    most = PAGE_WITH_MAPS if with_maps else PAGE
 
-    def __init__(self, orders: Orders, place: ResultsCursor, *, with_maps: bool = False) -> None:
-        self._orders = orders
-        self._place = place
-        self._read = partial(orders.desk.stored_after, with_maps=with_maps)
-        self._page = PAGE_WITH_MAPS if with_maps else PAGE
-        self._news = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    async def events(self, stopping: asyncio.Event) -> AsyncGenerator[tuple[Event, ResultsCursor], None]:
-        """Events with the cursor behind each, until the caller closes the iterator. A stop raises OrderRefused.
-
-        Raises OrderRefused for a place of another results file, too.
-        """
-        await self._begin()
-        end = self._orders.desk.subscribe(self._wake)
-        try:
-            self._news.set()  # what is there already
-            while not stopping.is_set():
-                await first_of(self._news.wait(), stopping.wait())
-                self._news.clear()
-                is_more = True
-                while is_more:
-                    page = await self._next(self._page)
-                    for told in self._told(page):
-                        yield told
-                    is_more = self._page in (len(page.results), len(page.boards))
-        finally:
-            end()
-        raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, behind the last event that came")
-
-    async def _begin(self) -> None:
-        end = (await self._next(0)).end
-        seq, board = self._place.seq, self._place.board
-        self._place = ResultsCursor(end.file, end.seq if seq is None else seq, end.board if board is None else board)
-
-    async def _next(self, limit: int) -> StoredView:
-        page = await self._orders.ask(self._read, self._place.seq or 0, self._place.board or 0, limit)
-        _check(self._place, page.end)
+    async def read(limit: int) -> StoredView:
+        read_ = partial(orders.desk.stored_after, with_maps=with_maps)
+        page = await orders.ask(read_, place.seq or 0, place.board or 0, limit)
+        _check(place, page.end)
         return page
 
-    def _told(self, page: StoredView) -> Iterator[tuple[Event, ResultsCursor]]:
-        for part in page.results:
-            self._place = replace(self._place, seq=part.seq)
-            yield part, self._place
-        for number, board in page.boards:
-            self._place = replace(self._place, board=number)
-            yield board, self._place
+    def wake() -> None:  # on a thread of the desk's
+        with suppress(RuntimeError):  # the loop is closed: no watcher is left
+            loop.call_soon_threadsafe(news.set)
 
-    def _wake(self) -> None:
-        """On a thread of the desk's."""
-        try:
-            self._loop.call_soon_threadsafe(self._news.set)
-        except RuntimeError:  # the loop is closed: no watcher is left
-            return
+    end = (await read(0)).end
+    seq, board = end.seq if place.seq is None else place.seq, end.board if place.board is None else place.board
+    place = ResultsCursor(end.file, seq, board)
+    unsubscribe = orders.desk.subscribe(wake)
+    try:
+        news.set()  # what is there already
+        while not stopping.is_set():
+            await first_of(news.wait(), stopping.wait())
+            news.clear()
+            is_more = True
+            while is_more:
+                page = await read(most)
+                for part in page.results:
+                    place = replace(place, seq=part.seq)
+                    yield part, place
+                for number, view in page.boards:
+                    place = replace(place, board=number)
+                    yield view, place
+                is_more = most in (len(page.results), len(page.boards))
+    finally:
+        unsubscribe()
+    raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, behind the last event that came")
 
 
 def _check(place: ResultsCursor, end: ResultsCursor) -> None:

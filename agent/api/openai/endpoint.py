@@ -22,7 +22,6 @@ from agent.api.openai.replies import (
     error_values,
     event,
     model_values,
-    models_answer,
     plain_error,
     refused_answer,
 )  # fmt: skip
@@ -33,7 +32,6 @@ from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from agent.api.calls.orders import Orders
-    from agent.api.openai.requests import TextAsked
     from agent.http.exchange import HttpAnswer, HttpRequest, Stream
     from agent.line_file.api import ApiSection
 
@@ -104,7 +102,7 @@ class OpenAiEndpoint:
             return wrong
         models = await self._texts.ask(self._texts.desk.text_models)
         if request.path == MODELS:
-            return models_answer(models, self._created)
+            return answer(200, {"object": "list", "data": [model_values(model, self._created) for model in models]})
         name = unquote(request.path.removeprefix(f"{MODELS}/"))
         found = next((model for model in models if model.name == name), None)
         if found is None:
@@ -115,25 +113,20 @@ class OpenAiEndpoint:
         asked = await self._texts.ask(READERS[request.path], request.body)
         check_names(model=asked.order.model)
         reply = TextReply(asked, is_chat=request.path == CHATS)
-        if asked.is_streamed:
-            await self._streamed(asked, reply, stream)
-            return None
-        async with self._texts.written(asked.order) as told, aclosing(told) as pieces:
-            async for one in pieces:
+        async with self._texts.written(asked.order) as written, aclosing(written) as text:
+            if asked.is_streamed:
+                await stream.begin(200, EVENTS)
+                try:
+                    async for one in text:
+                        await stream.send(b"".join(reply.events(one)))
+                except OrderRefused as refused:
+                    await stream.send(event(error_values(refused)))
+                return None
+            async for one in text:
                 if isinstance(one, TextEnd):
                     return reply.whole(one)
                 reply.add(one)
         raise AssertionError("a text ends")
-
-    async def _streamed(self, asked: TextAsked, reply: TextReply, stream: Stream) -> None:
-        async with self._texts.written(asked.order) as told, aclosing(told) as pieces:
-            await stream.begin(200, EVENTS)
-            try:
-                async for one in pieces:
-                    events = reply.last_events(one) if isinstance(one, TextEnd) else reply.events(one)
-                    await stream.send(b"".join(events))
-            except OrderRefused as refused:
-                await stream.send(event(error_values(refused)))
 
 
 def _wrong_form(request: HttpRequest, method: str) -> HttpAnswer | None:

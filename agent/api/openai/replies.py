@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agent.api.calls.desk import TextEnd
 from agent.http.exchange import HttpAnswer
 from experts.errors import Refusing
 from experts.llm.serving.generation import Ending
@@ -15,7 +16,7 @@ from experts.llm.serving.generation import Ending
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from agent.api.calls.desk import TextEnd, TextModelView, TextPiece, TokenView
+    from agent.api.calls.desk import TextEvent, TextModelView, TextPiece, TokenView
     from agent.api.openai.requests import TextAsked
     from experts.errors import OrderRefused
 
@@ -85,10 +86,15 @@ class TextReply:
         name = "chat.completion" if self.is_chat else "text_completion"
         return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
 
-    def events(self, piece: TextPiece) -> Iterator[bytes]:
-        """Events of one piece of a stream."""
+    def events(self, one: TextEvent) -> Iterator[bytes]:
+        """Events of a stream: of a piece, or of the end."""
+        if self.is_chat and not self._has_begun:
+            self._has_begun = True
+            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+        yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
+
+    def _events(self, piece: TextPiece) -> Iterator[bytes]:
         self._model = piece.expert
-        yield from self._beginning()
         self._thoughts.begin(piece)
         parts = self._thoughts.add(piece.text) if self.is_chat else [("text", piece.text)]
         tokens = piece.tokens
@@ -97,9 +103,7 @@ class TextReply:
             tokens = ()
         self._length += len(piece.text)
 
-    def last_events(self, end: TextEnd) -> Iterator[bytes]:
-        """Events that end a stream."""
-        yield from self._beginning()
+    def _last_events(self, end: TextEnd) -> Iterator[bytes]:
         for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
             yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
@@ -115,11 +119,6 @@ class TextReply:
     @property
     def _chunk(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _beginning(self) -> Iterator[bytes]:
-        if self.is_chat and not self._has_begun:
-            self._has_begun = True
-            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": None} if self.asked.includes_usage else {}
@@ -148,10 +147,8 @@ class TextReply:
 
 
 class _Thoughts:
-    """Splits reasoning from the answer.
-
-    Reasoning stands first, between THINK and THOUGHT_OVER. Both marks, and empty lines behind them, are left out.
-    """
+    """Splits reasoning from the answer. Reasoning stands first, between THINK and THOUGHT_OVER. Both marks, and empty
+    lines behind them, are left out."""
 
     def __init__(self) -> None:
         self._name: str | None = None  # of the part that is written now; None: not known yet
@@ -209,10 +206,6 @@ def _finish(end: TextEnd) -> str | None:
 def _usage(end: TextEnd) -> dict[str, int]:
     read, written = end.read_tokens, end.written_tokens
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-
-def models_answer(models: Sequence[TextModelView], created: int) -> HttpAnswer:
-    return answer(200, {"object": "list", "data": [model_values(model, created) for model in models]})
 
 
 def model_values(model: TextModelView, created: int) -> dict[str, Any]:

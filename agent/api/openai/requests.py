@@ -122,13 +122,8 @@ Kind = TypeVar("Kind", bound=_Text)
 def completion_of(body: bytes) -> TextAsked:
     """A body of /v1/completions. Raises OrderRefused."""
     asked = _read(body, _Completion)
-    sampling = _sampling(asked, asked.logprobs)
-    most = asked.max_tokens or USUAL_COMPLETION_TOKENS
-    order = TextOrder(
-        asked.model, _prompt(asked.prompt), most_tokens=most, sampling=sampling, stop=_stops(asked),
-        given=_given(asked),
-    )  # fmt: skip
-    return _asked(order, asked, shows_logprobs=asked.logprobs is not None)
+    most_tokens = asked.max_tokens or USUAL_COMPLETION_TOKENS
+    return _text_asked(asked, asked.logprobs, prompt=_prompt(asked.prompt), most_tokens=most_tokens)
 
 
 def chat_of(body: bytes) -> TextAsked:
@@ -138,17 +133,22 @@ def chat_of(body: bytes) -> TextAsked:
         raise invalid("top_logprobs", "is given without logprobs: true")
     if asked.max_tokens is not None and asked.max_completion_tokens is not None:
         raise invalid("max_tokens", "is given beside max_completion_tokens, its later name: give one of them")
-    sampling = _sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None)
-    order = TextOrder(
-        asked.model,
+    return _text_asked(
+        asked,
+        (asked.top_logprobs or 0) if asked.logprobs else None,
         messages=tuple(_message(message, place) for place, message in enumerate(asked.messages)),
         most_tokens=asked.max_completion_tokens or asked.max_tokens,
-        sampling=sampling,
-        stop=_stops(asked),
-        given=_given(asked),
         template=asked.chat_template_kwargs or {},
     )
-    return _asked(order, asked, shows_logprobs=bool(asked.logprobs))
+
+
+def _text_asked(asked: _Text, logprobs: int | None, **fields: Any) -> TextAsked:  # noqa: ANN401  # of TextOrder
+    sampling, options = _sampling(asked, logprobs), asked.stream_options
+    if options is not None and not asked.stream:
+        raise invalid("stream_options", "is given without stream: true")
+    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    order = TextOrder(asked.model, sampling=sampling, stop=stop, given=_given(asked), **fields)
+    return TextAsked(order, bool(asked.stream), bool(options and options.include_usage), logprobs is not None)
 
 
 def _read(body: bytes, kind: type[Kind]) -> Kind:
@@ -208,12 +208,6 @@ def _given(asked: _Text) -> frozenset[str]:
     return frozenset(name for name in names if getattr(asked, name) is not None)
 
 
-def _stops(asked: _Text) -> tuple[str, ...]:
-    if asked.stop is None:
-        return ()
-    return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
-
-
 def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
     """The only prompt, in words or tokens. Raises OrderRefused for several."""
     if isinstance(prompt, str):
@@ -226,10 +220,8 @@ def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tupl
 
 
 def _message(message: _Message, place: int) -> dict[str, Any]:
-    """Message for a chat template: role developer becomes system, and arguments of a tool call become an object.
-
-    Raises OrderRefused for arguments that are not JSON.
-    """
+    """Message for a chat template: role developer becomes system, and arguments of a tool call become an object. Raises
+    OrderRefused for arguments that are not JSON."""
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     if message.content is None and message.role != "assistant":
@@ -248,10 +240,3 @@ def _tool_call(call: _ToolCall, place: int) -> dict[str, Any]:
         raise invalid(f"messages[{place}].tool_calls", f"has arguments that are no JSON: {error}") from None
     called = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "function": called, **({} if call.id is None else {"id": call.id})}
-
-
-def _asked(order: TextOrder, asked: _Text, *, shows_logprobs: bool) -> TextAsked:
-    options = asked.stream_options
-    if options is not None and not asked.stream:
-        raise invalid("stream_options", "is given without stream: true")
-    return TextAsked(order, bool(asked.stream), bool(options and options.include_usage), shows_logprobs)

@@ -19,7 +19,7 @@ from agent.api.calls.messages import (
 )
 from agent.api.calls.orders import check_names
 from agent.api.calls.streams import OrderStream
-from agent.api.calls.watching import Watch
+from agent.api.calls.watching import watch
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused, Refusing
 
@@ -70,8 +70,9 @@ class InspectionService:
         seq, board = (
             getattr(request, name) if request.HasField(name) else None for name in ("after_seq", "after_board")
         )
-        watch = Watch(self._orders, ResultsCursor(request.file or None, seq, board), with_maps=request.wants_maps)
-        async with aclosing(watch.events(self._door.stopping)) as events:
+        place = ResultsCursor(request.file or None, seq, board)
+        watching = watch(self._orders, place, self._door.stopping, with_maps=request.wants_maps)
+        async with aclosing(watching) as events:
             async for event, place in events:
                 yield _event_message(event, place)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from datetime import datetime
 
-    from sqlite_utils import Database
-
     from agent.config import LineConfig
     from agent.records.delivery.receiver import Receiver
     from agent.records.result_writer import ResultStore
@@ -124,7 +122,7 @@ class Deliveries:
 
     def _pump(self, receiver: Receiver, per_s: float) -> Pump:
         def settle(ids: Sequence[str], done: Callable[[], None]) -> None:
-            self._store.write(partial(_forget, receiver.name, ids), lambda _: done())
+            self._store.write(partial(forget, receiver.name, ids), lambda _: done())
 
         return Pump(receiver, self._reader, settle, per_s)
 
@@ -184,10 +182,6 @@ class _Daemons(ThreadPoolExecutor):
         """Return at once: a call that hangs ends with the process."""
         self._daemons.stop(timeout_s=0.0)
         super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
-def _forget(receiver: str, ids: Sequence[str], database: Database) -> None:
-    forget(database, receiver, ids)
 
 
 def _tell_forgotten(messages: int) -> None:

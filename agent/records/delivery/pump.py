@@ -40,9 +40,7 @@ LOOK_S = 5.0  # between two looks without a wake-up
 
 class Pump:
     """See the module. ``settle`` deletes messages from the outbox, and calls back from any thread after the commit.
-
-    ``delivered`` and ``refused``: since the start. ``alarm``: why nothing can be delivered now; None: no alarm.
-    """
+    ``delivered`` and ``refused``: since the start. ``alarm``: why nothing can be delivered now; None: no alarm."""
 
     def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
         self._receiver = receiver

@@ -18,10 +18,8 @@ class ReceiverConnection(Protocol):
     """Open connection to a receiver."""
 
     async def deliver(self, message: Message) -> None:
-        """Deliver; returns after the acknowledgement.
-
-        Raises ReceiverUnavailable without one, MessageRefused if there never will be one.
-        """
+        """Deliver; returns after the acknowledgement. Raises ReceiverUnavailable without one, MessageRefused if there
+        never will be one."""
 
     async def lost(self) -> None:
         """Never returns; raises ReceiverUnavailable once the connection is gone."""

@@ -12,7 +12,6 @@ import asyncio
 import http.client
 import time
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -33,13 +32,6 @@ NOT_THIS_WAY = frozenset({401, 403, 404, 405, 407})
 READ_BYTES = 64 * 1024  # of an answer: a connection is reusable only after the answer is read
 SHOWN_CHARACTERS = 200
 STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    retry_after: str | None
-    text: str
 
 
 class WebhookReceiver:
@@ -87,7 +79,7 @@ class WebhookConnection:
         """See ReceiverConnection."""
         exchange = asyncio.get_running_loop().run_in_executor(None, self._exchange, message)
         try:
-            answer = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
+            await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
         except TimeoutError as error:
             raise self._unavailable(f"no answer within {self._timeout_s:g} s") from error
         except (OSError, http.client.HTTPException) as error:
@@ -96,7 +88,6 @@ class WebhookConnection:
             if not exchange.done():
                 self.close()  # ends the exchange
                 exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._check(answer, message)
 
     async def lost(self) -> None:
         """See ReceiverConnection. A web address is contacted for messages only."""
@@ -108,31 +99,20 @@ class WebhookConnection:
             self._http.sock.shutdown(2)
         self._http.close()
 
-    def _check(self, answer: _Answer, message: Message) -> None:
-        said = f"{answer.status} {answer.text}".strip()
-        if 200 <= answer.status < 300:
-            return
-        if answer.status in NOT_NOW or answer.status >= 500:
-            raise self._unavailable(f"answers {said}", _retry_s(answer.retry_after))
-        if answer.status in NOT_THIS_WAY or answer.status < 400:
-            raise self._unavailable(f"answers {said} - correct url or token of outbox.webhook")
-        raise MessageRefused(WebhookReceiver.name, message.id, f"answered {said}")
-
     def _unavailable(self, reason: str, retry_s: float | None = None) -> ReceiverUnavailable:
         return ReceiverUnavailable(WebhookReceiver.name, f"{self._url}: {reason}", retry_s)
 
-    # -- on the thread --
-
-    def _exchange(self, message: Message) -> _Answer:
+    def _exchange(self, message: Message) -> None:
+        """On the thread. Raises ReceiverUnavailable, MessageRefused, OSError, HTTPException."""
         was_open = self._http.sock is not None
         try:
-            return self._post(message)
+            self._post(message)
         except STALE:
             if not was_open:
                 raise
-        return self._post(message)  # the server had closed the idle connection
+            self._post(message)  # the server had closed the idle connection
 
-    def _post(self, message: Message) -> _Answer:
+    def _post(self, message: Message) -> None:
         try:
             headers = self._headers | {"Idempotency-Key": message.id}
             self._http.request("POST", self._path, message.payload.encode(), headers)
@@ -140,11 +120,18 @@ class WebhookConnection:
             text = response.read(READ_BYTES)
             if not response.isclosed():  # the rest is not worth reading
                 self._http.close()
-            shown = " ".join(text.decode("utf-8", "replace").split())[:SHOWN_CHARACTERS]
-            return _Answer(response.status, response.headers.get("Retry-After"), shown)
         except BaseException:
             self._http.close()
             raise
+        status, shown = response.status, " ".join(text.decode("utf-8", "replace").split())[:SHOWN_CHARACTERS]
+        said = f"{status} {shown}".strip()
+        if 200 <= status < 300:
+            return
+        if status in NOT_NOW or status >= 500:
+            raise self._unavailable(f"answers {said}", _retry_s(response.headers.get("Retry-After")))
+        if status in NOT_THIS_WAY or status < 400:
+            raise self._unavailable(f"answers {said} - correct url or token of outbox.webhook")
+        raise MessageRefused(WebhookReceiver.name, message.id, f"answered {said}")
 
 
 def _retry_s(retry_after: str | None) -> float | None:

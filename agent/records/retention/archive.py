@@ -25,6 +25,7 @@ from experts.filesystem import make_folder, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from datetime import datetime
     from pathlib import Path
 
@@ -92,38 +93,20 @@ class KeeperStatistics:
     alarm: str | None
 
 
-@dataclass(slots=True, eq=False)
-class _WaitingImage:
-    """Image on its way to the disk. ``then`` is None once one of two threads has called it."""
-
-    content: bytes
-    name: str
-    at: datetime
-    then: Callable[[str | None], None] | None
-    deadline_s: float
-
-    def settled(self) -> Callable[[str | None], None] | None:
-        """The callback, for the first caller only."""
-        then, self.then = self.then, None
-        return then
-
-
 class ImageKeeper:
-    """Keeps images on a thread of its own. For any thread. ``deadline_s``: how long a verdict waits for its image.
+    """Keeps images on a thread of its own. For any thread. A verdict waits KEEP_DEADLINE_S at most for its image.
 
     An image that misses the deadline is not named by its result; its file may stay as an orphan. While the disk hangs,
     no further image waits.
     """
 
-    def __init__(
-        self, archive: ImageArchive, limit_bytes: int = WAITING_BYTES, deadline_s: float = KEEP_DEADLINE_S
-    ) -> None:
+    def __init__(self, archive: ImageArchive) -> None:
         self.archive = archive
-        self._limit_bytes = limit_bytes
-        self._deadline_s = deadline_s
         self._thread = DaemonThreads(1, "images")
         self._watch = DaemonThreads(1, "images_watch")
-        self._changed = threading.Condition()  # over all below, and every `then`
+        self._lock = threading.Lock()  # over all below
+        self._submitted = 0
+        self._ended = 0
         self._waiting_bytes = 0
         self._hangs = False
         self._kept = 0
@@ -131,82 +114,85 @@ class ImageKeeper:
         self._alarm: str | None = None
 
     def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
-        """Keep an image, and call ``then`` with its path below the folder; None if it was not kept in time.
-
-        ``then`` runs once, on this or a keeper's thread; not at all after a ``stop`` that did not wait.
-        """
-        waiting = _WaitingImage(content, name, at, then, time.monotonic() + self._deadline_s)
-        with self._changed:
+        """Keep an image, and call ``then`` with its path below the folder; None if it was not kept in time. ``then``
+        runs once, on this or a keeper's thread; not at all after a ``stop`` that did not wait."""
+        deadline_s = time.monotonic() + KEEP_DEADLINE_S
+        with self._lock:
             refusal = self._refusal(len(content))
             if refusal is None:
                 self._waiting_bytes += len(content)
-        if refusal is not None:
-            self._failed(name, refusal)
-            then(None)
-            return
-        self._thread.submit(self._keep, waiting)
-        self._watch.submit(self._await, waiting)
+                self._submitted += 1
+                kept = self._thread.submit(self._keep, content, name, at, deadline_s)
+                self._watch.submit(self._await, kept, self._submitted, deadline_s, name, then)
+                return
+        self._failed(name, refusal)
+        then(None)
 
     def stop(self, timeout_s: float) -> bool:
         """Keep the waiting images, then stop; False after ``timeout_s``."""
-        self._watch.stop(0.0)
-        return self._thread.stop(timeout_s)
+        return self._thread.stop(timeout_s) and self._watch.stop(timeout_s)
 
     def statistics(self) -> KeeperStatistics:
-        with self._changed:
+        with self._lock:
             return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
 
     def _refusal(self, size_bytes: int) -> str | None:
         """Reason not to wait for the disk; None: wait. Call under the lock."""
         if self._hangs:
-            return self._no_answer()
-        if self._waiting_bytes and self._waiting_bytes + size_bytes > self._limit_bytes:
-            return f"the disk is too slow: {self._limit_bytes} bytes of images wait for it"
+            return _no_answer()
+        if self._waiting_bytes and self._waiting_bytes + size_bytes > WAITING_BYTES:
+            return f"the disk is too slow: {WAITING_BYTES} bytes of images wait for it"
         return None
 
-    def _keep(self, waiting: _WaitingImage) -> None:
-        relpath: str | None = None
-        if waiting.then is not None:  # else the deadline is over
-            try:
-                relpath = self.archive.keep(waiting.content, waiting.name, waiting.at)
-            except OSError as error:
-                self._failed(waiting.name, error.strerror or str(error))
-            else:
-                self._succeeded()
-        with self._changed:
-            self._waiting_bytes -= len(waiting.content)
-            self._hangs = False  # the thread is free again
-            then = waiting.settled()
-            self._changed.notify_all()
-        _tell(then, relpath, waiting.name)
+    def _keep(self, content: bytes, name: str, at: datetime, deadline_s: float) -> str:
+        """Raises TimeoutError if the deadline is over before the image's turn, OSError from the disk."""
+        try:
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError
+            return self.archive.keep(content, name, at)
+        finally:
+            with self._lock:
+                self._waiting_bytes -= len(content)
+                self._ended += 1
+                self._hangs = False  # the thread is free again
 
-    def _await(self, waiting: _WaitingImage) -> None:
-        """Release the verdict at the deadline."""
-        with self._changed:
-            left_s = waiting.deadline_s - time.monotonic()
-            if self._changed.wait_for(lambda: waiting.then is None, max(left_s, 0.0)):
-                return
-            self._hangs = True
-            then = waiting.settled()
-        self._failed(waiting.name, self._no_answer())
-        _tell(then, None, waiting.name)
-
-    def _no_answer(self) -> str:
-        return f"the disk does not answer within {self._deadline_s:g} s: verdicts go on without their images"
+    def _await(
+        self, kept: Future[str], number: int, deadline_s: float, name: str, then: Callable[[str | None], None]
+    ) -> None:
+        """Release the verdict, at the deadline at the latest."""
+        relpath = None
+        try:
+            relpath = kept.result(max(deadline_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            with self._lock:
+                self._hangs = self._ended < number
+            self._failed(name, _no_answer())
+        except OSError as error:
+            self._failed(name, error.strerror or str(error))
+        else:
+            self._succeeded()
+        try:
+            then(relpath)
+        except Exception:  # the boundary of the keeper's threads
+            log.exception("image_callback_failed image=%s", name)
 
     def _succeeded(self) -> None:
-        with self._changed:
+        with self._lock:
             self._kept += 1
             was_bad, self._alarm = self._alarm, None
         if was_bad:
             log.warning("images_kept_again folder=%s", self.archive.folder)
 
     def _failed(self, name: str, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             self._not_kept += 1
             is_news, self._alarm = self._alarm != reason, reason
         if is_news:
             log.error("image_not_kept image=%s folder=%s reason=%s", name, self.archive.folder, reason)
+
+
+def _no_answer() -> str:
+    return f"the disk does not answer within {KEEP_DEADLINE_S:g} s: verdicts go on without their images"
 
 
 def file_name(content: bytes, name: str) -> str:
@@ -214,15 +200,6 @@ def file_name(content: bytes, name: str) -> str:
     readable = STRANGE.sub("_", name.partition(PART)[0].rpartition("/")[2]).lstrip(".") or "image"
     readable = readable.encode()[:LONGEST_NAME_BYTES].decode("utf-8", "ignore")
     return f"{readable}~{hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]}{_suffix(content)}"
-
-
-def _tell(then: Callable[[str | None], None] | None, relpath: str | None, name: str) -> None:
-    if then is None:
-        return
-    try:
-        then(relpath)
-    except Exception:  # the boundary of the keeper's threads
-        log.exception("image_callback_failed image=%s", name)
 
 
 def _suffix(content: bytes) -> str:

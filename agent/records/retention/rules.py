@@ -34,9 +34,7 @@ class Reason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class KeptImage:
     """File of an image. ``at_s``: arrival; ``changed_s``: last change of any kind; both by the wall clock.
-
-    ``mtime_ns``: tells a replaced file; ``device``: its disk; ``is_exported``: all its results are.
-    """
+    ``mtime_ns``: tells a replaced file; ``device``: its disk; ``is_exported``: all its results are."""
 
     path: str
     verdict: Verdict
@@ -79,10 +77,8 @@ def going_order(image: KeptImage, limits: KeepSection, now_s: float) -> tuple[bo
 def what_goes(
     images: Iterable[KeptImage], limits: KeepSection, now_s: float, kept_bytes: int, free_bytes: Mapping[int, int]
 ) -> Iterator[Going]:
-    """Images to remove, in order, until the limits hold or no image may go.
-
-    ``kept_bytes``: of all images, also of those that are not given; ``free_bytes``: by disk.
-    """
+    """Images to remove, in order, until the limits hold or no image may go. ``kept_bytes``: of all images, also of
+    those that are not given; ``free_bytes``: by disk."""
     free_bytes = dict(free_bytes)
     candidates = [image for image in images if may_go(image, limits, now_s)]
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):

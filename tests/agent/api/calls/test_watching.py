@@ -7,7 +7,6 @@ import asyncio
 from agent.api.calls import watching
 from agent.api.calls.desk import ResultsCursor, VerdictView
 from agent.api.calls.orders import Orders
-from agent.api.calls.watching import Watch
 from tests.lines import order as order_of
 
 
@@ -16,9 +15,9 @@ def test_one_that_falls_behind_misses_nothing(desk, monkeypatch):
     monkeypatch.setattr(watching, "PAGE", 2)
     told = []
 
-    async def watch():
+    async def watch_all():
         orders = Orders(desk)
-        events = Watch(orders, ResultsCursor(None, 0, 0)).events(asyncio.Event())
+        events = watching.watch(orders, ResultsCursor(None, 0, 0), asyncio.Event())
         for number in range(5):
             for component in ("resistor", "capacitor"):
                 desk.commit(desk._part(order_of(b"x", component=component, board=f"B{number}"), component))
@@ -30,7 +29,7 @@ def test_one_that_falls_behind_misses_nothing(desk, monkeypatch):
         await events.aclose()
         orders.stop()
 
-    asyncio.run(watch())
+    asyncio.run(watch_all())
     names = [event.seq if isinstance(event, VerdictView) else event.serial for event in told]
     assert [name for name in names if isinstance(name, int)] == list(range(1, 11))
     assert [name for name in names if isinstance(name, str)] == [f"B{number}" for number in range(5)]

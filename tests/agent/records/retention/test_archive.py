@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.records.retention.archive import DAY, KEPT, ImageArchive, ImageKeeper, file_name
+from agent.records.retention.archive import DAY, KEEP_DEADLINE_S, KEPT, ImageArchive, ImageKeeper, file_name
 from experts.expert import Verdict
 from tests.waiting import until
 
@@ -116,8 +116,9 @@ def test_what_the_disk_refuses_is_told_once_and_keeps_no_verdict_waiting(tmp_pat
 
 
 def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("agent.records.retention.archive.WAITING_BYTES", 250)
     archive = ImageArchive(tmp_path, "all")
-    keeper, told, hangs = ImageKeeper(archive, limit_bytes=250), queue.Queue(), threading.Event()
+    keeper, told, hangs = ImageKeeper(archive), queue.Queue(), threading.Event()
     monkeypatch.setattr(archive, "keep", lambda content, name, at: hangs.wait(60) and name)
     for name in ("a", "b", "c"):
         keeper.keep(bytes(100), name, NOON, told.put)
@@ -130,23 +131,32 @@ def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
 
 def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_path, monkeypatch):
     """Its deadline passes on the keeper's way to it: nothing of it is written, and the next one is kept."""
-    archive, told, is_late = ImageArchive(tmp_path, "all"), queue.Queue(), threading.Event()
-    monkeypatch.setattr(archive, "keep", lambda content, name, at: name)
-    keeper = ImageKeeper(archive, deadline_s=0.5)
-    keeper.keep(PNG, "a", NOON, lambda relpath: is_late.wait(60) and told.put(relpath))
-    keeper.keep(PNG, "b", NOON, lambda relpath: told.put(relpath) or is_late.set())
-    assert [told.get(timeout=60), told.get(timeout=60)] == [None, "a"]
-    until(lambda: not keeper.statistics().waiting_bytes)
+    archive, told, passed_s, begin = ImageArchive(tmp_path, "all"), queue.Queue(), [0.0], threading.Event()
+    monkeypatch.setattr("agent.records.retention.archive.time.monotonic", lambda: passed_s[0])
+
+    def slow(content, name, at):
+        assert begin.wait(60)
+        passed_s[0] += KEEP_DEADLINE_S
+        return name
+
+    monkeypatch.setattr(archive, "keep", slow)
+    keeper = ImageKeeper(archive)
+    keeper.keep(PNG, "a", NOON, told.put)
+    keeper.keep(PNG, "b", NOON, told.put)
+    begin.set()
+    assert [told.get(timeout=60), told.get(timeout=60)] == ["a", None]
     assert kept_by(keeper, PNG, "c") == "c"
+    monkeypatch.undo()
     assert keeper.stop(60.0)
-    assert keeper.statistics().alarm is None
+    assert (keeper.statistics().waiting_bytes, keeper.statistics().alarm) == (0, None)
 
 
 def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_ones_not_at_all(
     tmp_path, monkeypatch, caplog
 ):
+    monkeypatch.setattr("agent.records.retention.archive.KEEP_DEADLINE_S", 0.2)
     archive = ImageArchive(tmp_path, "all")
-    keeper, told, hangs, tried = ImageKeeper(archive, deadline_s=0.2), queue.Queue(), threading.Event(), []
+    keeper, told, hangs, tried = ImageKeeper(archive), queue.Queue(), threading.Event(), []
     monkeypatch.setattr(archive, "keep", lambda content, name, at: (tried.append(name), hangs.wait(60)) and name)
     for name in ("a", "b"):
         keeper.keep(PNG, name, NOON, told.put)
