@@ -124,10 +124,6 @@ class BoardRun:
         return self.closed.closed_at if self.closed else self.opened_at
 
     @property
-    def lasted_s(self) -> float:
-        return (self.closed_at - self.opened_at).total_seconds()
-
-    @property
     def missing(self) -> dict[str, int]:
         came = Counter(component for component, _ in self.images)
         wanted = self.manifest.components.items()
@@ -156,10 +152,12 @@ class BoardRun:
         self.closed_s = now_s
         return self.closed
 
-    def take(self, inspection: Inspection) -> BoardVerdict | None:
-        """Count an image of a closed run: the verdict made worse by it; None if it stays."""
+    def count(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
+        """The board's verdict, if this image closes it or makes a closed one worse."""
         self.see(inspection)
-        if self.closed is None or SEVERITY[self.worst] <= SEVERITY[self.closed.verdict]:
+        if self.closed is None:
+            return None if self.missing else self.close({}, inspection.at, now_s)
+        if SEVERITY[self.worst] <= SEVERITY[self.closed.verdict]:
             return None
         self.closed = replace(self.closed, verdict=self.worst, counts=self.counts, is_revision=True)
         return self.closed
@@ -191,7 +189,7 @@ class BoardLedger:
             missing_before = board.missing
             board.see(inspection)
             return board.close(missing_before, inspection.at, now_s)
-        return _count(board, inspection, now_s)
+        return board.count(inspection, now_s)
 
     def expire(self, now_s: float, now: datetime) -> tuple[BoardVerdict, ...]:
         """Close every board whose time is over, oldest first, and forget boards that closed long ago."""
@@ -242,7 +240,7 @@ class BoardLedger:
                 continue
             run = runs.run_of(inspection, moment.at_s)
             board = self._board_of(inspection, moment.at_s) if run is None else run
-            verdict = _count(board, inspection, moment.at_s)
+            verdict = board.count(inspection, moment.at_s)
             if verdict is not None and board.opened_s >= (known_from_s if run is None else history.since_s):
                 said[verdict.serial, verdict.board_type, verdict.opened_at] = verdict
         self._boards = {key: board for key, board in self._boards.items() if board.opened_s >= known_from_s}
@@ -271,14 +269,6 @@ class BoardLedger:
     def _known(self, inspection: Inspection, now_s: float) -> BoardRun | None:
         board = self._boards.get(inspection.board)
         return None if board is None or now_s >= board.forgotten_s else board
-
-
-def _count(board: BoardRun, inspection: Inspection, now_s: float) -> BoardVerdict | None:
-    """Count an image: the board's verdict, if the image closes it or makes a closed one worse."""
-    if board.closed is not None:
-        return board.take(inspection)
-    board.see(inspection)
-    return None if board.missing else board.close({}, inspection.at, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +327,8 @@ class _Runs:
         beginning = next((run for run in runs if run.opened_at == inspection.at and math.isnan(run.opened_s)), None)
         if beginning is not None:
             beginning.opened_s = at_s
-            beginning.closed_s = at_s + min(beginning.lasted_s, beginning.manifest.timeout_s)
+            lasted = min(beginning.closed_at - beginning.opened_at, beginning.manifest.timeout)
+            beginning.closed_s = at_s + lasted.total_seconds()
             self._begun[key] = beginning
         begun = self._begun.get(key)
         if begun is not None and at_s < begun.forgotten_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import datetime
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -108,7 +108,7 @@ def write_answer(database: Database, row: SideBySide) -> None:
 
 def count_dropped(database: Database, pair: Pair, count: int) -> None:
     """Add images that a shadow was never shown. Call inside a transaction."""
-    database.execute(COUNT_DROPPED, (pair.expert, pair.shadow, pair.expert_sha256, pair.shadow_sha256, count))
+    database.execute(COUNT_DROPPED, (*astuple(pair), count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +184,16 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
         if latest is None:
             return None
         pair = Pair(expert, shadow, latest["expert_sha256"], latest["shadow_sha256"])
-        versions = (expert, shadow, pair.expert_sha256, pair.shadow_sha256)
-        rows = [_answer(pair, row) for row in connection.execute(OF_VERSIONS, versions)]
-        dropped = connection.execute(DROPPED, versions).fetchone()
+        rows = [_answer(pair, row) for row in connection.execute(OF_VERSIONS, astuple(pair))]
+        dropped = connection.execute(DROPPED, astuple(pair)).fetchone()
     return compare(pair, rows, dropped[0] if dropped else 0)
 
 
 def answer_row(row: SideBySide) -> dict[str, object]:
     """Both answers as one flat row; those of the shadow have names with `shadow_`."""
     shadow = dict.fromkeys(Side.__slots__) if row.shadow_said is None else asdict(row.shadow_said)
-    return (
-        {name: getattr(row, name) for name in OF_IMAGE}
-        | asdict(row.said)
-        | {f"shadow_{name}": value for name, value in shadow.items()}
-    )
+    place = {name: getattr(row, name) for name in OF_IMAGE}
+    return place | asdict(row.said) | {f"shadow_{name}": value for name, value in shadow.items()}
 
 
 def _answer(pair: Pair, row: sqlite3.Row) -> SideBySide:

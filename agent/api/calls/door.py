@@ -22,7 +22,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from agent.api.calls.fields import has_more_fields
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
 from experts.errors import OrderRefused, Refusing
 
@@ -49,6 +48,10 @@ ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 WATCHING = "/WatchResults"
 TEXTS = "/coserve.v1.Texts/"
+
+VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5  # protobuf's encoding, "Message Structure"
+FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
+VARINT_BYTES = 10  # the longest
 
 Call = Any  # gRPC has no types: a servicer's method, its context and its handlers
 
@@ -290,6 +293,39 @@ def _parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  
         return parse(raw)
     except DecodeError:
         raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
+
+
+def has_more_fields(message: bytes, most: int) -> bool:
+    """True for more fields than the limit; an embedded message counts as one, and contents are not read.
+
+    Parsing makes an object of each embedded message, fifty times the two bytes that an empty one takes on the wire: a
+    message within the limit of bytes could take gigabytes. A cut or otherwise wrong message is the parser's to refuse.
+    """
+    position = 0
+    for _ in range(most):
+        if position >= len(message):
+            return False
+        tag, position = _varint(message, position)
+        kind = tag & 7
+        if kind == VARINT:
+            _, position = _varint(message, position)
+        elif kind == LENGTH:
+            size_bytes, position = _varint(message, position)
+            position += size_bytes
+        else:
+            position += FIXED_BYTES.get(kind, 0)
+    return position < len(message)
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """The number there, and its end; of a cut or endless one the rest of the message."""
+    number = 0
+    for place, byte in enumerate(message[position : position + VARINT_BYTES]):
+        number |= (byte & 0x7F) << 7 * place
+        position += 1
+        if byte < 0x80:
+            break
+    return number, position
 
 
 def _too_large(size_bytes: int, most: str) -> OrderRefused:

@@ -128,8 +128,6 @@ class Deliveries:
 
 
 class _DeliveryThread:
-    """Pump on an event loop of its own."""
-
     def __init__(self, pump: Pump) -> None:
         self.pump = pump
         self._loop: asyncio.AbstractEventLoop | None = None

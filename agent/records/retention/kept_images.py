@@ -60,16 +60,17 @@ def archived(folder: Path) -> Iterator[FileSeen]:
 
 def shelved(shelf: Shelf) -> Iterator[KeptImage]:
     if not shelf.is_dated:
-        for seen in _explained(shelf.folder):
-            yield _image(seen, shelf.verdict, seen.changed_s)
+        paths = set(_below(str(shelf.folder)))
+        for path in sorted(paths):
+            if f"{path}{EXPLANATION}" in paths and (seen := _seen(path)):
+                yield _image(seen, shelf.verdict, seen.changed_s)
         return
     for day in _days(shelf.folder):
         begin = datetime.combine(date.fromisoformat(Path(day).name), time()).astimezone()
-        end = begin + timedelta(days=1)
+        end_s = (begin + timedelta(days=1)).timestamp()
         for path in _below(day):
-            if found := _seen(path):
-                at_s = min(max(found.mtime_ns / 1e9, begin.timestamp()), end.timestamp())
-                yield _image(found, shelf.verdict, at_s)
+            if seen := _seen(path):
+                yield _image(seen, shelf.verdict, min(max(seen.mtime_ns / 1e9, begin.timestamp()), end_s))
 
 
 def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
@@ -81,16 +82,12 @@ def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
         path.unlink()
     with suppress(OSError):  # none, or under another name because this one is too long
         path.with_name(path.name + EXPLANATION).unlink()
-    tidy(path.parent, shelf)
-    return True
-
-
-def tidy(folder: Path, shelf: Path) -> None:
-    """Remove empty folders from ``folder`` up to the shelf, which stays."""
     with suppress(OSError):  # not empty, or not ours to remove
-        while shelf in folder.parents:
+        for folder in path.parents:
+            if shelf not in folder.parents:
+                break
             folder.rmdir()
-            folder = folder.parent
+    return True
 
 
 def _image(seen: FileSeen, verdict: Verdict, at_s: float) -> KeptImage:
@@ -103,13 +100,6 @@ def _days(folder: Path) -> Iterator[str]:
             with suppress(ValueError):  # 2026-99-99
                 date.fromisoformat(entry.name)
                 yield entry.path
-
-
-def _explained(folder: Path) -> Iterator[FileSeen]:
-    paths = set(_below(str(folder)))
-    for path in sorted(paths):
-        if f"{path}{EXPLANATION}" in paths and (seen := _seen(path)):
-            yield seen
 
 
 def _below(folder: str) -> Iterator[str]:

@@ -112,8 +112,6 @@ class Sweeper(Rounds):
         self._is_steady()
         super().step()
 
-    # -- a round, piece by piece --
-
     def _steps(self) -> Generator[None, None, None]:
         self._stuck = {}
         yield from self._remove_marked()
@@ -187,8 +185,6 @@ class Sweeper(Rounds):
                 is_exported,
             )  # fmt: skip
 
-    # -- images: marked, removed, forgotten --
-
     def _mark(self, going: Sequence[Going], database: Database) -> None:
         for one in going:
             path = Path(one.image.path)
@@ -232,8 +228,6 @@ class Sweeper(Rounds):
                 return remove(path, mtime_ns, shelf.folder)
         return False
 
-    # -- rows --
-
     def _remove_rows(self, limits: KeepSection, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
         before = self._wall() - age
         last_seq = None
@@ -273,8 +267,6 @@ class Sweeper(Rounds):
         while 0 < (free := read_rows(self._store.path, "PRAGMA freelist_count")[0][0]) < before:
             before = free
             yield from self._write(_vacuum)
-
-    # -- shared by all parts --
 
     def _free(self) -> dict[int, int]:
         folders = (self._archive.folder, *(shelf.folder for shelf in self._shelves))

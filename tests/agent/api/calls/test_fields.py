@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from agent.api.calls.fields import has_more_fields
+from agent.api.calls.door import has_more_fields
 from agent.api.proto import inference_pb2 as oip
 
 inputs = some.builds(
