@@ -60,9 +60,9 @@ def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
         now_s = 0.0
         export = ResultExport(section, "demo", store, lambda: AT, lambda: now_s)
         now_s = FIRST_S
-        while not export.files:
+        while not (files := list(tmp_path.glob("results-*.csv"))):
             export.step()
-    file = min(tmp_path.glob("results-*.csv"))
+    (file,) = files
     done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "1 B1 r NG\n2  r NG\n"
 

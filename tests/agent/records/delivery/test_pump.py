@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -73,7 +74,7 @@ class Stage:
 
     def settle(self, ids, done):
         self.settled.append(list(ids))
-        self.store.write(lambda database: forget(database, "mqtt", ids), lambda _: done())
+        self.store.write(partial(forget, "mqtt", ids), lambda _: done())
 
     def committed(self):
         """Everything that was recorded is on the disk."""
