@@ -1,10 +1,9 @@
-"""The stubs are those of the sources beside them, and an installation has both."""
+"""The stubs are those of the sources beside them."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,6 @@ def test_every_source_has_its_stubs():
     sources = {str(path.relative_to(STUBS)) for path in STUBS.rglob("*.proto")}
     made = {(made_of(stub)[0], stub.name.partition("_pb2")[2]) for stub in STUBS.glob("*_pb2*")}
     assert made == {(source, end) for source in sources for end in (".py", ".pyi", "_grpc.py")}
-
-
-def test_sources_and_types_are_installed():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    assert project["tool"]["setuptools"]["package-data"]["agent.api.proto"] == ["**/*.proto", "*.pyi"]
 
 
 def test_the_open_inference_protocol_is_the_public_one():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -141,21 +141,3 @@ def test_who_sends_on_while_it_is_answered_is_cut_off(address, desk):
             for _ in range(1000):
                 rude.sendall(b"x" * 65536)
         desk.wait_for(lambda desk: desk.cancelled_texts)
-
-
-def test_more_than_there_is_room_for_are_told_so_and_room_comes_back(serve_texts, desk):
-    (address, *_) = serve_texts(terms=replace(TERMS, connections=2))
-    desk.holds = True
-    body = json.dumps(CHAT).encode()
-    with ExitStack() as held:
-        for _ in range(2):
-            caller = held.enter_context(closing(connected(address)))
-            caller.sendall(head(len(body)) + body)
-        desk.wait_for(lambda desk: len(desk.texts) == 2)
-        status, _, values = asked(address)
-        assert (status, values["error"]["type"]) == (503, "server_error")
-    desk.wait_for(lambda desk: len(desk.cancelled_texts) == 2)
-    desk.holds = False
-    while (status := asked(address)[0]) == 503:  # their places are free a moment after their texts are
-        continue
-    assert status == 200

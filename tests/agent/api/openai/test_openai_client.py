@@ -15,10 +15,24 @@ from tests.agent.api.fake_desk import PROSE
 
 USER = [{"role": "user", "content": "hello"}]
 TEXT = "".join(PROSE)
+CALLS_WITHOUT_JSON = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
 
 
 def ask_chat(client, **given):
     return client.chat.completions.create(**{"model": "llm/code", "messages": USER} | given)
+
+
+@pytest.fixture
+def begun(client, desk, asking):
+    """A chat that a caller waits for, streamed or whole, and its text, which the test writes."""
+
+    def begin(stream=False, **given):
+        desk.holds = True
+        asked = asking.submit(lambda: list(ask_chat(client, stream=True)) if stream else ask_chat(client, **given))
+        desk.wait_for(lambda desk: desk.texts)
+        return asked, desk.texts[0]
+
+    return begin
 
 
 class TestAnswers:
@@ -67,11 +81,9 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("ending", "reason"), [(Ending.STOP, "stop"), (Ending.LENGTH, "length"), (Ending.DEADLINE, "length")]
     )
-    def test_why_it_ended_is_told(self, client, desk, asking, ending, reason):
-        desk.holds = True
-        asked = asking.submit(ask_chat, client)
-        desk.wait_for(lambda desk: desk.texts)
-        desk.texts[0].end(ending)
+    def test_why_it_ended_is_told(self, begun, ending, reason):
+        asked, text = begun()
+        text.end(ending)
         assert asked.result().choices[0].finish_reason == reason
 
     def test_pieces_come_while_the_text_is_written(self, client, desk):
@@ -88,11 +100,8 @@ class TestAnswers:
 
 
 class TestLogprobs:
-    def test_what_is_impossible_has_a_number_all_the_same(self, client, desk, asking):
-        desk.holds = True
-        asked = asking.submit(ask_chat, client, logprobs=True)
-        desk.wait_for(lambda desk: desk.texts)
-        (text,) = desk.texts
+    def test_what_is_impossible_has_a_number_all_the_same(self, begun):
+        asked, text = begun(logprobs=True)
         text.listener.wrote(TextPiece("llm/code", "x", (TokenView("x", b"x", -math.inf),)))
         text.end()
         assert asked.result().choices[0].logprobs.content[0].logprob == -9999.0
@@ -125,20 +134,13 @@ class TestWhatIsAsked:
         ask_chat(
             client,
             temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
-            stop=["a", "b"], extra_body={"top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5},
+            stop=["a", "b"], extra_body={
+                "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "chat_template_kwargs": {"enable_thinking": False},
+            },
         )  # fmt: skip
         (order,) = desk.text_orders
         assert order.sampling == Sampling(0.5, 0.9, 3, 0.25, 1.5, 1.0, -1.5, 7)
-        assert (order.most_tokens, order.stop) == (9, ("a", "b"))
-
-    def test_messages_of_parts_and_roles(self, client, desk):
-        parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-        ask_chat(
-            client, messages=[{"role": "developer", "content": "d"}, {"role": "user", "content": parts, "name": "me"}]
-        )
-        assert desk.text_orders[0].messages == (
-            {"role": "system", "content": "d"}, {"role": "user", "content": "one two", "name": "me"},
-        )  # fmt: skip
+        assert (order.most_tokens, order.stop, order.template) == (9, ("a", "b"), {"enable_thinking": False})
 
 
 class TestRefusals:
@@ -169,32 +171,26 @@ class TestRefusals:
             ({"extra_body": {"top_k": -1}}, "top_k"),
             ({"extra_body": {"min_p": 2}}, "min_p"),
             ({"model": ""}, "model"),
+            ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+            ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"),
+            ({"prompt": ["a", "b"]}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": ""}, "prompt"),
+            ({"prompt": "x", "echo": True}, "echo"),
+            ({"prompt": "x", "best_of": 3}, "best_of"),
+            ({"prompt": "x", "suffix": "x"}, "suffix"),
+            ({"prompt": "x", "logprobs": -1}, "logprobs"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )  # fmt: skip
     def test_a_field_that_is_wrong_is_named(self, client, desk, given, param):
         with pytest.raises(openai.BadRequestError) as refused:
-            ask_chat(client, **given)
+            if "prompt" in given:
+                client.completions.create(model="llm/code", **given)
+            else:
+                ask_chat(client, **given)
         assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
         assert param.partition("[")[0] in refused.value.body["message"]
-        assert desk.text_orders == []
-
-    @pytest.mark.parametrize(
-        ("given", "param"),
-        [
-            ({"prompt": ["a", "b"]}, "prompt"),
-            ({"prompt": []}, "prompt"),
-            ({"prompt": ""}, "prompt"),
-            ({"echo": True}, "echo"),
-            ({"best_of": 3}, "best_of"),
-            ({"suffix": "x"}, "suffix"),
-            ({"logprobs": -1}, "logprobs"),
-        ],
-    )
-    def test_of_a_completion_too(self, client, desk, given, param):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(**{"model": "llm/code", "prompt": "x"} | given)
-        assert refused.value.param == param
         assert desk.text_orders == []
 
     def test_of_the_desk_have_their_status(self, client, desk):
@@ -211,23 +207,13 @@ class TestRefusals:
             ask_chat(client, model="gpt-4o")
         assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 
-    def test_a_text_that_fails_is_no_answer(self, client, desk, asking):
-        desk.holds = True
-        asked = asking.submit(ask_chat, client)
-        desk.wait_for(lambda desk: desk.texts)
-        desk.texts[0].write("half an ans")
-        desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
-        with pytest.raises(openai.InternalServerError, match="its weights are not there"):
+    @pytest.mark.parametrize(("stream", "error"), [(False, openai.InternalServerError), (True, openai.APIError)])
+    def test_a_text_that_fails_is_no_answer(self, begun, stream, error):
+        asked, text = begun(stream)
+        text.write("half an ans")
+        text.end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+        with pytest.raises(error, match="its weights are not there"):
             asked.result()
-
-    def test_a_stream_that_fails_says_so(self, client, desk):
-        desk.holds = True
-        with ask_chat(client, stream=True) as events:
-            desk.wait_for(lambda desk: desk.texts)
-            desk.texts[0].write("half an ans")
-            desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
-            with pytest.raises(openai.APIError, match="its weights are not there"):
-                list(events)
 
 
 class TestWhoGoesAway:
@@ -275,23 +261,17 @@ class TestThoughts:
         ],
     )
     @pytest.mark.parametrize("stream", [True, False])
-    def test_what_a_model_thinks_is_told_apart(self, client, desk, asking, pieces, is_thought, told, stream):
-        desk.holds = True
-        asked = asking.submit(lambda: list(ask_chat(client, stream=True)) if stream else ask_chat(client))
-        desk.wait_for(lambda desk: desk.texts)
+    def test_what_a_model_thinks_is_told_apart(self, begun, pieces, is_thought, told, stream):
+        asked, text = begun(stream)
         for piece in pieces:
-            desk.texts[0].listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
-        desk.texts[0].end()
+            text.listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
+        text.end()
         if stream:
             events = asked.result()
             assert (streamed(events, "reasoning_content"), streamed(events, "content")) == told
         else:
             message = asked.result().choices[0].message
             assert (getattr(message, "reasoning_content", ""), message.content) == told
-
-    def test_the_template_is_told_whether_to_think(self, client, desk):
-        ask_chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-        assert desk.text_orders[0].template == {"enable_thinking": False}
 
 
 class TestTools:
@@ -302,6 +282,12 @@ class TestTools:
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
             {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]},
             {"role": "assistant", "content": "12", "tool_calls": None, "function_call": None, "audio": None},
+            {"role": "developer", "content": "d"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
+                "name": "me",
+            },
         ]
         ask_chat(client, messages=messages)
         called = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"part": "R17"}}}
@@ -310,19 +296,6 @@ class TestTools:
             {"role": "assistant", "content": "", "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "c1", "content": "12"},
             {"role": "assistant", "content": "12"},
+            {"role": "system", "content": "d"},
+            {"role": "user", "content": "one two", "name": "me"},
         )
-
-    @pytest.mark.parametrize(
-        ("message", "field"),
-        [
-            ({"role": "user", "content": None}, "messages[0].content"),
-            (
-                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
-                "messages[0].tool_calls",
-            ),
-        ],
-    )
-    def test_what_is_wrong_with_them_is_told(self, client, message, field):
-        with pytest.raises(openai.BadRequestError) as refused:
-            ask_chat(client, messages=[message])
-        assert refused.value.param == field

@@ -203,22 +203,17 @@ def test_the_repository_is_listed_loaded_and_unloaded(local, desk):
     assert refusal(error)[0] == "StatusCode.INVALID_ARGUMENT"
 
 
-@pytest.mark.parametrize("version", ["2", "latest"])
-def test_there_is_one_version(local, version):
-    with pytest.raises(InferenceServerException) as error:
-        local.infer("resistor", [texts("IMAGE", b"x")], model_version=version)
-    assert refusal(error)[0] == "StatusCode.NOT_FOUND"
-    local.infer("resistor", [texts("IMAGE", b"x")], model_version="1")
+@pytest.mark.parametrize(
+    ("name", "version"), [("", ""), ("nobody", ""), ("expert:", ""), ("expert:nobody", ""), ("resistor", "2")]
+)
+def test_a_model_that_is_none_is_not_found(local, name, version):
+    def infer(name, version):
+        local.infer(name, [texts("IMAGE", b"x")], model_version=version)
 
-
-@pytest.mark.parametrize("name", ["", "nobody", "expert:", "expert:nobody"])
-def test_a_model_that_is_none_is_not_found(local, name):
-    def infer(name):
-        local.infer(name, [texts("IMAGE", b"x")])
-
+    infer("resistor", "1")
     for ask in (local.get_model_metadata, local.get_model_config, infer):
         with pytest.raises(InferenceServerException) as error:
-            ask(name)
+            ask(name, version)
         assert refusal(error)[0] == "StatusCode.NOT_FOUND"
 
 
@@ -245,39 +240,19 @@ def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local, desk):
     local.stop_stream()
 
 
-def image(datatype="BYTES", shape=(1,), raw=b"\x01\0\0\0x", **keys):
-    request = oip.ModelInferRequest(model_name="resistor", **keys)
-    request.inputs.add(name="IMAGE", datatype=datatype, shape=shape)
-    if raw is not None:
-        request.raw_input_contents.append(raw)
-    return request
+def image(datatype="BYTES", shape=(1,), raw=b"\x01\0\0\0x", second=None, **keys):
+    """A call with one image; ``second``: another input."""
+    inputs = [{"name": "IMAGE", "datatype": datatype, "shape": shape} | keys.pop("tensor", {})]
+    raws = [] if raw is None else [raw]
+    if second is not None:
+        inputs.append({"datatype": "BYTES", "shape": [1]} | second)
+        raws.append(b"\x02\0\0\0\xff\xff")
+    raws += keys.pop("raw_input_contents", [])
+    return oip.ModelInferRequest(model_name="resistor", inputs=inputs, raw_input_contents=raws, **keys)
 
 
-def with_contents():
-    request = image()
-    request.inputs[0].contents.bytes_contents.append(b"x")
-    return request
-
-
-def with_parameter(name, target="inputs"):
-    request = image()
-    if target == "outputs":
-        request.outputs.add(name="VERDICT")
-    getattr(request, target)[0].parameters[name].string_param = "x"
-    return request
-
-
-def with_input(**keys):
-    request = image()
-    request.inputs.add(**keys)
-    request.raw_input_contents.append(b"\x02\0\0\0\xff\xff")
-    return request
-
-
-def with_a_large_number():
-    request = image("UINT8", (1, 1, 3), None)
-    request.inputs[0].contents.uint_contents.extend([1, 2, 256])
-    return request
+def parameter(name):
+    return {"parameters": {name: {"string_param": "x"}}}
 
 
 @pytest.mark.parametrize(
@@ -300,17 +275,17 @@ def with_a_large_number():
         (image(raw=b"\0\0\0\0"), "empty image"),
         (image(raw=None), "holds 0"),
         (image(raw_input_contents=[b""]), "2 raw_input_contents for 1"),
-        (with_contents(), "send it once"),
-        (with_parameter("shared_memory_region"), "shared memory"),
-        (with_parameter("shared_memory_region", "outputs"), "shared memory"),
-        (with_parameter("classification", "outputs"), "LABEL"),
+        (image(tensor={"contents": {"bytes_contents": [b"x"]}}), "send it once"),
+        (image(tensor=parameter("shared_memory_region")), "shared memory"),
+        (image(outputs=[{"name": "VERDICT"} | parameter("shared_memory_region")]), "shared memory"),
+        (image(outputs=[{"name": "VERDICT"} | parameter("classification")]), "LABEL"),
         (image(outputs=[{"name": "MASK"}]), "no output"),
         (image(parameters={"board": {"int64_param": 3}}), "no text"),
-        (with_input(name="IMAGE", datatype="BYTES", shape=[1]), "twice"),
-        (with_input(name="MASK", datatype="BYTES", shape=[1]), "no input"),
-        (with_input(name="BOARD", datatype="BYTES", shape=[1]), "UTF-8"),
-        (with_input(name="BOARD", datatype="INT64", shape=[1]), "BOARD is INT64"),
-        (with_a_large_number(), "above 255"),
+        (image(second={"name": "IMAGE"}), "twice"),
+        (image(second={"name": "MASK"}), "no input"),
+        (image(second={"name": "BOARD"}), "UTF-8"),
+        (image(second={"name": "BOARD", "datatype": "INT64"}), "BOARD is INT64"),
+        (image("UINT8", (1, 1, 3), None, tensor={"contents": {"uint_contents": [1, 2, 256]}}), "above 255"),
     ],
 )
 def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
@@ -329,9 +304,8 @@ def test_more_images_than_the_line_takes_at_once_never_fit():
 
 
 def test_one_board_is_all_images_and_two_for_three_are_none():
-    request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3)
-    request.inputs.add(name="BOARD", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(b"\x02\0\0\0B1")
+    request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3, second={"name": "BOARD"})
+    request.raw_input_contents[1] = b"\x02\0\0\0B1"
     assert asked(request, 3).boards == ("B1", "B1", "B1")
     request.inputs[1].shape[:] = [2]
     request.raw_input_contents[1] = b"\x02\0\0\0B1" * 2
