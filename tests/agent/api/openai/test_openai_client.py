@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import httpx2
 import openai
@@ -134,8 +135,10 @@ class TestWhatIsAsked:
         ask_chat(
             client,
             temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
-            stop=["a", "b"], extra_body={
-                "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "chat_template_kwargs": {"enable_thinking": False},
+            stop=["a", "b"],
+            extra_body={
+                "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5,
+                "chat_template_kwargs": {"enable_thinking": False},
             },
         )  # fmt: skip
         (order,) = desk.text_orders
@@ -184,11 +187,9 @@ class TestRefusals:
         ids=lambda value: value if isinstance(value, str) else None,
     )  # fmt: skip
     def test_a_field_that_is_wrong_is_named(self, client, desk, given, param):
+        ask = partial(client.completions.create, model="llm/code") if "prompt" in given else partial(ask_chat, client)
         with pytest.raises(openai.BadRequestError) as refused:
-            if "prompt" in given:
-                client.completions.create(model="llm/code", **given)
-            else:
-                ask_chat(client, **given)
+            ask(**given)
         assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
         assert param.partition("[")[0] in refused.value.body["message"]
         assert desk.text_orders == []
@@ -283,11 +284,7 @@ class TestTools:
             {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]},
             {"role": "assistant", "content": "12", "tool_calls": None, "function_call": None, "audio": None},
             {"role": "developer", "content": "d"},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
-                "name": "me",
-            },
+            {"role": "user", "content": [{"type": "text", "text": each} for each in ("one ", "two")], "name": "me"},
         ]
         ask_chat(client, messages=messages)
         called = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"part": "R17"}}}
