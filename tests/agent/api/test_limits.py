@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,16 +96,14 @@ def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be
     assert server.orders_under_way == 0
 
 
-UNARY = [
-    *(f"coserve.v1.Inspection/{name}" for name in ("Inspect", "GetBoard", "Trigger", "Status", "Explain", "Reload")),
-    *(
-        f"inference.GRPCInferenceService/{name}"
-        for name in ("ModelInfer", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "ServerMetadata",
-                     "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")
-    ),
-    "grpc.health.v1.Health/Check",
-]  # fmt: skip
-STREAMS = ["coserve.v1.Inspection/InspectStream", "inference.GRPCInferenceService/ModelStreamInfer"]
+METHODS = {
+    f"{method.containing_service.full_name}/{method.name}": method.client_streaming
+    for file, services in ((pb, ("Inspection",)), (oip, ("GRPCInferenceService",)), (health_pb2, ("Health",)))
+    for service in services
+    for method in file.DESCRIPTOR.services_by_name[service].methods
+    if method.client_streaming == method.server_streaming
+}
+UNARY, STREAMS = ([name for name, streams in METHODS.items() if streams is wanted] for wanted in (False, True))
 OF_THE_CALLER = {
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION,
 }  # fmt: skip
@@ -115,12 +114,11 @@ some_bytes = st.binary(max_size=60) | st.builds(
         model_name=st.sampled_from(["resistor", "x", ""]),
         raw_input_contents=st.lists(st.binary(max_size=8), max_size=3),
         inputs=st.lists(
-            st.fixed_dictionaries(
-                {
-                    "name": st.sampled_from(["IMAGE", "BOARD"]),
-                    "datatype": st.sampled_from(["BYTES", "UINT8"]),
-                    "shape": st.lists(st.integers(-2, 5), max_size=3),
-                }
+            st.builds(
+                oip.ModelInferRequest.InferInputTensor,
+                name=st.sampled_from(["IMAGE", "BOARD"]),
+                datatype=st.sampled_from(["BYTES", "UINT8"]),
+                shape=st.lists(st.integers(-2, 5), max_size=3),
             ),
             max_size=2,
         ),
@@ -329,15 +327,17 @@ def test_a_name_that_is_none_is_cut_where_it_is_told_again(channel, agent):
         assert len(told.details()) == 500
 
 
-def test_the_excess_is_refused_while_nothing_else_goes_on(serve, desk):
+@pytest.fixture
+def may_go(desk):
+    """The desk takes no order until this is set."""
+    event, take = threading.Event(), desk.order
+    desk.order = lambda order, listener: event.wait(DEADLINE_S) and take(order, listener)
+    return event
+
+
+def test_the_excess_is_refused_while_nothing_else_goes_on(serve, may_go):
     """AC18: at once, for it waits for nobody: the desk answers nothing here, and the next message does not come."""
-    may_go, end = threading.Event(), threading.Event()
-
-    def order(order, listener):
-        assert may_go.wait(DEADLINE_S)
-        return take(order, listener)
-
-    take, desk.order = desk.order, order
+    end = threading.Event()
     server = serve(limits={"requests": 20})
     request = pb.InspectRequest(file=b"x", component="resistor")
     with grpc.insecure_channel(server.addresses[0]) as channel:
@@ -366,16 +366,8 @@ def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypat
     end.set()
 
 
-def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk):
+def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk, may_go):
     """A desk that takes long to count an order, as while it looks at a large image: the others wait outside."""
-    may_go, given = threading.Event(), []
-
-    def order(order, listener):
-        given.append(order)
-        assert may_go.wait(DEADLINE_S)
-        return take(order, listener)
-
-    take, desk.order = desk.order, order
     server = serve(limits={"memory": "1MiB", "message": "1MiB"})
     request = pb.InspectRequest(file=bytes(MEBIBYTE - 1000), component="resistor")
     with grpc.insecure_channel(server.addresses[0]) as channel:
@@ -386,4 +378,4 @@ def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk):
         assert server.orders_under_way == 4
         may_go.set()
         assert Counter(map(outcome, calls)) == {"judged": 30}
-        assert len(given) == 30
+        assert len(desk.orders) == 30

@@ -10,14 +10,14 @@ from agent.api.proto import inference_pb2 as oip
 
 inputs = some.builds(
     oip.ModelInferRequest.InferInputTensor,
-    name=some.text(max_size=300),
+    name=some.text(max_size=5) | some.just("x" * 300),
     shape=some.lists(some.integers(-(2**63), 2**63 - 1), max_size=3),
 )
 requests = some.builds(
     oip.ModelInferRequest,
     model_name=some.text(min_size=1, max_size=5),
-    inputs=some.lists(inputs, max_size=20),
-    raw_input_contents=some.lists(some.binary(max_size=300), max_size=20),
+    inputs=some.lists(inputs, max_size=4),
+    raw_input_contents=some.lists(some.binary(max_size=200), max_size=4),
 )
 
 

@@ -103,7 +103,7 @@ SOME_LIMITS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(images=SOME_IMAGES, limits=SOME_LIMITS, free=st.integers(0, 600))
 def test_whatever_is_asked_for(images, limits, free):
     """AC25: no NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""
