@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from agent.api.calls.desk import ResultsCursor
-from agent.api.calls.messages import board_of, part_of, reload_of, status_of, text_event_of, text_request
+from agent.api.calls.messages import part_of, status_of, text_event_of, text_request
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
@@ -25,17 +24,15 @@ from agent.line_file.api import UNIX
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from agent.api.calls.desk import BoardView, Event, ReloadView, StatusView, TextEvent, TextOrder, VerdictView
+    from agent.api.calls.desk import StatusView, TextEvent, TextOrder, VerdictView
 
 MESSAGE_BYTES = 64 * 2**20
 AT_ONCE = 16  # images that are sent before the first one is answered
 ANSWER_S = 60.0  # for an answer to a question
 INSPECT_S = 600.0  # for one image's verdict, waiting for its turn included
 TRIES = 100  # for an image that there was no room for
-EVERYTHING = ResultsCursor(seq=0, board=0)  # to watch from the first result that is stored
-TO_COME = ResultsCursor()
 
 Call = Any  # gRPC has no types
 
@@ -75,27 +72,14 @@ class AgentClient:
     def close(self) -> None:
         self._channel.close()
 
-    def inspect(
-        self,
-        images: Iterable[bytes],
-        component: str,
-        board: str | None = None,
-        ref: str | None = None,
-        *,
-        with_maps: bool = False,
-    ) -> Iterator[VerdictView]:
-        """Verdict of each image, in order. Without a board nothing is stored. Raises OrderRefused for an image that is
-        not taken; where there is only no room for it, it is sent again."""
+    def inspect(self, images: Iterable[bytes], component: str, *, with_maps: bool = False) -> Iterator[VerdictView]:
+        """Verdict of each image, in order; nothing is stored. An image that there is no room for is sent again.
+
+        Raises OrderRefused for an image that is not taken.
+        """
         under_way: deque[tuple[pb.InspectRequest, Call]] = deque()
         for image in images:
-            request = pb.InspectRequest(
-                file=image,
-                component=component,
-                board=board or "",
-                ref=ref or "",
-                is_question=board is None,
-                wants_maps=with_maps,
-            )
+            request = pb.InspectRequest(file=image, component=component, is_question=True, wants_maps=with_maps)
             under_way.append((request, self._sent(request)))
             if len(under_way) == AT_ONCE:
                 yield self._judged(*under_way.popleft())
@@ -103,27 +87,8 @@ class AgentClient:
             yield self._judged(*under_way.popleft())
 
     def status(self) -> StatusView:
-        return status_of(self._asked(self._agent.Status, pb.StatusRequest()))
-
-    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
-        return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
-
-    def watch(
-        self, after: ResultsCursor = TO_COME, *, with_maps: bool = False
-    ) -> Iterator[tuple[Event, ResultsCursor]]:
-        """Stored results and boards' verdicts behind a place, then those to come; each with the place behind it."""
-        request = pb.WatchResultsRequest(
-            file=after.file or "", after_seq=after.seq, after_board=after.board, wants_maps=with_maps
-        )
-        events = self._agent.WatchResults(request, metadata=self._metadata)
-        try:
-            with self._explained():
-                for event in events:
-                    told = board_of(event.board) if event.HasField("board") else part_of(event.result)
-                    yield told, ResultsCursor(event.file, event.after_seq, event.after_board)
-        finally:
-            events.cancel()
+        with self._explained():
+            return status_of(self._agent.Status(pb.StatusRequest(), timeout=ANSWER_S, metadata=self._metadata))
 
     def generate(self, order: TextOrder) -> Iterator[TextEvent]:
         """Pieces of a text as they are written, then its end. Raises OrderRefused; closing the iterator cancels."""
@@ -135,22 +100,6 @@ class AgentClient:
                         yield text_event_of(reply)
         finally:
             replies.cancel()
-
-    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
-        """Have a camera take a frame; what the keys of its results begin with."""
-        request = pb.TriggerRequest(camera=camera, board=board or "", board_type=board_type or "")
-        return str(self._asked(self._agent.Trigger, request).key)
-
-    def explain(self, subject: str) -> Sequence[str]:
-        return tuple(self._asked(self._agent.Explain, pb.ExplainRequest(subject=subject)).sentences)
-
-    def reload(self) -> ReloadView:
-        """Have the line file read anew; takes as long as new experts need to be packed."""
-        return reload_of(self._asked(self._agent.Reload, pb.ReloadRequest(), timeout_s=None))
-
-    def _asked(self, method: Call, request: Call, timeout_s: float | None = ANSWER_S) -> Call:
-        with self._explained():
-            return method(request, timeout=timeout_s, metadata=self._metadata)
 
     def _sent(self, request: pb.InspectRequest) -> Call:
         return self._agent.Inspect.future(request, timeout=INSPECT_S, metadata=self._metadata)

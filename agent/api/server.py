@@ -111,14 +111,17 @@ class ApiServer:
         return is_idle
 
     async def _start(self) -> tuple[str, ...]:
-        services = (
-            inspection.InspectionService(self._orders, self._door),
-            inspection.TextService(self._texts),
-            inference.InferenceService(self._orders, self._door, self._config.limits),
-        )
+        inspecting = inspection.InspectionService(self._orders, self._door)
+        inferring = inference.InferenceService(self._orders, self._door, self._config.limits)
         for address in self._config.grpc:
-            self._served.append(self._bound(address))
-            _add_services(self._served[-1], *services, self._health)
+            self._served.append(served := self._bound(address))
+            inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)
+            inspection_pb2_grpc.add_TextsServicer_to_server(inspection.TextService(self._texts), served.server)
+            inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inferring, served.server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, served.server)
+            if is_loopback(served.address):
+                names = (*SERVICES, health.SERVICE, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, served.server, pool=_reflected())
         for served in self._served:
             await served.server.start()
         return tuple(served.address for served in self._served)
@@ -172,16 +175,6 @@ class ApiServer:
                 served.socket.close()
         self._served.clear()
         return is_idle
-
-
-def _add_services(served: _Served, inspecting: object, writing: object, inferring: object, healthy: object) -> None:
-    inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)
-    inspection_pb2_grpc.add_TextsServicer_to_server(writing, served.server)
-    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inferring, served.server)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, served.server)
-    if is_loopback(served.address):
-        names = (*SERVICES, health.SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, served.server, pool=_reflected())
 
 
 def _reflected() -> DescriptorPool:

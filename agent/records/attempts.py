@@ -49,9 +49,6 @@ class _Tally:
         if isinstance(counts, dict):
             self.counts.update({key: number for key, number in counts.items() if isinstance(number, int)})
 
-    def entries(self) -> list[dict[str, object]]:
-        return [{"counts": dict(self.counts)}, {"begun": list(self.begun.elements())}]
-
 
 class AttemptLog:
     """Counts of one installation, for any thread; opening counts keys that the run before left begun. A thread of its
@@ -136,7 +133,8 @@ class AttemptLog:
     def _rewrite(self) -> None:
         """Replace the file by the sum of its lines; whole or not at all."""
         self._opened.close()
-        content = "".join(json.dumps(entry) + "\n" for entry in self._written.entries()).encode()
+        entries = {"counts": self._written.counts}, {"begun": list(self._written.begun.elements())}
+        content = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(self.path) as file:

@@ -18,7 +18,6 @@ import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
@@ -30,8 +29,6 @@ from experts.filesystem import make_folder, whole_text_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from sqlite_utils import Database
 
     from agent.line_file.records import ExportSection
     from agent.records.result_writer import ResultStore
@@ -104,7 +101,8 @@ class ResultExport(Rounds):
         if last_seq <= exported:
             return None
         part = ExportedRange(exported + 1, last_seq, now)
-        yield from self._write(partial(_begin, part))
+        values = part.last_seq, part.first_seq, utc_text(part.until)
+        yield from self._write(lambda database: database.execute(BEGIN, values))
         return part
 
     def _write_file(self, part: ExportedRange) -> Iterator[None]:
@@ -121,7 +119,8 @@ class ResultExport(Rounds):
                 write_rows(map(_local_row, found), self._section.format, stream, RESULT_COLUMNS)
                 at, rows = found[-1].seq, rows + len(found)
                 yield
-        self._store.write(partial(_mark_written, part))
+        marked = "UPDATE exports SET is_written = 1 WHERE last_seq = ?"
+        self._store.write(lambda database: database.execute(marked, (part.last_seq,)))
         log.info("results_exported file=%s rows=%d", path, rows)
 
     def _first_line(self, file: str, part: ExportedRange) -> str:
@@ -143,14 +142,6 @@ def _latest_range(path: Path, *, is_written: bool = False) -> ExportedRange | No
         for first_seq, last_seq, until, is_done in read_rows(path, LATEST, (is_written,))
     ]
     return ranges[0] if ranges else None
-
-
-def _begin(part: ExportedRange, database: Database) -> None:
-    database.execute(BEGIN, (part.last_seq, part.first_seq, utc_text(part.until)))
-
-
-def _mark_written(part: ExportedRange, database: Database) -> None:
-    database.execute("UPDATE exports SET is_written = 1 WHERE last_seq = ?", (part.last_seq,))
 
 
 def _local_row(row: ResultRow) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import threading
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, utc_text
@@ -174,27 +174,27 @@ class ResultStore(ResultReader):
 
 
 def _write_result(database: Database, values: Mapping[str, object]) -> Recorded:
-    """Ask first: an insert that meets its key would use up a sequence number."""
-    known = database.execute(KNOWN_RESULT, dict(values)).fetchall()
-    if known:
-        return Recorded(known[0][0], is_new=False)
-    return Recorded(database.execute(INSERT_RESULT, dict(values)).fetchall()[0][0], is_new=True)
+    """Look first: an insert that meets its key would use up a sequence number."""
+    known = _first(database, KNOWN_RESULT, values)
+    return Recorded(known or _first(database, INSERT_RESULT, values), is_new=not known)
 
 
 def _write_board(database: Database, values: Mapping[str, object]) -> Recorded:
     """A new run, or another verdict of one; an upsert would use up a number with each revision."""
-    known = database.execute(KNOWN_BOARD, dict(values)).fetchall()
-    if known:
-        return Recorded(known[0][0], is_new=False)
-    revised = database.execute(REVISE_BOARD, dict(values)).fetchall()
-    if revised:
-        return Recorded(revised[0][0], is_new=True)
-    return Recorded(database.execute(INSERT_BOARD, dict(values)).fetchall()[0][0], is_new=True)
+    known = _first(database, KNOWN_BOARD, values)
+    seq = known or _first(database, REVISE_BOARD, values) or _first(database, INSERT_BOARD, values)
+    return Recorded(seq, is_new=not known)
+
+
+def _first(database: Database, sql: str, values: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any column
+    """First value of the first row; None without a row. Sequence numbers begin at 1."""
+    rows = database.execute(sql, dict(values)).fetchall()
+    return rows[0][0] if rows else None
 
 
 def _takt_s(database: Database, values: Mapping[str, object], board: BoardVerdict) -> float | None:
-    found = database.execute(CLOSED_BEFORE, dict(values)).fetchall()
-    return (board.closed_at - datetime.fromisoformat(found[0][0])).total_seconds() if found else None
+    before = _first(database, CLOSED_BEFORE, values)
+    return (board.closed_at - datetime.fromisoformat(before)).total_seconds() if before else None
 
 
 def _board_row(database: Database, seq: int, board: BoardVerdict) -> BoardRow:

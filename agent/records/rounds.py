@@ -42,7 +42,7 @@ class Rounds(ABC):
     def _steps(self) -> Generator[None, None, None]:
         """One round; its end sets ``_due_s``."""
 
-    def _write(self, write: Callable[[Database], None]) -> Generator[None, None, None]:
+    def _write(self, write: Callable[[Database], object]) -> Generator[None, None, None]:
         """Write, and yield until it is on the disk."""
         is_stored = Event()
         self._store.write(write, lambda _: is_stored.set())

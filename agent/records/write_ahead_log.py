@@ -50,7 +50,9 @@ class WriteAheadLog:
         try:
             kept_bytes = fold_in(connection)
         except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread
-            self._failed(str(error))
+            is_news, self._failure = self._failure != str(error), str(error)
+            if is_news:
+                log.warning("results_checkpoint_failed file=%s reason=%s", self._path, self._failure)
             return
         self._failure = None
         self._is_empty = kept_bytes is None
@@ -68,11 +70,6 @@ class WriteAheadLog:
             log.error("results_log_grows log_bytes=%d: %s", self._size_bytes(), self.alarm)
         elif was_alarm and not self.alarm:
             log.warning("results_log_folded_in file=%s log_bytes=%d", self._file, self._size_bytes())
-
-    def _failed(self, reason: str) -> None:
-        is_news, self._failure = self._failure != reason, reason
-        if is_news:
-            log.warning("results_checkpoint_failed file=%s reason=%s", self._path, reason)
 
     def _size_bytes(self) -> int:
         try:

@@ -94,7 +94,10 @@ def part_message(part: VerdictView) -> pb.Part:
 
 
 def part_of(message: pb.Part) -> VerdictView:
-    return _part(**_values(message))
+    values = _values(message)
+    about = {name: values.pop(name) for name in OF_SUBJECT} | {"component": values.pop("component") or None}
+    verdict = VERDICT_OF.get(values.pop("verdict"), Verdict.UNKNOWN)
+    return VerdictView(Subject(source="", image=message.key, **about), verdict, **values)
 
 
 def board_message(board: BoardView) -> pb.Board:
@@ -103,28 +106,18 @@ def board_message(board: BoardView) -> pb.Board:
     return _message(pb.Board, board, is_open=is_open, verdict=verdict, parts=parts, **_counts(board.counts))
 
 
-def board_of(message: pb.Board) -> BoardView:
-    values = _values(message)
-    counts, verdict = _pop_counts(values), VERDICT_OF.get(values.pop("verdict"), Verdict.UNKNOWN)
-    return BoardView(verdict=None if values.pop("is_open") else verdict, counts=counts, **values)
-
-
 def status_message(status: StatusView) -> pb.StatusReply:
     return _message(pb.StatusReply, status, **_counts(status.verdicts))
 
 
 def status_of(message: pb.StatusReply) -> StatusView:
     values = _values(message)
-    counts = _pop_counts(values)
+    counts = {verdict: values.pop(verdict.lower()) for verdict in Verdict}
     return StatusView(verdicts=counts, **values)
 
 
 def reload_message(reload: ReloadView) -> pb.ReloadReply:
     return _message(pb.ReloadReply, reload)
-
-
-def reload_of(message: pb.ReloadReply) -> ReloadView:
-    return ReloadView(**_values(message))
 
 
 def text_order_of(request: pb.GenerateRequest) -> TextOrder:
@@ -223,12 +216,6 @@ def _noun(value: Any) -> Any:  # noqa: ANN401  # a field of any message
     return value if isinstance(value, str | bytes | int | float) else tuple(_noun(each) for each in value)
 
 
-def _part(*, verdict: int, component: str, **values: Any) -> VerdictView:  # noqa: ANN401  # a message's fields
-    about = {name: values.pop(name) for name in OF_SUBJECT}
-    subject = Subject(source="", image=about["key"], component=component or None, **about)
-    return VerdictView(subject, VERDICT_OF.get(verdict, Verdict.UNKNOWN), **values)
-
-
 def _sampling(**settings: Any) -> Sampling:  # noqa: ANN401  # a message's fields
     try:
         return Sampling(**{name: value for name, value in settings.items() if value is not None})
@@ -244,12 +231,7 @@ def _counts(counts: Mapping[Verdict, int]) -> dict[str, int]:
     return {verdict.lower(): counts.get(verdict, 0) for verdict in Verdict}
 
 
-def _pop_counts(values: dict[str, Any]) -> dict[Verdict, int]:
-    return {verdict: values.pop(verdict.lower()) for verdict in Verdict}
-
-
 NOUNS: dict[str, Callable[..., object]] = {
-    "Part": _part,
     "Anomaly": lambda map, **values: AnomalyView(map_png=map, **values),
     "BoundingBox": BoundingBox,
     "LabelScore": LabelScore,

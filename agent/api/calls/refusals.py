@@ -46,9 +46,5 @@ def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
     context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
     context.set_code(STATUS[refused.reason])
-    context.set_details(_told(str(refused)))
-
-
-def _told(words: str) -> str:
-    told = text(words)
-    return told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS - 3]}..."
+    told = text(str(refused))
+    context.set_details(told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS - 3]}...")

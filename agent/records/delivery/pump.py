@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agent.records.delivery.receiver import Receiver, ReceiverConnection
-    from agent.records.outbox import Message, OutboxCounts, OutboxReader
+    from agent.records.outbox import Message, OutboxReader
 
     Settle = Callable[[Sequence[str], Callable[[], None]], None]
 
@@ -177,8 +177,9 @@ class Pump:
 
     def _look_at_limit(self) -> None:
         """Log once when messages begin to give way, and once when they no longer do."""
-        standing = self._standing()
-        if standing is None:
+        try:
+            standing = self._outbox.standing(self._receiver.name)
+        except (OSError, sqlite3.Error):  # told where messages are read
             return
         before, self._given_way = self._given_way, standing.given_way
         if before is not None and standing.given_way > before and not self._is_giving_way:
@@ -190,12 +191,6 @@ class Pump:
         elif self._is_giving_way and not self.alarm and not standing.waiting:
             self._is_giving_way = False
             log.warning("outbox_told receiver=%s given_way=%d", self._receiver.name, standing.given_way)
-
-    def _standing(self) -> OutboxCounts | None:
-        try:
-            return self._outbox.standing(self._receiver.name)
-        except (OSError, sqlite3.Error):  # told where messages are read
-            return None
 
     def _raise_alarm(self, reason: str) -> None:
         if self.alarm != reason:

@@ -89,7 +89,6 @@ class KeeperStatistics:
 
     kept: int
     not_kept: int
-    waiting_bytes: int
     alarm: str | None
 
 
@@ -134,7 +133,7 @@ class ImageKeeper:
 
     def statistics(self) -> KeeperStatistics:
         with self._lock:
-            return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
+            return KeeperStatistics(self._kept, self._not_kept, self._alarm)
 
     def _refusal(self, size_bytes: int) -> str | None:
         """Reason not to wait for the disk; None: wait. Call under the lock."""

@@ -28,14 +28,7 @@ from typing import TYPE_CHECKING
 from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
-from agent.records.retention.rules import (
-    KeptImage,
-    Reason,
-    Steadiness,
-    going_order,
-    may_go,
-    what_goes,
-)
+from agent.records.retention.rules import KeptImage, Reason, Steadiness, going_order, may_go, what_goes
 from agent.records.rounds import Rounds
 from experts.expert import Verdict
 
@@ -122,7 +115,8 @@ class Sweeper(Rounds):
         exported = last_exported(self._store.path) if limits.export_required else None
         found = _Found()
         yield from self._look(limits, exported, found)
-        free_bytes = self._free()
+        folders = (self._archive.folder, *(shelf.folder for shelf in self._shelves))
+        free_bytes = {folder.stat().st_dev: self._free_bytes(folder) for folder in folders if folder.is_dir()}
         now_s = self._wall().timestamp()
         going = list(what_goes(found.candidates, limits, now_s, found.size_bytes, free_bytes))
         for start in range(0, len(going), STEP_REMOVALS):
@@ -236,7 +230,9 @@ class Sweeper(Rounds):
                 return
             before, last_seq = min(before, exported.until), exported.last_seq
         yield from self._remove_results(utc_text(before), last_seq)
-        yield from self._remove_boards(utc_text(before))
+        closed = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
+        while going := [seq for (seq,) in read_rows(self._store.path, closed, (utc_text(before), STEP_ROWS))]:
+            yield from self._write(partial(_delete, "boards", "seq", going))
         yield from self._give_back()
 
     def _remove_results(self, before: str, last_seq: int | None) -> Iterator[None]:
@@ -256,21 +252,12 @@ class Sweeper(Rounds):
         has_image = row["kept_as"] is not None and (self._archive.folder / row["kept_as"]).exists()
         return not has_image and not self._is_needed(row["key"])
 
-    def _remove_boards(self, before: str) -> Iterator[None]:
-        sql = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
-        while going := [seq for (seq,) in read_rows(self._store.path, sql, (before, STEP_ROWS))]:
-            yield from self._write(partial(_delete, "boards", "seq", going))
-
     def _give_back(self) -> Iterator[None]:
         """Give pages of deleted rows back to the filesystem, if the file was created with auto_vacuum."""
         before = math.inf
         while 0 < (free := read_rows(self._store.path, "PRAGMA freelist_count")[0][0]) < before:
             before = free
             yield from self._write(_vacuum)
-
-    def _free(self) -> dict[int, int]:
-        folders = (self._archive.folder, *(shelf.folder for shelf in self._shelves))
-        return {folder.stat().st_dev: self._free_bytes(folder) for folder in folders if folder.is_dir()}
 
     def _is_steady(self) -> bool:
         return self._steadiness.look(self._wall().timestamp(), self._clock())
@@ -285,25 +272,22 @@ class Sweeper(Rounds):
         is_done: bool,
     ) -> None:
         """Alarm, logged once, if a limit cannot hold because nothing more may go."""
-        going = [one for one in going if one.image.path not in self._stuck]
-        freed = sum(one.image.size_bytes for one in going)
+        freed: Counter[int] = Counter()  # by disk
+        for one in going:
+            freed[one.image.device] += 0 if one.image.path in self._stuck else one.image.size_bytes
+        kept_bytes = found.size_bytes - freed.total()
+        least_free = min((free + freed[device] for device, free in free_bytes.items()), default=math.inf)
         reason = None
-        if is_done and limits.size is not None and found.size_bytes - freed > limits.size:
-            reason = f"images take {found.size_bytes - freed} bytes, {limits.size} are wanted"
-        elif is_done and limits.free is not None:
-            least = min((free + _freed(going, device) for device, free in free_bytes.items()), default=None)
-            if least is not None and least < limits.free:
-                reason = f"{least} bytes are free, {limits.free} are wanted"
+        if is_done and limits.size is not None and kept_bytes > limits.size:
+            reason = f"images take {kept_bytes} bytes, {limits.size} are wanted"
+        elif is_done and limits.free is not None and least_free < limits.free:
+            reason = f"{least_free} bytes are free, {limits.free} are wanted"
         if reason is not None and self.alarm is None:
             why = f"{len(self._stuck)} files cannot be removed" if self._stuck else "too young, or not exported yet"
             log.error("retention_short reason=%s: nothing more may go (%s)", reason, why)
         elif reason is None and self.alarm is not None:
             log.warning("retention_holds")
         self.alarm = reason
-
-
-def _freed(going: Sequence[Going], device: int) -> int:
-    return sum(one.image.size_bytes for one in going if one.image.device == device)
 
 
 def _delete(table: str, key: str, values: Sequence[object], database: Database) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 from PIL import Image
 
-from agent.api.client import EVERYTHING, Access, AgentClient
+from agent.api.client import Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.sources.cameras.camera import CameraSource
@@ -63,8 +63,10 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
             client.load_model("c0")
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
             assert int(counted["inference_stats"]["success"]["count"]) == 4
-        with AgentClient(address) as client:
-            assert [dict(board.missing) for board in client.boards("B1")] == [{"c1": 1}]
+        with grpc.insecure_channel(address) as channel:
+            request = pb.GetBoardRequest(serial="B1")
+            boards = inspection_pb2_grpc.InspectionStub(channel).GetBoard(request, timeout=60).boards
+            assert [dict(board.missing) for board in boards] == [{"c1": 1}]
     assert [(row.subject.key, row.subject.board) for row in line.rows] == [("api/one", "B1")]
 
 
@@ -97,7 +99,7 @@ SPOT = {(row, column) for row in range(4, 8) for column in range(20, 24)}
 
 def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, solder):
     """An inspection, the same one again, a question, stored results, and a tritonclient."""
-    with line.served(), grpc.insecure_channel(address) as channel, AgentClient(address) as client:
+    with line.served(), grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         request = pb.InspectRequest(file=solder, component="solder", key="one", wants_maps=True)
         question = pb.InspectRequest(file=solder, component="solder", is_question=True, wants_maps=True)
@@ -111,9 +113,11 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, s
             pb.InspectRequest(file=picture((9, 9, 9)), component="solder", wants_maps=True), timeout=60
         ).parts
         assert (good.verdict, good.anomalies[0].HasField("map")) == (pb.VERDICT_OK, False)
-        stored, _ = next(client.watch(EVERYTHING, with_maps=True))
-        assert brightest(stored.anomalies[0].map_png) == SPOT
-        assert next(client.watch(EVERYTHING))[0].anomalies[0].map_png is None
+        for wants_maps in (True, False):
+            watched = agent.WatchResults(pb.WatchResultsRequest(after_seq=0, wants_maps=wants_maps), timeout=60)
+            (stored,) = next(watched).result.anomalies
+            assert (brightest(stored.map) == SPOT) if wants_maps else not stored.HasField("map")
+            watched.cancel()
         with closing(triton.InferenceServerClient(address)) as caller:
             outputs = [triton.InferRequestedOutput(name) for name in ("ANOMALY_SCORE", "ANOMALY_MAP")]
             answer = caller.infer("expert:look/solder", [bytes_input("IMAGE", solder)], outputs=outputs)

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from agent.api.calls.desk import BoardView, PoolView, QueueView, ReloadView, StatusView, TextsView, VerdictView
 from agent.api.calls.messages import (
     board_message,
-    board_of,
     order_of,
     part_message,
     part_of,
     reload_message,
-    reload_of,
     status_message,
     status_of,
 )
@@ -45,11 +43,6 @@ parts = st.builds(
     seconds=numbers, queue_s=numbers, compute_s=numbers,
 )  # fmt: skip
 verdict_counts = st.fixed_dictionaries(dict.fromkeys(Verdict, counts))
-boards = st.builds(
-    BoardView, serial=texts, board_type=texts, verdict=st.none() | st.sampled_from(Verdict), opened_at=times,
-    closed_at=st.none() | times, missing=st.dictionaries(texts, counts, max_size=2), counts=verdict_counts,
-    parts=st.lists(parts, max_size=2).map(tuple), is_revision=st.booleans(),
-)  # fmt: skip
 statuses = st.builds(
     StatusView, line=texts, version=texts, uptime_s=numbers, is_draining=st.booleans(), requests_in_flight=counts,
     verdicts=verdict_counts, boards_open=counts, switches=counts, loads=counts, evictions=counts, bytes_read=counts,
@@ -67,9 +60,7 @@ statuses = st.builds(
     ("views", "message_of", "view_of"),
     [
         (parts, part_message, part_of),
-        (boards, board_message, board_of),
         (statuses, status_message, status_of),
-        (st.builds(ReloadView, st.booleans(), names, names, names, names, names), reload_message, reload_of),
     ],
 )
 @settings(max_examples=30, deadline=None)
@@ -78,6 +69,20 @@ def test_a_view_comes_out_of_its_message_as_it_went_in(data, views, message_of, 
     view = data.draw(views)
     message = message_of(view)
     assert view_of(type(message).FromString(message.SerializeToString())) == view
+
+
+def test_boards_and_reloads_are_told_field_by_field():
+    at, counts = datetime(2026, 5, 1, tzinfo=UTC), {Verdict.OK: 2, Verdict.NG: 1}
+    part = VerdictView(subject("p"), Verdict.NG)
+    board = board_message(BoardView("B1", "main", Verdict.NG, at, at, {"c": 3}, counts, (part,), is_revision=True))
+    assert board == pb.Board(
+        serial="B1", board_type="main", verdict=pb.VERDICT_NG, opened_at=at, closed_at=at, missing={"c": 3}, ok=2, ng=1,
+        parts=[part_message(part)], is_revision=True,
+    )  # fmt: skip
+    still_open = board_message(BoardView("B1", "main", None, at, None, {}, {}))
+    assert still_open == pb.Board(serial="B1", board_type="main", is_open=True, opened_at=at)
+    lists = {name: [f"{name} 1", f"{name} 2"] for name in ("problems", "added", "replaced", "removed", "needs_restart")}
+    assert reload_message(ReloadView(True, *map(tuple, lists.values()))) == pb.ReloadReply(is_applied=True, **lists)
 
 
 def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():

@@ -196,6 +196,19 @@ def test_what_takes_long_keeps_nobody_waiting(agent, desk):
     assert reloading.result(DEADLINE_S).is_applied
 
 
+def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
+    agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"))
+    (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1"), timeout=DEADLINE_S).boards
+    assert (board.serial, board.is_open, dict(board.missing), board.parts[0].seq) == ("B1", True, {"capacitor": 1}, 1)
+    assert agent.Trigger(pb.TriggerRequest(camera="top", board="B1"), timeout=DEADLINE_S).key == "top/B1"
+    explained = agent.Explain(pb.ExplainRequest(subject="cls/resistor"), timeout=DEADLINE_S)
+    assert list(explained.sentences) == list(desk.explain("cls/resistor"))
+    for method, request in ((agent.GetBoard, pb.GetBoardRequest(serial="B9")), (agent.Trigger, pb.TriggerRequest())):
+        with pytest.raises(grpc.RpcError) as error:
+            method(request, timeout=DEADLINE_S)
+        assert metadata(error) == {"coserve-reason": "NOT_FOUND"}
+
+
 def test_a_name_that_is_none_is_refused(agent, desk):
     for name in ("x" * 513, "a\0b"):
         with pytest.raises(grpc.RpcError) as error:

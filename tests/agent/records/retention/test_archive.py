@@ -126,7 +126,7 @@ def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
     hangs.set()
     assert [told.get(timeout=60), told.get(timeout=60)] == ["a", "b"]
     assert keeper.stop(60.0)
-    assert keeper.statistics().waiting_bytes == 0
+    assert keeper._waiting_bytes == 0
 
 
 def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_
     assert kept_by(keeper, PNG, "c") == "c"
     monkeypatch.undo()
     assert keeper.stop(60.0)
-    assert (keeper.statistics().waiting_bytes, keeper.statistics().alarm) == (0, None)
+    assert (keeper._waiting_bytes, keeper.statistics().alarm) == (0, None)
 
 
 def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_ones_not_at_all(
@@ -168,5 +168,5 @@ def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_on
         pass
     assert keeper.stop(60.0)
     assert set(tried) == {"a", "d"}, "what nobody waits for any more is not written"
-    assert (keeper.statistics().waiting_bytes, keeper.statistics().alarm) == (0, None)
+    assert (keeper._waiting_bytes, keeper.statistics().alarm) == (0, None)
     assert told.empty(), "each was told once"
