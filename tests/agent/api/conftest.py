@@ -46,6 +46,17 @@ def serve(tmp_path, desk):
         yield start
 
 
+def refused(call, *given, **named):
+    """The error that a call ends with."""
+    with pytest.raises(grpc.RpcError) as error:
+        call(*given, **named)
+    return error.value
+
+
+def metadata(error):
+    return dict(error.trailing_metadata())
+
+
 @pytest.fixture
 def server(serve):
     return serve()

@@ -104,7 +104,6 @@ class FakeDesk:
     unloaded: list[str] = field(default_factory=list)
     is_stopping: bool = False
     most_under_way: int = 0
-    reload_view: ReloadView | None = None
     text_orders: list[TextOrder] = field(default_factory=list)
     texts: list[FakeText] = field(default_factory=list)  # under way
     cancelled_texts: list[TextOrder] = field(default_factory=list)
@@ -368,4 +367,4 @@ class FakeDesk:
         return [f"{subject} is in memory.", "It is asked often."]
 
     def reload(self) -> ReloadView:
-        return self.reload_view or ReloadView(is_applied=True, added=("cls/new",), needs_restart=("api.grpc",))
+        return ReloadView(is_applied=True, added=("cls/new",), needs_restart=("api.grpc",))

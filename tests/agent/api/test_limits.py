@@ -22,23 +22,13 @@ from agent.api.calls import door
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
-from tests.agent.api.conftest import silent
+from tests.agent.api.conftest import metadata, refused, silent
 from tests.lines import order as order_of
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 MEBIBYTE = 2**20
-
-
-def metadata(error):
-    return dict(error.trailing_metadata())
-
-
-def refused(call, *given, **named):
-    with pytest.raises(grpc.RpcError) as error:
-        call(*given, **named)
-    return error.value
 
 
 def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_queue(agent, channel, desk):

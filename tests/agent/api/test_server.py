@@ -18,7 +18,7 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES, ApiServer
 from agent.line_file.api import ApiSection
 from experts.errors import AddressUnusable
-from tests.agent.api.conftest import section, silent
+from tests.agent.api.conftest import metadata, refused, section, silent
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -121,9 +121,7 @@ class TestHealth:
         return health_pb2_grpc.HealthStub(channel)
 
     def test_a_service_that_there_is_none_of_is_not_found(self, health):
-        with pytest.raises(grpc.RpcError) as error:
-            health.Check(health_pb2.HealthCheckRequest(service="x"))
-        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        assert refused(health.Check, health_pb2.HealthCheckRequest(service="x")).code() is grpc.StatusCode.NOT_FOUND
         watched = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=DEADLINE_S)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watched.cancel()
@@ -132,9 +130,10 @@ class TestHealth:
         monkeypatch.setitem(server._door._at_most, "health check", 3)
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
         assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
-        with pytest.raises(grpc.RpcError) as error:
-            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S))
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (
+            refused(next, health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)).code()
+            is grpc.StatusCode.RESOURCE_EXHAUSTED
+        )
         assert agent.Inspect(IMAGE, timeout=DEADLINE_S).parts
         for watcher in watchers:
             watcher.cancel()
@@ -158,23 +157,18 @@ def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_un
     assert next(watched).status == NOT_SERVING
     checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert checked.status == NOT_SERVING
-    with pytest.raises(grpc.RpcError) as error:
-        agent.Inspect(IMAGE, timeout=DEADLINE_S)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert dict(error.value.trailing_metadata())["coserve-reason"] == "STOPPING"
+    error = refused(agent.Inspect, IMAGE, timeout=DEADLINE_S)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert metadata(error)["coserve-reason"] == "STOPPING"
     for stream in (idle, results):
-        with pytest.raises(grpc.RpcError) as error:
-            next(stream)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert refused(next, stream).code() is grpc.StatusCode.UNAVAILABLE
     assert not stopping.done()
     desk.release()
     assert under_way.result(DEADLINE_S).parts
     assert next(streamed).WhichOneof("answer") == "judged"
     assert stopping.result(DEADLINE_S) is True
     server.addresses = ()
-    with pytest.raises(grpc.RpcError) as error:
-        agent.Inspect(IMAGE, timeout=DEADLINE_S)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert refused(agent.Inspect, IMAGE, timeout=DEADLINE_S).code() is grpc.StatusCode.UNAVAILABLE
     idle_end.set()
 
 
@@ -223,6 +217,6 @@ def test_reflection_is_not_for_other_machines(serve):
     server = serve(grpc="0.0.0.0:0", insecure_ok=True)
     with grpc.insecure_channel(server.addresses[0]) as channel:
         assert inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
-        with pytest.raises(grpc.RpcError) as error:
-            ProtoReflectionDescriptorDatabase(channel).get_services()
-        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (
+            refused(ProtoReflectionDescriptorDatabase, channel).get_services().code() is grpc.StatusCode.UNIMPLEMENTED
+        )

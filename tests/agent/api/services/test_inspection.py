@@ -14,6 +14,7 @@ from agent.api.calls.watching import PAGE_WITH_MAPS
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused
 from experts.expert import Verdict
+from tests.agent.api.conftest import metadata, refused
 from tests.agent.api.fake_desk import MAP
 from tests.lines import order as order_of
 from tests.waiting import until
@@ -22,7 +23,7 @@ DEADLINE_S = 30.0
 
 
 def metadata(error):
-    return dict(error.value.trailing_metadata())
+    return dict(error.trailing_metadata())
 
 
 def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
@@ -60,9 +61,8 @@ def test_each_refusal_has_its_status_and_its_reason(agent, desk, reason, status)
         raise OrderRefused(reason, "as it is", 0.25)
 
     desk.order = refuse
-    with pytest.raises(grpc.RpcError) as error:
-        agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"))
-    assert (error.value.code(), error.value.details()) == (status, "as it is")
+    error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+    assert (error.code(), error.details()) == (status, "as it is")
     assert metadata(error) == {"coserve-reason": str(reason), "grpc-retry-pushback-ms": "250"}
 
 
@@ -71,10 +71,9 @@ def test_a_mistake_of_the_program_is_told_in_words_of_ours(agent, desk, caplog):
         raise KeyError("secret")
 
     desk.order = fail
-    with pytest.raises(grpc.RpcError) as error:
-        agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"))
-    assert error.value.code() is grpc.StatusCode.INTERNAL
-    assert "secret" not in error.value.details()
+    error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in error.details()
     assert metadata(error) == {"coserve-reason": "INTERNAL"}
     assert "api_failed method=/coserve.v1.Inspection/Inspect" in caplog.text
 
@@ -83,9 +82,10 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     """AC17."""
     desk.holds = True
     while not desk.orders:  # a slow box may let the deadline pass before the call comes through
-        with pytest.raises(grpc.RpcError) as error:
-            agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05)
-        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (
+            refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05).code()
+            is grpc.StatusCode.DEADLINE_EXCEEDED
+        )
     desk.wait_for(lambda desk: not desk.under_way)
     desk.release()
     agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
@@ -204,16 +204,16 @@ def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
     explained = agent.Explain(pb.ExplainRequest(subject="cls/resistor"), timeout=DEADLINE_S)
     assert list(explained.sentences) == list(desk.explain("cls/resistor"))
     for method, request in ((agent.GetBoard, pb.GetBoardRequest(serial="B9")), (agent.Trigger, pb.TriggerRequest())):
-        with pytest.raises(grpc.RpcError) as error:
-            method(request, timeout=DEADLINE_S)
+        error = refused(method, request, timeout=DEADLINE_S)
         assert metadata(error) == {"coserve-reason": "NOT_FOUND"}
 
 
 def test_a_name_that_is_none_is_refused(agent, desk):
     for name in ("x" * 513, "a\0b"):
-        with pytest.raises(grpc.RpcError) as error:
-            agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board=name))
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (
+            refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name)).code()
+            is grpc.StatusCode.INVALID_ARGUMENT
+        )
     assert desk.orders == []
 
 
@@ -261,9 +261,8 @@ class TestWatching:
     def test_a_place_that_this_file_never_had_is_refused(self, agent, desk, place, code, reason):
         agent.Inspect(self.part(0))
         agent.Inspect(pb.InspectRequest(file=b"x", component="capacitor", board="B0"))
-        with pytest.raises(grpc.RpcError) as error:
-            next(agent.WatchResults(pb.WatchResultsRequest(**place), timeout=DEADLINE_S))
-        assert (error.value.code(), dict(error.value.trailing_metadata())["coserve-reason"]) == (code, reason)
+        error = refused(next, agent.WatchResults(pb.WatchResultsRequest(**place), timeout=DEADLINE_S))
+        assert (error.code(), metadata(error)["coserve-reason"]) == (code, reason)
 
     def test_who_watches_when_another_file_takes_the_place_is_told_so(self, agent, desk):
         """Its numbers begin anew: to go on would be to miss all up to the old ones."""

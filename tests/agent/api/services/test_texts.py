@@ -11,6 +11,7 @@ from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Ending, Sampling
+from tests.agent.api.conftest import metadata, refused
 from tests.agent.api.fake_desk import DEADLINE_S, PROSE
 
 CHAT = [pb.ChatMessage(role="user", content="hello")]
@@ -31,10 +32,6 @@ def generated(texts, **given):
     """All replies to a request with these fields."""
     request = pb.GenerateRequest(**{"model": "llm/code", "prompt": "hello"} | given)
     return list(texts.Generate(request, timeout=DEADLINE_S))
-
-
-def reason_of(error):
-    return dict(error.value.trailing_metadata()).get("coserve-reason")
 
 
 def test_pieces_come_as_they_are_written_then_the_end(texts, desk):
@@ -86,11 +83,9 @@ def test_all_that_can_be_asked_for_arrives(texts, desk):
     ],
 )
 def test_a_field_that_is_wrong_is_named(texts, desk, given, field):
-    with pytest.raises(grpc.RpcError) as refused:
-        generated(texts, **given)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert reason_of(refused) == "INVALID"
-    assert field in refused.value.details()
+    error = refused(generated, texts, **given)
+    assert (error.code(), metadata(error)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
+    assert field in error.details()
     assert desk.text_orders == []
 
 
