@@ -22,10 +22,6 @@ from tests.waiting import until
 DEADLINE_S = 30.0
 
 
-def metadata(error):
-    return dict(error.trailing_metadata())
-
-
 def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
     request = pb.InspectRequest(file=b"an NG one", component="resistor", board="B1", ref="R1", key="k1")
     (part,) = agent.Inspect(request, timeout=DEADLINE_S).parts
@@ -82,10 +78,8 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     """AC17."""
     desk.holds = True
     while not desk.orders:  # a slow box may let the deadline pass before the call comes through
-        assert (
-            refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05).code()
-            is grpc.StatusCode.DEADLINE_EXCEEDED
-        )
+        error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     desk.wait_for(lambda desk: not desk.under_way)
     desk.release()
     agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
@@ -210,10 +204,8 @@ def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
 
 def test_a_name_that_is_none_is_refused(agent, desk):
     for name in ("x" * 513, "a\0b"):
-        assert (
-            refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name)).code()
-            is grpc.StatusCode.INVALID_ARGUMENT
-        )
+        error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert desk.orders == []
 
 
