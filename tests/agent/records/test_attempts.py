@@ -40,6 +40,8 @@ def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: P
     survived.begun(["a"])
     survived.ended(["a"])
     survived.close()
+    survived.settled("a")  # too late to be written
+    survived.close()
     again = AttemptLog(path)
     assert again.attempts("a") == 1
     again.settled("a")

@@ -162,6 +162,7 @@ def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_on
         keeper.keep(PNG, name, NOON, told.put)
     assert [told.get(timeout=60), told.get(timeout=60)] == [None, None]
     assert kept_by(keeper, PNG, "c") is None
+    assert keeper._waiting_bytes == 2 * len(PNG), "no further one waits"
     assert "does not answer within 0.2 s" in str(keeper.statistics().alarm)
     hangs.set()
     while kept_by(keeper, PNG, "d") is None:
