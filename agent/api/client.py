@@ -96,7 +96,7 @@ class AgentClient:
         try:
             with self._explained():
                 for reply in replies:
-                    if reply.WhichOneof("told") is not None:  # a call that is refused at the door has an empty one
+                    if reply.WhichOneof("told") is not None:  # a refused call has an empty one
                         yield text_event_of(reply)
         finally:
             replies.cancel()

@@ -1,4 +1,4 @@
-"""Credentials at HOST:PORT: certificates and the token, read anew when the agent reloads.
+"""Credentials at HOST:PORT: certificates and the token, read again at each reload.
 
 Guarantees: files that do not belong together are refused with their names, and those read before stay in use; a token
 is compared in a time that does not depend on where it differs.
@@ -75,7 +75,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has 
         self._token = other._token
 
     async def intercept_service(self, continuation: Callable[[Call], Awaitable[Call]], details: Call) -> Call:
-        """The method that was asked for, or one that refuses."""
+        """The requested method, or one that refuses."""
         shown = dict(details.invocation_metadata).get("authorization", "")
         token = shown[len(BEARER) :] if shown[: len(BEARER)].lower() == BEARER.lower() else ""
         if hmac.compare_digest(token.encode(), self._token):

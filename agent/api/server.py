@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 SERVICES = (*inspection.SERVICES, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
-KEEPALIVE_MS = 10_000  # until a silent caller is asked whether it is still there: its calls take others' places
+KEEPALIVE_MS = 10_000  # until a silent caller is probed: its calls take others' places
 KEEPALIVE_ANSWER_MS = 20_000
 
 Server = Any  # gRPC has no types
@@ -88,7 +88,7 @@ class ApiServer:
         log.info("api_started addresses=%s", ",".join(self.addresses))
 
     def reload(self, config: ApiSection) -> None:
-        """Read certificates and token anew, for connections and calls to come.
+        """Read certificates and token again, for later connections and calls.
 
         Raises ConfigError, and then nothing has changed. Addresses, limits, and whether there are certificates and a
         token at all, are as they were at the start.
@@ -100,7 +100,7 @@ class ApiServer:
             self._token.become(token)
 
     def stop(self, grace_s: float) -> bool:
-        """Answer what is under way for so long, then end; False if it took longer, and callers were cut off."""
+        """Answer calls under way within ``grace_s``, then end; False if callers were cut off."""
         is_idle = asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

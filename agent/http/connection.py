@@ -35,7 +35,7 @@ TEXT = ("content-type", "text/plain; charset=utf-8")
 
 class HttpConnection:
     """Implements ``agent.http.exchange.Stream``. For the loop's thread only. ``counts``: connections of its address by
-    application; under None those without a request."""
+    application; under None connections without a request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
                  counts: Counter[Application | None], *, is_local_user: bool) -> None:  # fmt: skip

@@ -154,7 +154,7 @@ def _listening(address: str, family: socket.AddressFamily, where: object) -> soc
     try:
         if family is not socket.AF_UNIX:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo tells it
+        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo returns it
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()

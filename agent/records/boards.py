@@ -294,7 +294,7 @@ def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: floa
     at_s, earliest = now_s, None
     for stored in newest_first:
         if earliest is None or (stored.at - earliest).total_seconds() > SET_BACK_S:
-            earliest = stored.at  # what is stored after it is dated earlier: the clock was set back in between
+            earliest = stored.at  # the clock was set back between this result and the next
         elif stored.at < earliest:
             at_s -= min((earliest - stored.at).total_seconds(), longest_s)
             earliest = stored.at

@@ -81,7 +81,7 @@ TABLES = (
         image INTEGER NOT NULL REFERENCES accepted_images, asked_sha256 TEXT
     )""",
     "CREATE INDEX accepted_image ON accepted (image)",
-    # tells this file's sequence numbers from those of another file
+    # distinguishes this file's sequence numbers from another file's
     "CREATE TABLE identity (id TEXT NOT NULL)",
     "INSERT INTO identity VALUES (lower(hex(randomblob(4))))",
     """CREATE TABLE outbox (

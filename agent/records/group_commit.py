@@ -154,7 +154,7 @@ class GroupCommitter:
                     self._begin_anew()
                 with self._database.atomic():
                     answers = [job.write(self._database) for job in group]
-            except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread: told as an alarm
+            except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread: becomes an alarm
                 if is_damage(error) and self._damage_alarm is None and self._leave_damaged(str(error)):
                     continue
                 self._raise_alarm(error, len(group))
@@ -235,7 +235,7 @@ def _opened(path: Path, busy_timeout_s: float) -> tuple[Database, str | None]:
             raise
         return begin_anew(path, str(error), busy_timeout_s)
     damage = None
-    with suppress(sqlite3.Error):  # the first commit tells
+    with suppress(sqlite3.Error):  # the first commit reports it
         damage = damage_of(path)
     if damage is None:
         return database, None

@@ -1,8 +1,8 @@
-"""The journal: requests that were accepted and have no verdict yet, each with the image that it is about.
+"""The journal: accepted requests without a verdict, each with its image.
 
-Guarantees: what is committed here is offered again by every start until its result is stored or it is withdrawn; an
-image is kept once, however many parts of it are asked about, and as long as one of them is. A folder's files are not
-in it: a claimed file is its own journal, it lies in its folder until its verdict is stored.
+Guarantees: a committed request is offered again by every start until its result is stored or it is withdrawn. An image
+is kept once, however many requests are about parts of it, until the last of them ends. A folder's files are not in the
+journal: a claimed file stays in its folder until its verdict is stored.
 
 The functions work inside the transaction of their caller.
 """
@@ -34,12 +34,12 @@ ASKED = f"SELECT asked_sha256 FROM results WHERE {OF_KEY} UNION SELECT asked_sha
 
 
 class Acceptance(StrEnum):
-    """What became of a request that wanted to be accepted."""
+    """State of a request after ``accept``."""
 
     NEW = "new"
     UNDER_WAY = "under way"
     JUDGED = "judged"
-    REUSED = "reused"  # the key was given for something else: nothing was written
+    REUSED = "reused"  # the key belongs to another request: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Unfinished:
 
 
 class JournalReader:
-    """Reads the journal of a line, while an agent writes it or not. Each call is one short look."""
+    """Reads the journal of a line, while an agent writes it or not. Each call is one short query."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class JournalReader:
         return bytes(rows[0][0]) if rows else None
 
     def asked(self, key: str) -> set[str | None]:
-        """What was asked under this key, or of a part of it, as far as it is known here; empty: nothing was."""
+        """Digests of the orders under this key, or for a part of it; empty for an unknown key."""
         with closing(open_for_reading(self.path)) as connection:
             return {asked for (asked,) in connection.execute(ASKED, {"key": key}).fetchall()}
 
@@ -83,7 +83,7 @@ def values(subject: Subject) -> dict[str, object]:
 
 
 def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
-    """Write what is new of these; the image with the first of it. All of them are REUSED or none is."""
+    """Write new rows; the image goes with the first new one. All rows are REUSED, or none is."""
     if any(_is_reused(database, key, asked) for key, asked in {_given(row) for row in rows}):
         return [Acceptance.REUSED] * len(rows)
     image: int | None = None
@@ -100,7 +100,7 @@ def accept(database: Database, rows: Sequence[Mapping[str, object]], content: by
 
 
 def end(database: Database, key: str) -> None:
-    """Nothing is to be done any more under this key; the image goes with its last request."""
+    """Delete a request; its image goes with the last request."""
     found = database.execute("DELETE FROM accepted WHERE key = ? RETURNING image", (key,)).fetchall()
     for (image,) in found:
         database.execute(

@@ -137,7 +137,7 @@ class ResultReader:
         return tuple(_board_row(row) for row in reversed(rows))
 
     def _before(self, since: datetime | None) -> int:
-        """A number below those of all results finished at ``since`` or later, so that older rows are not read."""
+        """Number below all results finished at ``since`` or later: older rows need not be read."""
         if since is None:
             return 0
         first = self._rows(

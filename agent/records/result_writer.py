@@ -60,7 +60,7 @@ Answer = TypeVar("Answer")
 
 
 class Follower(Protocol):
-    """Writes rows of its own with every new result and board verdict, on the store's thread.
+    """Writes its rows with every new result and board verdict, on the store's thread.
 
     These rows are part of the same transaction: the follower may be called again for a row that was not committed, and
     an exception keeps the whole transaction from being stored.
@@ -77,7 +77,7 @@ class Follower(Protocol):
 
 
 class ResultStore(ResultReader):
-    """The one writer of a line's records. No call blocks: a thread of its own commits."""
+    """The one writer of a line's records. No call blocks: the committer's thread writes."""
 
     def __init__(
         self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, *, followers: Sequence[Follower] = ()

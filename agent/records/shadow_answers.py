@@ -190,7 +190,7 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
 
 
 def answer_row(row: SideBySide) -> dict[str, object]:
-    """Both answers as one flat row; those of the shadow have names with `shadow_`."""
+    """Both answers as one flat row; names of the shadow's begin with `shadow_`."""
     shadow = dict.fromkeys(Side.__slots__) if row.shadow_said is None else asdict(row.shadow_said)
     place = {name: getattr(row, name) for name in OF_IMAGE}
     return place | asdict(row.said) | {f"shadow_{name}": value for name, value in shadow.items()}

@@ -92,7 +92,7 @@ class Pages:
 
 
 class _SingleFlight(Generic[Result]):
-    """Call to the line on a thread of its own, once at a time: concurrent callers share the answer."""
+    """One call to the line at a time, on its thread: concurrent callers share the answer."""
 
     def __init__(self, ask: Callable[[], Result], name: str) -> None:
         self._ask = ask

@@ -1,1 +1,1 @@
-"""A call between the wire and the desk: asked, refused with its reason, cancelled, streamed."""
+"""Calls between the wire and the desk: admitted, converted, refused, cancelled, streamed."""

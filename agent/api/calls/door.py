@@ -1,12 +1,12 @@
 """Interceptor of every call: admission, receiving of the message, and the words of a failure.
 
-Guarantees: a refused call gets a status, a reason and words of ours, never an exception's text. Bytes of another
-message type are INVALID_ARGUMENT. Messages that are being received, or wait for the desk to count them, take about as
-many bytes together as images under way may: each call sets the largest message's bytes aside before it reads, a stream
-as long as it is open. Calls beyond the limit are refused before anything of them is received.
+Guarantees: a refused call gets a status, a reason and our own message, never an exception's text. Bytes of another
+message type are INVALID_ARGUMENT. Messages that are being received, or that the desk has not counted yet, take at most
+about ``limits.memory``: each call reserves the bytes of the largest message before it reads, a stream as long as it is
+open. Calls beyond the limit are refused before any byte of them is received.
 
-Unary calls are served as streams of one message, which is the same on the wire: so the message is read when there is
-room for it, not by gRPC before.
+Unary calls are served as streams of one message, which is the same on the wire: so a message is read only when there
+is room for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
+RECEIVE_S = 20.0  # a slower caller would keep others' messages waiting
 QUESTIONS = 1000  # calls without images that are open at a time
 CHECKS = 1000  # health checks that are open at a time: each may be watched without end
 QUESTION_RECEIVE_S = 5.0  # for a message without an image

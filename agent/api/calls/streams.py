@@ -77,7 +77,7 @@ class Conversation(ABC, Generic[Request, Answer]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[Request]) -> None:
-        """Take orders until the caller has no more, or the agent stops; then wait for what is under way."""
+        """Take orders until the caller ends or the agent stops; then wait for orders under way."""
         taking = asyncio.create_task(self._take(requests))
         await first_of(taking, self._door.stopping.wait())
         await asyncio.gather(taking, return_exceptions=True)

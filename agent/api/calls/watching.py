@@ -1,4 +1,4 @@
-"""Stored results and boards' verdicts as one stream, then those to come.
+"""Stored results and boards' verdicts as one stream, followed by new ones.
 
 Guarantees: every stored result behind the cursor is told once, in order, without a gap, however slow the watcher is.
 Each board's verdict is told as it is when its turn comes, behind the results that led to it. The desk's news only
@@ -51,7 +51,7 @@ async def watch(
     place = ResultsCursor(end.file, seq, board)
     unsubscribe = orders.desk.subscribe(wake)
     try:
-        news.set()  # what is there already
+        news.set()  # read what is stored already
         while not stopping.is_set():
             await first_of(news.wait(), stopping.wait())
             news.clear()

@@ -166,7 +166,7 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
-    """Fields without those that are ignored. Raises OrderRefused for values that are not served."""
+    """Drop ignored fields. Raises OrderRefused for values that are not served."""
     for name, value in values.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
             served = " or ".join(json.dumps(one) for one in ONLY[name])

@@ -1,4 +1,4 @@
-"""grpc.health.v1.Health: whether each service takes calls, told at once when that changes."""
+"""grpc.health.v1.Health: whether each service takes calls; watchers hear of a change at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Health:
         self._ending = asyncio.Event()
 
     def enter_graceful_shutdown(self) -> None:
-        """Report NOT_SERVING from now on; watchers are told, then their streams end."""
+        """Report NOT_SERVING from now on, also to watchers, whose streams end."""
         self._ending.set()
 
     async def Check(self, request: Message, context: Message) -> Message:

@@ -44,7 +44,7 @@ MAX_MESSAGE = "max_message_bytes"
 
 
 class InferenceService:
-    """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
+    """Methods by the protocol's names. The door turns raised refusals into answers."""
 
     def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection) -> None:
         self._orders = orders
@@ -142,7 +142,7 @@ class InferenceService:
         with self._timed(model) as parts:
             asked = tensors.asked(request, self._limits.requests)
             orders, outputs, is_raw = _orders_of(request, asked), asked.outputs, asked.is_raw
-            del request, asked  # while they wait their images are there once
+            del request, asked  # so that waiting images are in memory once
             parts += [each[0] for each in await _all(self._orders, orders, tell_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)
         response.model_name = model

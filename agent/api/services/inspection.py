@@ -34,7 +34,7 @@ SERVICES = tuple(pb.DESCRIPTOR.services_by_name[name].full_name for name in ("In
 
 
 class InspectionService:
-    """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
+    """Methods by the protocol's names. The door turns raised refusals into answers."""
 
     def __init__(self, orders: Orders, door: Door) -> None:
         self._orders = orders
@@ -45,7 +45,7 @@ class InspectionService:
     async def Inspect(self, request: pb.InspectRequest, room: Room) -> pb.InspectReply:
         """Judge one image; a caller that gives up withdraws it."""
         order = order_of(request)
-        del request  # while it waits its image is there once
+        del request  # so that a waiting image is in memory once
         parts = await self._orders.judged(order, tell_taken=room.leave)
         return pb.InspectReply(parts=[part_message(part) for part in parts])
 
@@ -65,7 +65,7 @@ class InspectionService:
         return pb.GetBoardReply(boards=[board_message(board) for board in boards])
 
     async def WatchResults(self, request: pb.WatchResultsRequest, room: Room) -> AsyncIterator[pb.WatchEvent]:
-        """Stored results, and those to come."""
+        """Stored results, then new ones."""
         check_names(file=request.file)
         seq, board = (
             getattr(request, name) if request.HasField(name) else None for name in ("after_seq", "after_board")

@@ -32,8 +32,8 @@ IMAGE, BOARD, REF = "IMAGE", "BOARD", "REF"
 BYTES, UINT8, FP32 = "BYTES", "UINT8", "FP32"
 OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
 ANOMALY_SCORE, ANOMALY_MAP = "ANOMALY_SCORE", "ANOMALY_MAP"
-ANOMALY_OUTPUTS = {ANOMALY_SCORE: FP32, ANOMALY_MAP: BYTES}  # of models that measure anomalies, if they are asked for
-MOST_OUTPUTS = 100  # that are asked for by one call, the same ones again among them
+ANOMALY_OUTPUTS = {ANOMALY_SCORE: FP32, ANOMALY_MAP: BYTES}  # of models that measure anomalies, if requested
+MOST_OUTPUTS = 100  # in one call, repetitions included
 # Where a caller says in a parameter what could stand in a tensor.
 PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
 SHARED_MEMORY = "shared_memory_region"
@@ -103,7 +103,7 @@ def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor,
 
 
 def _check_count(tensor: Tensor, most: int) -> None:
-    """Millions of tiny elements fit into one message: they are told from images before there is an object of each."""
+    """Millions of tiny elements fit into one message: refuse them before each becomes an object."""
     count = max(tensor.shape[:1], default=0)
     if tensor.datatype == BYTES and count > most:
         raise OrderRefused(

@@ -1,4 +1,4 @@
-"""Deliveries: all receivers of a line, each with a thread of its own.
+"""Deliveries: all receivers of a line, each on its thread.
 
 Guarantees: a receiver that hangs delays no other receiver, no verdict and no end of the process. ``stop`` returns in
 time, and undelivered messages wait in the outbox for the next run.
@@ -70,7 +70,7 @@ RECEIVERS: list[Callable[[LineConfig], Receiver | None]] = [_mqtt, _webhook]
 
 
 def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
-    """The receivers that a line file names. Raises ConfigError for one that cannot be told as the file says."""
+    """The receivers that a line file names. Raises ConfigError for a receiver that cannot work as configured."""
     return tuple(receiver for make in RECEIVERS if (receiver := make(config)) is not None)
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 READ_MESSAGES = 100
 BACKOFF = Backoff(0.5, 60.0)
-LONGEST_ASKED_S = 3600.0  # a receiver that asks for a day of silence is asked again all the same
+LONGEST_ASKED_S = 3600.0  # longest Retry-After that is respected
 SETTLE_MESSAGES = 50  # acknowledged messages that are deleted together
 SETTLE_S = 0.25  # an acknowledged message waits that long for others
 SETTLING_MAXIMUM = 1000  # acknowledged messages whose commit is under way: bounds repeats while a disk hangs
@@ -163,7 +163,7 @@ class Pump:
         ids, self._acknowledged = self._acknowledged, []
         if ids:
             self._settling.update(ids)
-            with suppress(RuntimeError):  # the store is closed: they are told again by the next run
+            with suppress(RuntimeError):  # the store is closed: the next run delivers them again
                 self._settle(ids, lambda: self._soon(lambda: self._settled(ids)))
 
     def _settled(self, ids: Sequence[str]) -> None:
@@ -172,14 +172,14 @@ class Pump:
 
     def _soon(self, act: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nothing is told any more
+            with suppress(RuntimeError):  # the loop is closed: deliveries have ended
                 self._loop.call_soon_threadsafe(act)
 
     def _look_at_limit(self) -> None:
         """Log once when messages begin to give way, and once when they no longer do."""
         try:
             standing = self._outbox.standing(self._receiver.name)
-        except (OSError, sqlite3.Error):  # told where messages are read
+        except (OSError, sqlite3.Error):  # reported where messages are read
             return
         before, self._given_way = self._given_way, standing.given_way
         if before is not None and standing.given_way > before and not self._is_giving_way:

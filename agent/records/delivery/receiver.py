@@ -1,4 +1,4 @@
-"""Contract of receivers: they are told verdicts in order, at least once, by id. For one task of one event loop."""
+"""Contract of receivers: messages are delivered in order, at least once, with their ids. For one task of one loop."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def tls_context(key: str, authority: Path | None) -> ssl.SSLContext:
     """TLS that trusts this authority, else the system's. ``key``: named in errors. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=authority)
-    except OSError as error:  # also what is no certificate
+    except OSError as error:  # a file without a certificate, too
         raise ConfigError(f"{key}: {authority}: {error.strerror or error} - write a PEM file") from error

@@ -135,7 +135,7 @@ class WebhookConnection:
 
 
 def _retry_s(retry_after: str | None) -> float | None:
-    """Seconds, or a date; None for what is neither."""
+    """From seconds or a date; None for anything else."""
     if retry_after is None:
         return None
     with suppress(ValueError):

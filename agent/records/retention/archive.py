@@ -93,7 +93,7 @@ class KeeperStatistics:
 
 
 class ImageKeeper:
-    """Keeps images on a thread of its own. For any thread. A verdict waits KEEP_DEADLINE_S at most for its image.
+    """Keeps images on its thread. For any thread. A verdict waits KEEP_DEADLINE_S at most for its image.
 
     An image that misses the deadline is not named by its result; its file may stay as an orphan. While the disk hangs,
     no further image waits.

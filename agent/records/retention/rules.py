@@ -34,7 +34,7 @@ class Reason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class KeptImage:
     """File of an image. ``at_s``: arrival; ``changed_s``: last change of any kind; both by the wall clock.
-    ``mtime_ns``: tells a replaced file; ``device``: its disk; ``is_exported``: all its results are."""
+    ``mtime_ns``: distinguishes a replaced file; ``device``: its disk; ``is_exported``: all its results are."""
 
     path: str
     verdict: Verdict

@@ -147,7 +147,7 @@ class Sweeper(Rounds):
             keep_the_first()
 
     def _all_images(self, exported: ExportedRange | None) -> Iterator[list[KeptImage]]:
-        """All images, those of one step at a time."""
+        """All images, in chunks of one step."""
         files = archived(self._archive.folder)
         while archive_files := list(islice(files, STEP_FILES)):
             yield list(self._of_archive(archive_files, exported))
