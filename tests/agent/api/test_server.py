@@ -32,17 +32,8 @@ def status_at(address):
         return inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
 
 
-def path_of(address):
-    return Path(address.removeprefix("unix:"))
-
-
-def test_a_unix_socket_is_its_owner_s_and_its_group_s(server):
-    mode = path_of(server.addresses[0]).stat().st_mode
-    assert stat.S_ISSOCK(mode)
-    assert stat.S_IMODE(mode) == 0o660
-
-
-def test_the_local_door_is_its_owner_s_alone(tmp_path, desk):
+def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_owner_s_alone(server, tmp_path, desk):
+    assert stat.S_IMODE(Path(server.addresses[0].removeprefix("unix:")).stat().st_mode) == 0o660
     server = ApiServer(ApiSection().with_local_door(tmp_path), desk)
     server.start()
     try:

@@ -1,7 +1,7 @@
 """A disk that loses its power: what is left of a folder whose every change write_log.c wrote down.
 
 Sure to be left is what was synced before the cut: of a file its bytes, of a folder its names. What was not may be there
-or not, bytes a sector at a time and in any order, names in theirs: `Nothing` and its kinds say how much of it is.
+or not, bytes a sector at a time and in any order, names in theirs: `Survivors` say how much of it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from random import Random
 
 HEAD = struct.Struct("<cQQQ")
@@ -33,43 +33,29 @@ class Entry:
     content: bytes
 
 
-class Nothing:
-    """Of what was not synced nothing is left."""
-
-    def names(self, count: int) -> int:
-        """How many of the changes of names are left, the first ones."""
-        return 0
-
-    def piece(self, entry: Entry) -> Entry | None:
-        """What is left of a write, or of a cut to size."""
-        return None
-
-
-class Everything(Nothing):
-    """The disk was as fast as its cache."""
-
-    def names(self, count: int) -> int:
-        return count
-
-    def piece(self, entry: Entry) -> Entry | None:
-        return entry
-
-
 @dataclass(frozen=True, slots=True)
-class Some(Nothing):
-    """Some of it is, as chance has it: whole writes, the first sectors of one, none."""
+class Survivors:
+    """Parts of unsynced changes that are left: the first so many ``names``; ``piece`` of a write or a cut to size."""
 
-    chance: Random
+    names: Callable[[int], int]
+    piece: Callable[[Entry], Entry | None]
 
-    def names(self, count: int) -> int:
-        return self.chance.randint(0, count)
 
-    def piece(self, entry: Entry) -> Entry | None:
-        kept = self.chance.choice(("whole", "torn", "none"))
+NOTHING = Survivors(lambda count: 0, lambda entry: None)
+EVERYTHING = Survivors(lambda count: count, lambda entry: entry)
+
+
+def some(chance: Random) -> Survivors:
+    """As chance has it: whole writes, the first sectors of one, none."""
+
+    def piece(entry: Entry) -> Entry | None:
+        kept = chance.choice(("whole", "torn", "none"))
         if kept == "torn" and entry.kind == "W":
-            sectors = self.chance.randint(0, len(entry.content) // SECTOR_BYTES)
+            sectors = chance.randint(0, len(entry.content) // SECTOR_BYTES)
             return Entry("W", entry.file, entry.offset, entry.content[: sectors * SECTOR_BYTES])
         return entry if kept == "whole" else None
+
+    return Survivors(lambda count: chance.randint(0, count), piece)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +68,7 @@ class _File:
             _apply(entry, self.synced)
         self.pending = []
 
-    def left(self, survivors: Nothing) -> bytes:
+    def left(self, survivors: Survivors) -> bytes:
         content = bytearray(self.synced)
         for entry in self.pending:
             if (piece := survivors.piece(entry)) is not None:
@@ -112,7 +98,7 @@ class Disk:
         for entry in entries:
             self._do(entry)
 
-    def leave(self, survivors: Nothing, into: Path) -> None:
+    def leave(self, survivors: Survivors, into: Path) -> None:
         """Write what is left into an empty folder."""
         for path, file in self._tree(survivors).items():
             target = into / os.path.relpath(path, self._folder)
@@ -151,7 +137,7 @@ class Disk:
             _Renaming(entry.kind, name, to, made, {str(Path(each).parent) for each in (name, to) if each})
         )
 
-    def _tree(self, survivors: Nothing) -> Mapping[str, _File | None]:
+    def _tree(self, survivors: Survivors) -> Mapping[str, _File | None]:
         """Files, and None for folders, by their names; folders before what they hold."""
         first = survivors.names(len(self._names))
         tree: dict[str, _File | None] = {self._folder: None}

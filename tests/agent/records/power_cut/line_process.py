@@ -7,7 +7,6 @@ It says "accepted KEY" and "verdict KEY VERDICT KEPT_AS", each once that is on t
 from __future__ import annotations
 
 import os
-import queue
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from agent.records.results import Result
 from agent.records.retention.archive import ImageArchive
 from agent.subject import Subject
 from experts.expert import Verdict
+from tests.waiting import settled
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 VERDICTS = (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)
@@ -53,34 +53,20 @@ class Line:
         """Accept so many; judge all but every seventh, some at a time."""
         for first in numbers[::AT_ONCE]:
             some = [number for number in range(first, first + AT_ONCE) if number in numbers]
-            self._accept(some)
-            self._judge([number for number in some if number % 7])
+            for number in some:
+                self.store.accept(
+                    [entry(number)], image(number), lambda _, number=number: say(f"accepted key-{number}")
+                )
+            settled(self.store)
+            for number in some:
+                if number % 7:
+                    self._judge(number)
+            settled(self.store)
 
-    def _accept(self, numbers: list[int]) -> None:
-        done: queue.Queue[int] = queue.Queue()
-
-        def accepted(number: int) -> None:
-            say(f"accepted key-{number}")
-            done.put(number)
-
-        for number in numbers:
-            self.store.accept([entry(number)], image(number), lambda _, number=number: accepted(number))
-        for _ in numbers:
-            done.get(timeout=60)
-
-    def _judge(self, numbers: list[int]) -> None:
-        done: queue.Queue[int] = queue.Queue()
-        for number in numbers:
-            kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
-            result = Result(entry(number), "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
-
-            def stored(_: object, result: Result = result) -> None:
-                say(f"verdict {result.subject.key} {result.verdict} {result.kept_as}")
-                done.put(1)
-
-            self.store.record(result, stored)
-        for _ in numbers:
-            done.get(timeout=60)
+    def _judge(self, number: int) -> None:
+        kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
+        result = Result(entry(number), "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
+        self.store.record(result, lambda _: say(f"verdict {result.subject.key} {result.verdict} {kept_as}"))
 
 
 def sync_as(setting: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 from agent.records.journal import JournalReader
 from agent.records.outbox import OutboxReader
 from agent.records.result_writer import ResultStore
-from tests.agent.records.power_cut.disk import Disk, Entry, Everything, Nothing, Some, built, read_log
+from tests.agent.records.power_cut.disk import EVERYTHING, NOTHING, Disk, Entry, Survivors, built, read_log, some
 from tests.agent.records.power_cut.line_process import image, verdict
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Recording:
         said = b"".join(entry.content for entry in self.entries[:moment] if entry.kind == "P")
         return [line.split() for line in said.decode().splitlines()]
 
-    def left(self, moment: int, survivors: Nothing, into: Path) -> Path:
+    def left(self, moment: int, survivors: Survivors, into: Path) -> Path:
         into.mkdir()
         Disk(self.folder, self.entries[:moment]).leave(survivors, into)
         return into / "line" / "state"
@@ -140,10 +140,10 @@ def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_pa
     moments = chance.sample(range(1, len(recording.entries)), CUTS) + chance.sample(recording.just_told, CUTS)
     found = {}
     for number, moment in enumerate([*moments, len(recording.entries)]):
-        survivors = Some(chance) if number % 2 else Nothing()
+        survivors = some(chance) if number % 2 else NOTHING
         state = recording.left(moment, survivors, tmp_path / f"cut-{number}")
         if wrong := faults(state, recording.told(moment)):
-            found[moment, type(survivors).__name__] = wrong
+            found[moment, survivors is NOTHING] = wrong
     assert found == {}
     assert len(recording.told(len(recording.entries))) > REQUESTS
 
@@ -152,13 +152,13 @@ def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path):
     """The check of AC22 can fail: where a commit is not synced, what was told last is lost."""
     recording = recorded(40, "NORMAL")
     moment = recording.just_told[-1]
-    state = recording.left(moment, Nothing(), tmp_path / "cut")
+    state = recording.left(moment, NOTHING, tmp_path / "cut")
     assert any("lost" in fault for fault in faults(state, recording.told(moment)))
 
 
 def test_the_log_of_writes_leaves_nothing_out(recorded, tmp_path):
     """What is made from all of it is what really lies on the disk, byte by byte."""
     recording = recorded(40)
-    recording.left(len(recording.entries), Everything(), tmp_path / "all")
+    recording.left(len(recording.entries), EVERYTHING, tmp_path / "all")
     assert content_below(tmp_path / "all") == content_below(recording.folder)
     assert len(content_below(recording.folder)) > 30

@@ -147,12 +147,9 @@ class Line:
         self.began = datetime.now(UTC)
         self.ahead_s = 2 * YOUNG_S
         self.free_bytes = 10**12
-        self.sweeper = self.new_sweeper(limits, **settings)
-
-    def new_sweeper(self, limits: KeepSection, **settings) -> Sweeper:
-        return Sweeper(
-            limits, self.archive, self.shelves, self.store,
-            surroundings=Surroundings(lambda: self.monotonic_s, self.now, self.free), **settings,
+        surroundings = Surroundings(lambda: self.monotonic_s, self.now, self.free)
+        self.sweeper = Sweeper(
+            limits, self.archive, self.shelves, self.store, surroundings=surroundings, **settings
         )  # fmt: skip
 
     def free(self, _: Path) -> int:
