@@ -10,14 +10,12 @@ Wishes are claimed in this order whenever something may have come free:
     spare room       of memories neither full nor short: experts that may follow a running one (speculation), then the
                      placement at the start (section 4.1)
 
-The head of a queue is its first group that is not passed over. The table of claims lists how strong each claim is.
-A copy that was loaded for a request of idle precedence, and that no queue waits for, is *spare*: it leaves first. While
-such a request runs or loads in a memory, no other copy leaves that memory.
+A copy loaded for a request of idle precedence, and that no queue waits for, is *spare*: it leaves first. While such a
+request runs or loads in a memory, no other copy leaves that memory.
 
-Guarantees: each move is reserved in the pool's ledger before its effect, evictions before the load that needs their
-room; at most ``loads_in_flight`` loads from one source at a time; a copy whose load failed is loaded again once its
-pause is over; a pinned expert is placed sooner or later; no expert in quarantine, or on probation before its pause is
-over, is loaded for spare room.
+Guarantees: each move is reserved in the ledger before its effect, evictions before the load that needs their room; at
+most ``loads_in_flight`` loads from one source; a failed load is retried once its pause is over; a pinned expert is
+placed sooner or later; no expert in quarantine or on probation is loaded for spare room.
 """
 
 from __future__ import annotations

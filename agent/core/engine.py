@@ -1,23 +1,20 @@
 """The Engine: one state machine that takes events and answers with effects. It decides; the shell does.
 
-Each event has one transition here, which calls the modules that decide: ``requests`` (queued, moved, ended), ``demand``
-(copies and room), ``turns`` and ``running`` (batches), ``failures``. All of them work on one ``State``.
-
 An image is one unit of work, and its batch runs to the end. A request that counts in tokens leases memory from its
 first batch to the end of its step, and runs in quanta, together with requests that came meanwhile.
 
 Guarantees, for any events in any order:
-    every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
+    every request that arrived ends in exactly one Complete or Fail, once the shell has answered all loads and batches;
     a request of idle precedence delays no other by more than the batch of one image, and the load, that began;
     an expert whose failures may pass is tried again after bounded pauses; quarantine is for causes that cannot pass;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     equal events at equal times give equal effects;
-    with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
-    head waits for the room of that expert, or the request cannot have its lease yet;
-    with a bounded policy, the head of a queue whose oldest request has waited for ``max_overtake_s`` gets the next room
-    that comes free and the next place on the link, oldest first. No request whose expert is resident and that could
-    begin is overtaken by one that came ``max_overtake_s`` or more after it, but in the batch of images after a quantum.
+    overlapping policy: no executor is idle while it has a request whose expert is resident, unless an overdue head
+    waits for the room of that expert, or the request cannot have its lease yet;
+    bounded policy: the head whose oldest request has waited longest, for ``max_overtake_s`` or more, gets the next room
+    that comes free and the next place on the link. No request whose expert is resident and that could begin is
+    overtaken by one that came ``max_overtake_s`` or more after it, but in the batch of images after a quantum.
 Assumes: each StartLoad and StartBatch is answered by exactly one event, the batches of one executor in their order; a
 Tick comes when ``next_wakeup_s`` has passed without another event; each quantum leaves its requests less work than
 before, or needs a larger lease, and never more than the most that was named when they arrived.

@@ -1,27 +1,18 @@
 """Failures: what a failed load or batch means for its expert, its memory and its requests.
 
-Of an expert:
+    loads or lone batches fail in a row  the expert is on probation: no request uses it, but one trial after each pause
+    a load or batch went well            the expert serves again
+    bad weights, or the shell's report   quarantine, for good
+    a load ran short of memory           the budget is lowered to the bytes that were used there, and the load retried
+    a batch of one ran short             the budget is lowered by the batch's bytes; bytes that no expert can free come
+                                         off the leases of begun requests, youngest first
+    no shortage for a while              half of the missing budget comes back, then half of the rest, then all
+    a copy fails too often               its requests there wait on other executors that can run the expert
 
-    serving   --- loads or lone batches that failed in a row ---> probation
-    probation --- a load, or a batch, that went well -----------> serving
-    either    --- bad weights, or the shell's report -----------> quarantine, for good
-
-On probation an expert is not asked, but for one trial after each pause. Pauses double with each failure up to
-LONGEST_PAUSE_S and begin anew only after success: an expert that always fails costs one trial a minute.
-
-Of a memory, where the box has less than was planned:
-
-    a load ran short              its budget is lowered to the bytes that lay there; the load is retried with backoff
-    a batch of one ran short      its budget is lowered by the bytes that the batch would have taken; bytes that no
-                                  expert can free come off the leases of begun requests, youngest first
-    no shortage for a while       half of the missing budget comes back, then half of the rest, then all
-    a copy fails too often        its requests there wait on other executors that can run the expert
-
-Guarantees: no budget is lower than each expert of the line needs to run there, and no budget for leases lower than any
-accepted request may need. A budget that is lowered is free first, but for bytes in use. Pauses without shortage begin
-at BUDGET_PAUSE_S and double until the whole budget was back for one: a memory that is really too small proves that once
-a day. A memory that is taken from the box in one piece keeps its budget. A failed request of idle precedence lowers no
-budget and ends no other request.
+Guarantees: pauses double and begin anew only after success, so that an expert that always fails costs one trial a
+minute, and a memory that is too small proves that once a day. No budget is lower than each expert of the line needs to
+run there, and no budget for leases lower than any accepted request may need. A memory that is taken from the box in one
+piece keeps its budget. A failed request of idle precedence lowers no budget and ends no other request.
 """
 
 from __future__ import annotations

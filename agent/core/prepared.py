@@ -1,15 +1,13 @@
 """PreparedImages: whose images are decoded and normalised before their batches start, and in which order.
 
-Preparation begins when a request is queued, in each queue's order, across the queues by predicted start, as far as the
-budget reaches. The budget counts the images of queued requests, of a batch that is queued ahead, and all that is kept
-for later steps of a route. The first batch of every queue is *near*, everything behind it *far*, which leaves a quarter
-of the budget to near images.
+Preparation begins when a request is queued, across the queues by predicted start, as far as the budget reaches. It
+counts the images of queued requests, of a batch that is queued ahead, and all that is kept for later steps of a route.
+The first batch of every queue is *near*, all others *far*, which leaves a quarter of the budget to near images.
 
 Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started, and
 no second one for the same step but to keep less, or after Forget. A request's bytes are free once it has its outcome;
-the forms that the rest of its route does not need are released when a step ends. An image that a later step needs is
-kept as far as there is room, so that it is decoded once. O(queues) per event and O(log n) per request.
-Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
+forms that the rest of its route does not need are released when a step ends. O(queues) per event and O(log n) per
+request. Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
 """
 
 from __future__ import annotations

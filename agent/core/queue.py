@@ -1,14 +1,12 @@
 """ExecutorQueue: one executor's work, as groups of requests that need one expert.
 
-Groups stand in the order they were opened, with two exceptions. Requests given back by a failed batch go in front.
-Requests that have begun and are not done go to the tail after each quantum: they are the *ongoing* group of their copy,
-which no request joins. All operations are O(1) in the number of requests; the first group of an expert costs one look
-per ongoing group.
+Groups stand in the order they were opened, but groups given back by a failed batch go in front. Begun requests go to
+the tail after each quantum: they are the *ongoing* group of their copy, which no request joins. All operations are O(1)
+in the number of requests.
 
-A group has two ages. No request in it or behind it was queued before ``opened_s``, which decides who may still join the
-groups in front of it. ``oldest_s`` is its oldest remaining request's, which decides what the group may claim: a group
-that requests join and leave grows old while none of them has waited for long. In an ongoing group both count from the
-last quantum of its requests.
+A group has two ages. ``opened_s``: no request in it or behind it was queued before, which decides who may still join
+the groups in front of it. ``oldest_s`` is its oldest remaining request's, which decides what the group may claim. In an
+ongoing group both count from the last quantum of its requests.
 """
 
 from __future__ import annotations

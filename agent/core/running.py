@@ -1,19 +1,11 @@
 """Batches: what an executor runs next, and the batch that is queued ahead of its answer.
 
-An idle executor is given the group whose turn it is (``turns``), as many of its requests as batch size and workspace
-allow. An executor that runs a batch of images may be given its next batch, which cannot be taken back. So there is one
-at most, and only where waiting for the answer could make nothing better:
-
-    the batch is full: no later request could join it
-    it is of the first group, so it passes no request that it should not pass
-    its images are prepared, or the shell was told to begin them
-    its expert is resident and stays; another expert than the running one's only while no claim lacks room in that
-    memory, and none while a claim there has waited beyond the overtaking bound
-    it needs no more workspace than the running batch
-    nothing in the queue counts in tokens: quanta and images take turns, and whose turn it is shows when one is over
-    its requests did not fail before, and the running batch is not of idle precedence
-
-Policies that load nothing while an executor runs decide one batch at a time, as they were published.
+An executor that runs a batch of images may be given its next batch, which cannot be taken back. So there is one at
+most, and only where waiting for the answer could make nothing better: the batch is full; it is of the first group; its
+images are begun; its expert stays, and no claim lacks room in that memory if it is another expert than the running one;
+it needs no more workspace than the running batch; nothing in the queue counts in tokens or failed before; and the
+running batch is not of idle precedence. Policies that load nothing while an executor runs decide one batch at a time,
+as they were published.
 
 Guarantees: an executor has a batch queued ahead only while it runs one; until ``end`` the copies of both are in use and
 the workspace of the running one is taken; a batch of texts has a quantum and its leases, a batch of images neither.

@@ -1,19 +1,15 @@
 """Turns: which requests an idle executor runs next, and which of them together.
 
 An expert with leases runs in quanta: its requests that are not done after a quantum wait as its *ongoing* group for the
-next one. So an executor has two kinds of work, which take turns:
+next one. So an executor has two kinds of work, which take turns; if one kind cannot run, the other does:
 
     after a quantum           images: the first group in the queue's order whose expert may run
     after a batch of images   a quantum of the group that stands first: an ongoing one, which goes to the tail after
                               each quantum, or one of an expert without any
-    if one kind cannot run    the other kind
 
-A quantum of beginning requests that passes the ongoing group whose last turn is longest ago makes that group the next.
 A batch of an expert with an ongoing group takes that group's requests first, then requests that begin (iteration-level
 scheduling, seen from outside: Orca, section 3). Where begun requests would fill all places, every other quantum leaves
-half of them to requests that can begin. A request whose batch failed runs alone until its step ends.
-
-Experts of one family may run in one batch. The turn is decided for each expert as if it had no family. Other experts of
+half of them to requests that can begin. A request whose batch failed runs alone until its step ends. Other experts of
 the family ride along in the places that are left: ongoing groups, whole or not at all, then requests that begin.
 
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing

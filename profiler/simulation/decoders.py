@@ -1,10 +1,8 @@
 """Decodes and prepares images on the cores that computing leaves, under virtual time.
 
-A batch takes K n + B once its images are there; decoding takes core time beside it. Images that are prepared ahead get
-the cores that computing leaves: threads of crops keep off busy cores, and threads of photographs give way. Computing
-CPU executors have their share of the cores, and decoding has the others, at most one core for an image. An executor
-that waits for images does not compute, so its images get its share. Where an accelerator's executor waits and all cores
-compute, one core decodes.
+A batch takes K n + B once its images are there. CPU executors that compute have their share of the cores, and decoding
+has the others, at most one core for an image; an executor that waits for images leaves its share to them. Where an
+accelerator's executor waits and all cores compute, one core decodes.
 
 Guarantees: no clock and no thread; images that a batch waits for come first, then by deadline; an image is decoded
 again only where it is no longer kept.

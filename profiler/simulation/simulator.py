@@ -1,20 +1,10 @@
 """The Engine under virtual time: loads and batches take the profile's times, and nothing else happens.
 
-Guarantees: no clock, thread or file; equal traces give equal effects.
-
-Loads. A source with a given bandwidth carries one load after another, each for its bytes over that bandwidth. A load
-ends when its bytes are there, and no sooner than the profiled time after its start, so work beside reading overlaps
-between loads. Any other source serves one load after another, each for its profiled time.
-
-Batches. On a processor with speedups, m batches at once each go at ``speedups[m - 1] / m`` of their speed alone; each
-start or end changes the pace of the others. On any other processor batches are independent. A batch queued ahead on its
-executor begins when the one before is answered.
-
-Images. With known decoding times a batch computes once its images are prepared, on the cores that computing leaves
-(``decoders``): ahead, as the Engine says, or once the batch waits. Without, images are there at once.
-
-Quanta. A batch of requests that count in tokens ends with its quantum, or when all of them are done (``quanta``). A
-preempted request reads again its prompt and what it has written.
+Guarantees: no clock, thread or file; equal traces give equal effects. A source with a given bandwidth carries one load
+after another; a load ends when its bytes are there, and no sooner than the profiled time after its start. Any other
+source serves one load after another, each for its profiled time. On a processor with speedups, m batches at once each
+go at ``speedups[m - 1] / m`` of their speed alone; on any other, batches are independent. With known decoding times a
+batch computes once its images are prepared (``decoders``); else images are there at once. Quanta: see ``quanta``.
 """
 
 from __future__ import annotations
