@@ -34,7 +34,7 @@ from agent.core.policy import Evicting
 from agent.core.state import Load, ServedLine, State, Wish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.pool import ModelPool, PoolEntry
@@ -98,30 +98,21 @@ class Answer(Enum):
 # -- wishes of queues --
 
 
-def demands(queues: Iterable[ExecutorQueue]) -> list[Wish]:
-    """The head of every queue, the one that was opened first first."""
-    return [_wish(queue, head) for queue, head in _heads(queues, lambda head: head.opened_s)]
-
-
-def overdue(queues: Iterable[ExecutorQueue], until_s: float) -> list[Wish]:
-    """The heads with a request that has waited since ``until_s`` or before, oldest first."""
-    heads = _heads(queues, lambda head: head.oldest_s)
-    return [_wish(queue, head) for queue, head in heads if head.oldest_s <= until_s]
-
-
-def upcoming(queues: Iterable[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
-    """Copies that are not there yet of ``depth`` groups behind each head: by place, then by executor."""
-    fronts = [(queue, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
-    for _ in range(depth):
+def _upcoming(state: State) -> Iterator[Wish]:
+    """Copies that are not there yet of the groups behind each head: by place, then by executor."""
+    pools = state.pools
+    fronts = [(queue, pools[queue.spec.pool], head) for queue in state.queues if (head := queue.front) is not None]
+    for _ in range(PREFETCH_GROUPS):
         fronts = [(queue, pool, group.next) for queue, pool, group in fronts if group.next is not None]
         for queue, pool, group in fronts:
             if pool.entry(group.profile.copy) is None and not group.is_passed_over:
                 yield _wish(queue, group)
 
 
-def _heads(queues: Iterable[ExecutorQueue], age_s: Callable[[Group], float]) -> list[tuple[ExecutorQueue, Group]]:
-    heads = [(queue, head) for queue in queues if (head := queue.front) is not None]
-    return sorted(heads, key=lambda each: (age_s(each[1]), each[0].spec.id))
+def _heads(state: State, since_s: Callable[[Group], float]) -> list[tuple[float, int, ExecutorQueue, Group]]:
+    """The head of every queue, oldest first, then by executor."""
+    heads = [(queue, head) for queue in state.queues if (head := queue.front) is not None]
+    return sorted((since_s(head), queue.spec.id, queue, head) for queue, head in heads)
 
 
 def _wish(queue: ExecutorQueue, group: Group) -> Wish:
@@ -232,8 +223,10 @@ def claim_overdue(state: State) -> None:
         found.clear()
     if not state.policy.bounded:
         return
-    for wish in overdue(state.queues, state.now - state.limits.max_overtake_s):
-        pool, copy = state.pools[wish.spec.pool], wish.profile.copy
+    for since_s, _, queue, head in _heads(state, lambda head: head.oldest_s):
+        if since_s > state.now - state.limits.max_overtake_s:
+            return
+        wish, pool, copy = _wish(queue, head), state.pools[queue.spec.pool], head.profile.copy
         if pool.entry(copy) is not None:
             continue
         is_first = pool.name not in state.full
@@ -250,8 +243,9 @@ def claim_overdue(state: State) -> None:
 def claim(state: State) -> None:
     """Claim for all other wishes, once every batch that can has started."""
     is_idle = state.queued_idle is not None
-    for wish in demands(state.queues):
-        if state.policy.overlapping or wish.spec.id not in state.running:
+    for _, executor, queue, head in _heads(state, lambda head: head.opened_s):
+        if state.policy.overlapping or executor not in state.running:
+            wish = _wish(queue, head)
             _claim_one(state, wish, IDLE if is_idle else _head_claim(state, wish))
     if state.policy.overlapping:
         _prefetch(state)
@@ -315,7 +309,7 @@ def _claim_one(state: State, wish: Wish, claim: Claim, *, is_later: bool = False
 def _prefetch(state: State) -> None:
     """Load for the groups behind the heads while a link is free."""
     passed: set[str] = set()  # memories where an earlier group waits for a busy link
-    for wish in upcoming(state.queues, PREFETCH_GROUPS, state.pools):
+    for wish in _upcoming(state):
         claim = EARLY if _has_time(state, wish) else BYPASS if wish.spec.pool in passed else PREFETCH
         if _claim_one(state, wish, claim, is_later=True) is Answer.BUSY:
             if not _may_prefetch(state):

@@ -25,12 +25,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.core import demand, events, failures, requests, running, turns
+from agent.core.effects import Fail
 from agent.core.performance import footprints_in, pinned_homes
 from agent.core.pool import ModelPool, misfits
-from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence, Rejected
+from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Outcome, Precedence, Rejected
 from agent.core.scheduler import Scheduler
 from agent.core.state import ServedLine, State, Ticket, check_invariants, statistics
 from experts.errors import MemoryExceeded
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +83,11 @@ class Engine:
         if state.lowered and failures.relieve(state):
             may_move = True
         if may_move:
-            _advance(state)
+            if state.leases.is_any:
+                turns.look_again(state)
+            demand.claim_overdue(state)
+            running.start_batches(state)
+            demand.claim(state)
         if state.images.is_on:
             state.images.advance(state.effects)
             if state.policy.overlapping and state.running:
@@ -102,15 +108,6 @@ class Engine:
         check_invariants(self._state)
 
 
-def _advance(state: State) -> None:
-    """Start batches and loads that can start now: overdue claims first, then batches, then all other claims."""
-    if state.leases.is_any:
-        turns.look_again(state)
-    demand.claim_overdue(state)
-    running.start_batches(state)
-    demand.claim(state)
-
-
 # -- transitions: each returns whether something may be able to move now --
 
 
@@ -124,7 +121,8 @@ def _arrived(state: State, event: events.Arrived) -> bool:
     if request in state.tickets:
         return _unexpected(state)
     if is_idle and state.tickets:
-        return requests.refuse_idle(state, request)
+        state.effects.append(Fail(request, Outcome(Verdict.UNKNOWN, None, None, (), GAVE_WAY)))
+        return False
     state.tickets[request] = Ticket(event.component, state.line.graph, work=event.work, left=event.work)
     if is_idle:
         state.idle_request = request
@@ -144,11 +142,14 @@ def _arrived(state: State, event: events.Arrived) -> bool:
     return requests.enqueue(state, request, expert)
 
 
-def _loaded(state: State, event: events.Loaded) -> bool:
+def _load_ended(state: State, event: events.Loaded | events.LoadFailed) -> bool:
     load = state.loads.pop(event.load, None)
     if load is None:
         return _unexpected(state)
     demand.load_over(state, load)
+    if isinstance(event, events.LoadFailed):
+        failures.load_failed(state, load, event)
+        return True
     state.pools[load.pool].loaded(load.copy)
     state.setbacks.pop((load.pool, load.copy), None)
     for queue in () if load.is_idle else state.users[load.pool]:
@@ -158,14 +159,6 @@ def _loaded(state: State, event: events.Loaded) -> bool:
             break
     failures.expert_loaded(state, load.expert, load.copy)
     demand.discard_if_gone(state, load.expert)
-    return True
-
-
-def _load_failed(state: State, event: events.LoadFailed) -> bool:
-    load = state.loads.pop(event.load, None)
-    if load is None:
-        return _unexpected(state)
-    failures.load_failed(state, load, event)
     return True
 
 
@@ -292,8 +285,8 @@ def _unexpected(state: State) -> bool:
 _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.Started: _started,
     events.Arrived: _arrived,
-    events.Loaded: _loaded,
-    events.LoadFailed: _load_failed,
+    events.Loaded: _load_ended,
+    events.LoadFailed: _load_ended,
     events.Finished: _batch_ran,
     events.Progressed: _batch_ran,
     events.BatchFailed: _batch_failed,

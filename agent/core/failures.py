@@ -122,7 +122,6 @@ def _fails_in_batches(state: State, expert: str) -> bool:
 
 
 def load_failed(state: State, load: Load, event: LoadFailed) -> None:
-    demand.load_over(state, load)
     pool = state.pools[load.pool]
     pool.load_failed(load.copy)
     state.presence[load.expert] -= 1
@@ -197,7 +196,11 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
         for portion, _ in portions:
             state.splitter.ran_out_of_memory(portion.expert, batch.executor, len(batch.requests))
     is_on_probation = _count_failed_batch(state, batch, event)
-    for portion, profile in sorted(portions, key=lambda each: _age_of(state, each[0]), reverse=True):
+
+    def oldest(each: tuple[Portion, ExpertProfile]) -> tuple[float, int]:
+        return min((state.tickets[request].queued_s, request) for request in each[0].requests)
+
+    for portion, profile in sorted(portions, key=oldest, reverse=True):
         retried = [request for request in portion.requests if _may_retry(state, request, portion, batch, event)]
         _give_back(state, portion.expert, batch, profile, retried)  # each goes in front of the others
     if event.out_of_memory and is_lone and not is_idle:  # no batch is smaller: the weights there have to be fewer
@@ -208,10 +211,6 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
         if _fails_in_batches(state, portion.expert):
             demand.discard(state, portion.expert)  # a trial reads its bytes anew
         demand.discard_if_gone(state, portion.expert)
-
-
-def _age_of(state: State, portion: Portion) -> tuple[float, int]:
-    return min((state.tickets[request].queued_s, request) for request in portion.requests)
 
 
 def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:

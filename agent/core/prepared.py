@@ -127,7 +127,7 @@ class PreparedImages:
     def is_on(self) -> bool:
         return self._budget_bytes > 0
 
-    def later(self, graph: ExpertGraph, matrix: PerformanceMatrix, component: str, step: int) -> Later:
+    def later(self, matrix: PerformanceMatrix, graph: ExpertGraph, component: str, step: int) -> Later:
         """Forms that an image may be needed in after a step of its route, as far as they may be kept."""
         columns, forms = matrix.experts.values(), {}
         experts: list[str] = []
@@ -143,25 +143,31 @@ class PreparedImages:
 
     # -- the way of a request --
 
-    def queued(self, request: int, group: Group, later: Later, place: tuple[int, float], effects: list[Effect]) -> None:
-        """``place``: the executor, and the time now."""
+    def queued(self, request: int, group: Group, later: Later, now: tuple[int, float], effects: list[Effect]) -> None:
+        """``now``: the executor, and the time."""
         form, image = group.profile.prepared, self._images.get(request)
         if form is None or form.size_bytes > self._budget_bytes:
             self._forget(request, effects)
             return
-        where = self._place_of(group, *place)
-        if image is not None and image.gives(form) and self._goes_on(image, where, later):
+        place = self._places.get(group)
+        if place is None:
+            queue = self._queues[now[0]]
+            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now[1]))
+        if image is not None and image.gives(form) and self._goes_on(image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later
-                effects.append(self._prepare(request, image, where, where.next_due_s))
-            where.begun += 1
+                effects.append(self._prepare(request, image, place, place.next_due_s))
+            place.begun += 1
         else:
             if image is not None:
                 self._forget(request, effects)
-            self._images[request] = _Image(group.expert, later, where)
-            self._wait(request, where)
+            self._images[request] = _Image(group.expert, later, place)
+            place.waiting[request] = None
+            if not place.is_listed:
+                place.is_listed = True
+                heappush(self._waiting[now[0]], (group.order, next(self._number), place))
             least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
-            if self._used_bytes + least_bytes <= self._far_bytes or where.is_near:
+            if self._used_bytes + least_bytes <= self._far_bytes or place.is_near:
                 self._has_changed = True
 
     def left(self, request: int) -> None:
@@ -305,19 +311,6 @@ class PreparedImages:
             effects.append(Forget(request))
 
     # -- places --
-
-    def _place_of(self, group: Group, executor: int, now: float) -> _Place:
-        place = self._places.get(group)
-        if place is None:
-            queue = self._queues[executor]
-            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now))
-        return place
-
-    def _wait(self, request: int, place: _Place) -> None:
-        place.waiting[request] = None
-        if not place.is_listed:
-            place.is_listed = True
-            heappush(self._waiting[place.queue.spec.id], (place.group.order, next(self._number), place))
 
     def _first_waiting(self, executor: int) -> _Place | None:
         heap = self._waiting[executor]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agent.core import demand
 from agent.core.effects import Complete, Fail, Preempt
 from agent.core.prepared import NOTHING_LATER
-from agent.core.request import CANCELLED, GAVE_WAY, IMAGE, NO_SPARE_ROOM, Outcome, Rejected, StepResult
+from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, Rejected, StepResult
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
     refused = _refusal(state, request, expert)
     if refused is not None:
         return fail(state, request, refused)
-    work = ticket.left
-    unable = () if work is IMAGE else _without_memory(state, expert, work)
+    work, unable = ticket.left, set[int]()
+    if work is not IMAGE:  # a memory without room for so many tokens, however empty it is
+        rows = state.rows_of(expert)
+        unable = {spec.id for spec, row in rows if row.performance.most_for(work) > state.pools[spec.pool].lease_bytes}
     if request == state.idle_request:
-        unable = tuple(state.queue_of.keys() - demand.executors_to_spare(state, expert))
+        unable = state.queue_of.keys() - demand.executors_to_spare(state, expert)
     if home is not None and home not in unable:
-        unable = tuple(executor for executor in state.queue_of if executor != home)
+        unable = state.queue_of.keys() - {home}
     placed = state.scheduler.place(request, expert, state.now, work, unable)
     if placed is None:
         return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
@@ -62,14 +64,12 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
 
 
 def _later(state: State, ticket: Ticket) -> Later:
-    component, step, line = ticket.component, ticket.step, state.line
-    if component is None:
+    if ticket.component is None:
         return NOTHING_LATER
-    if ticket.graph is not line.graph:  # of an earlier line: few, and soon none
-        return state.images.later(ticket.graph, line.matrix, component, step)
-    later = state.laters.get((component, step))
+    step = ticket.graph, ticket.component, ticket.step
+    later = state.laters.get(step)
     if later is None:
-        later = state.laters[component, step] = state.images.later(line.graph, line.matrix, component, step)
+        later = state.laters[step] = state.images.later(state.line.matrix, *step)
     return later
 
 
@@ -86,12 +86,6 @@ def _refusal(state: State, request: int, expert: str) -> str | None:
     probation = state.probations.get(expert)
     may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
     return None if may_begin or state.trials.get(request) == expert else standing_reason(state, expert)
-
-
-def _without_memory(state: State, expert: str, work: Work) -> tuple[int, ...]:
-    """Executors that have the expert, and no memory for so many tokens, however empty it is."""
-    rows = state.rows_of(expert)
-    return tuple(spec.id for spec, row in rows if row.performance.most_for(work) > state.pools[spec.pool].lease_bytes)
 
 
 def _unplaced(state: State, request: int, expert: str, *, is_able: bool) -> str:
@@ -149,12 +143,6 @@ def _end(state: State, effect: Complete | Fail) -> None:
     else:
         state.counts["completed" if isinstance(effect, Complete) else "failed"] += 1
     state.effects.append(effect)
-
-
-def refuse_idle(state: State, request: int) -> bool:
-    """End a request of idle precedence that found others in flight."""
-    state.effects.append(Fail(request, Outcome(Verdict.UNKNOWN, None, None, (), GAVE_WAY)))
-    return False
 
 
 def end_idle(state: State, reason: str) -> None:

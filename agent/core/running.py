@@ -31,8 +31,9 @@ def start_batches(state: State) -> None:
     """Give every idle executor its next batch."""
     for queue in state.queues:
         if queue.spec.id not in state.running and queue.head is not None:
-            group = turns.next_group(state, queue)
-            if group is not None and _has_workspace(state, queue, group):
+            group, pool = turns.next_group(state, queue), state.pools[queue.spec.pool]
+            free_bytes = pool.workspace_for(queue.spec.id)  # too few only after a reload raised the guaranteed workspace
+            if group is not None and group.profile.performance.workspace_for(1) <= free_bytes:
                 _start_batch(state, queue, group)
 
 
@@ -68,12 +69,6 @@ def end(state: State, batch: Batch) -> tuple[ExpertProfile, ...]:
         state.running[batch.executor] = number
         state.images.run(following.requests)
     return state.profiles.pop(batch.id)
-
-
-def _has_workspace(state: State, queue: ExecutorQueue, group: Group) -> bool:
-    """False only after a reload raised the guaranteed workspace."""
-    needed_bytes = group.profile.performance.workspace_for(1)
-    return state.pools[queue.spec.pool].workspace_for(queue.spec.id) >= needed_bytes
 
 
 def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:

@@ -140,7 +140,7 @@ class State:
     idle_request: int | None = None  # of idle precedence: queued, or in a batch
     leases: Leases = field(init=False)
     images: PreparedImages = field(init=False)
-    laters: dict[tuple[str, int], Later] = field(default_factory=dict)  # (component, step) -> forms of later steps
+    laters: dict[tuple[ExpertGraph, str, int], Later] = field(default_factory=dict)  # by routes, component and step
 
     # batches
     queues: tuple[ExecutorQueue, ...] = field(init=False)
@@ -258,6 +258,12 @@ class EngineStatistics:
 def statistics(state: State) -> EngineStatistics:
     counts, pools = state.counts, state.pools.values()
     paths = (f"{source}_{pool.name}" for pool in pools for source in (SSD, pool.spec.cache) if source is not None)
+    queues = []
+    for queue in state.queues:
+        spec, batch = queue.spec, state.running_batch(queue.spec.id)
+        requests, length_s = queue.request_count + queue.ahead_requests, queue.length_s(state.now)
+        running, expert = (len(batch.requests), batch.expert) if batch else (0, None)
+        queues.append(QueueStatistics(spec.id, spec.processor, requests, length_s, running, expert))
     return EngineStatistics(
         arrived=counts["arrived"],
         completed=counts["completed"],
@@ -272,18 +278,11 @@ def statistics(state: State) -> EngineStatistics:
         is_draining=state.is_draining,
         quarantined=dict(state.quarantined),
         on_probation={expert: probation.reason for expert, probation in state.probations.items()},
-        queues=tuple(_queue_statistics(state, queue) for queue in state.queues),
+        queues=tuple(queues),
         pools=tuple(pool.statistics() for pool in pools),
         prepared=state.images.statistics(),
         serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
     )
-
-
-def _queue_statistics(state: State, queue: ExecutorQueue) -> QueueStatistics:
-    spec, batch = queue.spec, state.running_batch(queue.spec.id)
-    requests, length_s = queue.request_count + queue.ahead_requests, queue.length_s(state.now)
-    running, expert = (len(batch.requests), batch.expert) if batch else (0, None)
-    return QueueStatistics(spec.id, spec.processor, requests, length_s, running, expert)
 
 
 # -- what must be true between the parts of a State; each part checks itself besides --

@@ -85,7 +85,9 @@ def quantum_starts(state: State, queue: ExecutorQueue, group: Group) -> list[Sha
 def _fill(state: State, places: _Places, group: Group) -> None:
     queue = places.queue
     begun, riders = queue.ongoing.get(group.profile.copy), _riders(state, queue, group)
-    waiting = _joining(state, queue, group)
+    to_begin = queue.all_to_begin(group.expert) if group.profile.family is None else queue.begins
+    able = (each for each in to_begin if _is_kin(state, queue, each, group) and not each.alone)
+    waiting = [each for each in able if group.is_ongoing or each.order >= group.order]
     own = [each for each in waiting if each.profile.copy == group.profile.copy]
     if begun is not None and riders:
         kept = _given_way(state, places, begun, riders, own)
@@ -127,15 +129,6 @@ def _is_kin(state: State, queue: ExecutorQueue, other: Group, group: Group) -> b
         return True
     is_kin = other.profile.family is not None and other.profile.family == group.profile.family
     return is_kin and state.may_use(state.pools[queue.spec.pool], other.profile.copy)
-
-
-def _joining(state: State, queue: ExecutorQueue, group: Group) -> list[Group]:
-    """Groups whose requests may begin in a batch of this group, in order."""
-    return [
-        each
-        for each in (queue.all_to_begin(group.expert) if group.profile.family is None else queue.begins)
-        if _is_kin(state, queue, each, group) and not each.alone and (group.is_ongoing or each.order >= group.order)
-    ]
 
 
 def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | None = None) -> None:

@@ -21,8 +21,6 @@ from profiler.simulation.decoders import core_share
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.performance import Performance
-    from agent.core.request import Work
     from profiler.simulation.bounds import RequestSteps, Resources
 
 
@@ -56,21 +54,12 @@ def compute_core_s(requests: Sequence[RequestSteps], resources: Resources, cores
     on_cpu = sum(count for name, count in resources.processors.items() if torch_device(name) == "cpu")
     threads = core_share(cores, on_cpu)
     counts, tokens = Counter(expert for request in requests for expert in request.experts), tokens_of(requests)
-    return sum(
-        min(
-            (
-                threads * _alone_s(performance, count, tokens.get(expert, IMAGE))
-                if torch_device(name) == "cpu"
-                else 0.0
-                for name, performance in resources.performances(expert).items()
-            ),
-            default=0.0,
-        )
-        for expert, count in counts.items()
-    )
-
-
-def _alone_s(performance: Performance, count: int, tokens: Work) -> float:
-    """Seconds of ``count`` requests on one executor, in the largest batches (CoServe, section 4.2)."""
-    batches = -(-count // performance.max_batch)
-    return performance.K_s * count + performance.B_s * batches + performance.tokens_s(tokens)
+    least_s = 0.0
+    for expert, count in counts.items():
+        costs_s = []
+        for name, performance in resources.performances(expert).items():
+            batches, tokens_s = -(-count // performance.max_batch), performance.tokens_s(tokens.get(expert, IMAGE))
+            alone_s = performance.K_s * count + performance.B_s * batches + tokens_s  # CoServe, section 4.2
+            costs_s.append(threads * alone_s if torch_device(name) == "cpu" else 0.0)
+        least_s += min(costs_s, default=0.0)
+    return least_s
