@@ -16,7 +16,7 @@ def write_digest() -> None:
     """Of every effect of some plays, which are the same ones in each process."""
     digest = hashlib.sha256()
 
-    @settings(SHORT, derandomize=True, database=None)
+    @settings(SHORT, derandomize=True, database=None, max_examples=12)
     @given(setups(), choosing())
     def told(setup, draw):
         log = play(setup, draw, may_fail=True).log
@@ -30,7 +30,7 @@ def test_effects_come_in_one_order_whatever_the_hash_seed():
     program = [sys.executable, "-m", "tests.agent.core.test_hash_seeds"]
     started = [
         subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": str(seed)})
-        for seed in (0, 1, 2, 3)
+        for seed in (0, 1, 2)
     ]
     told = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started)
