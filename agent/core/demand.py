@@ -476,12 +476,9 @@ def _candidates(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> Iter
     spared = _awaited(state, pool) if spared_until_s == math.inf else frozenset()
     usage, soon_free = state.line.matrix.usage, _soon_free(state, pool) if claim is PATIENT else frozenset()
     for entry in pool.entries():
-        if (
-            (entry.is_evictable or entry.copy in soon_free)
-            and entry.copy not in heads
-            and entry.expert not in spared
-            and usage.get(entry.expert, 0.0) < usage_below
-        ):
+        if entry.expert in spared or entry.copy in heads or usage.get(entry.expert, 0.0) >= usage_below:
+            continue
+        if entry.is_evictable or entry.copy in soon_free:
             next_use_s = _next_use_s(state, pool, entry, spared_until_s)
             if next_use_s is None or next_use_s > spared_until_s:
                 yield _candidate(state, entry, next_use_s)

@@ -116,16 +116,16 @@ def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
     group, executor = queue.head, queue.spec.id
     if group is None or group.alone or queue.ongoing or queue.begins or running.quantum_s is not None:
         return 0
-    performance, pool = group.profile.performance, state.pools[queue.spec.pool]
+    performance, pool, copy = group.profile.performance, state.pools[queue.spec.pool], group.profile.copy
+    if pool.name in state.full or not state.may_use(pool, copy):
+        return 0
+    if copy != running.copy and pool.name in state.short:
+        return 0
     free_bytes = pool.workspace_for(executor) + running.workspace_bytes
     size = state.splitter.batch_size(group.expert, executor, performance, performance.max_batch, free_bytes)
     if len(group.requests) < size or performance.workspace_for(size) > running.workspace_bytes:
         return 0
-    copy = group.profile.copy
-    if pool.name in state.full or not state.may_use(pool, copy):
-        return 0
-    may_stay = copy == running.copy or pool.name not in state.short
-    return size if may_stay and state.images.are_begun(islice(group.requests, size)) else 0
+    return size if state.images.are_begun(islice(group.requests, size)) else 0
 
 
 def _queue_ahead(state: State, queue: ExecutorQueue, size: int) -> None:
