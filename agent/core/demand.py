@@ -73,7 +73,7 @@ class Claim:
 
 # The table of claims, from strong to weak.
 # Head of a queue beyond the overtaking bound. It spares only heads that are older still, keeps its place on the link,
-# evicts bit by bit, and reserves copies in use: executors that take turns on a copy cannot keep it for ever.
+# evicts bit by bit, and reserves copies in use: executors that take turns on a copy cannot keep it forever.
 OVERDUE = Claim(Evicts.ANY, by_cache=True)
 DEMAND = Claim(Evicts.ANY, by_cache=True, makes_short=True)  # head of a queue
 PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that ranks first
@@ -127,8 +127,8 @@ def initial_placement(
 ) -> Iterator[tuple[ExecutorSpec, str]]:
     """Experts dealt round-robin to the pools, in descending usage probability (section 4.1).
 
-    ``runs_on[processor]``: experts that can run there. One executor stands for its pool; an expert that the pool
-    whose turn it is cannot run goes to the next pool that can.
+    ``runs_on[processor]``: experts that can run there. One executor stands for its pool; an expert that cannot
+    run in the pool next in turn goes to the next pool where it can.
     """
     pools = deque([*{spec.pool: spec for spec in reversed(executors)}.values()][::-1])
     for expert in sorted(usage, key=lambda name: (-usage[name], name)):
@@ -151,7 +151,7 @@ def place_pinned(state: State, expert: str) -> bool:
 
 
 def place_due(state: State, since_s: float) -> None:
-    """Load experts whose probation for failed loads paused until a moment after ``since_s``, if there is room."""
+    """Wish for experts on probation for failed loads whose pause ended after ``since_s``."""
     if state.is_draining:
         return
     for expert, probation in state.probations.items():

@@ -1,4 +1,4 @@
-"""What the Engine tells the shell: imperatives, in the order to carry them out, and decisions for the record."""
+"""Effects, from the Engine to the shell: imperatives, in the order to carry them out, and decisions for the record."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class Assigned:
 
 
 class Standing(StrEnum):
-    """Whether an expert is asked."""
+    """Whether requests may use an expert."""
 
     SERVING = "serving"
-    PROBATION = "probation"  # not now: its requests end UNKNOWN, and it is tried again
-    QUARANTINE = "quarantine"  # not any more
+    PROBATION = "probation"  # not now: its requests end UNKNOWN, and a trial follows
+    QUARANTINE = "quarantine"  # never again
 
 
 @dataclass(frozen=True, slots=True)

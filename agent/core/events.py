@@ -1,4 +1,4 @@
-"""What the shell tells the Engine: past facts. Each StartLoad and StartBatch is answered by exactly one of these."""
+"""Events, from the shell to the Engine: past facts. Exactly one of them answers each StartLoad and StartBatch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Finished:
 class Progressed:
     """A batch's quantum is over. ``unfinished``: requests that go on in a later quantum, with the work left.
 
-    The two name each request once. A request whose work needs a larger lease gets that lease, or is preempted.
+    Each request is named once. A request whose work needs a larger lease gets that lease, or is preempted.
     """
 
     batch: int

@@ -267,7 +267,7 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
 
 
 def barred(state: State, expert: str) -> frozenset[int]:
-    """Executors that an expert is not asked on for now, as its copy fails too often there."""
+    """Executors that requests for an expert avoid for now, as its copy fails too often there."""
     if not state.setbacks:
         return NOWHERE
     return frozenset(spec.id for spec, row in state.rows_of(expert) if _is_barred(state, spec.pool, row.copy))

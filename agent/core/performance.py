@@ -1,4 +1,4 @@
-"""What the core knows of the box: performance matrix, footprints, usage probabilities, memories. Frozen records.
+"""Records of the box for the core, frozen: performance matrix, footprints, usage probabilities, memories.
 
 A *copy* is an expert in one precision, known by its name. Two processors of one precision share copies.
 """
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from agent.core.request import Work
 
-SSD, HOST, DEVICE = "ssd", "host", "device"  # where weights lie: on the drive, and the names of the memories
+SSD, HOST, DEVICE = "ssd", "host", "device"  # places of weights: the drive, and the names of the memories
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Weights that several experts share: they lie in a memory once, while any of the experts is there."""
+    """Weights that several experts share: a memory holds them once, while any of the experts is there."""
 
     id: str
     size_bytes: int
@@ -38,7 +38,7 @@ class Footprint:
 class Performance:
     """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2.
 
-    Tokens of its requests come on top, per token. From its first batch on each request leases so many bytes per token,
+    Tokens come on top. From its first batch on, each request leases ``lease_bytes`` per token,
     reserved at the start (Orca, section 4.2), for the worst case or for the expected one.
     An expert without leases runs its batches to their end; an expert with leases runs in quanta.
     """
@@ -121,7 +121,7 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One memory. Weights, workspaces of running batches and leases of begun requests have their own shares of it.
+    """One memory. Weights, workspaces of running batches and leases of begun requests have separate shares of it.
 
     ``cache``: the memory in front of it, whose copies are nearer than the SSD's (split memory). ``is_one_piece``: taken
     from the box as a whole at the start, so that an eviction makes no room outside of it.
@@ -151,7 +151,7 @@ class Limits:
 def pinned_homes(
     pinned: frozenset[str], executors: Sequence[ExecutorSpec], profiles: Mapping[str, Mapping[str, ExpertProfile]]
 ) -> dict[str, ExecutorSpec]:
-    """The executor in whose memory each pinned expert stays for good: the first one that can run it."""
+    """Executor whose memory holds each pinned expert for good: the first one that can run it."""
     homes = {}
     for expert in sorted(pinned):
         home = next((spec for spec in executors if expert in profiles[spec.processor]), None)

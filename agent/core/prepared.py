@@ -1,4 +1,4 @@
-"""PreparedImages: whose images are decoded and normalised before their batches start, and in which order.
+"""PreparedImages: images to be decoded and normalised before their batches start, and in which order.
 
 Preparation begins when a request is queued, across the queues by predicted start, as far as the budget reaches. It
 counts the images of queued requests, of a batch that is queued ahead, and all that is kept for later steps of a route.
@@ -109,7 +109,7 @@ class _Image:
 
 
 class PreparedImages:
-    """Images of one Engine. Methods with ``effects`` append what the shell is told."""
+    """Images of one Engine. Methods with ``effects`` append theirs."""
 
     def __init__(self, queues: Sequence[ExecutorQueue], budget_bytes: int) -> None:
         self._queues = {queue.spec.id: queue for queue in queues}

@@ -27,7 +27,7 @@ class Group:
     """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
 
     ``requests``: when each was queued, oldest first; a group in a queue is never empty. ``is_passed_over``: the group
-    asks for no load, as it is ongoing and its expert is here, or none of its requests can begin (see ``turns``).
+    claims no load, as it is ongoing and its expert is here, or none of its requests can begin (see ``turns``).
     """
 
     expert: str
@@ -82,7 +82,7 @@ class ExecutorQueue:
 
     @property
     def front(self) -> Group | None:
-        """The first group that is not passed over: the one that this executor asks for."""
+        """The first group that is not passed over: the one that this executor claims room for."""
         group = self.head
         while group is not None and group.is_passed_over:
             group = group.next

@@ -62,7 +62,7 @@ class Precedence(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """One image of a batch that its expert cannot be asked about; the rest of its batch is not affected."""
+    """An image that its expert cannot take; the rest of its batch is not affected."""
 
     reason: str
 
@@ -90,7 +90,7 @@ class Outcome:
 
 
 class Portion(NamedTuple):
-    """Requests of a batch that one expert is asked."""
+    """Requests of a batch for one expert."""
 
     expert: str
     copy: str

@@ -74,7 +74,7 @@ def _later(state: State, ticket: Ticket) -> Later:
 
 
 def standing_reason(state: State, expert: str) -> str | None:
-    """Why an expert is not asked; None while it serves."""
+    """Reason why requests may not use an expert; None while it serves."""
     if expert in state.quarantined:
         return f"{expert} is in quarantine: {state.quarantined[expert]}"
     probation = state.probations.get(expert)

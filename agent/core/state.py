@@ -89,7 +89,7 @@ class Setback:
 
 @dataclass(slots=True)
 class Probation:
-    """Why an expert is not asked, and from when on a trial may begin.
+    """Reason why requests may not use an expert, and from when on a trial may begin.
 
     ``copy``: the one whose loads failed, which is loaded again without a request; None where batches failed.
     """
@@ -152,7 +152,7 @@ class State:
     queued_ahead: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind the running one
     last_batch: int = 0
 
-    # memory: what lies there, is on its way, and is wanted
+    # memory: copies that are there, on their way, or wanted
     users: dict[str, tuple[ExecutorQueue, ...]] = field(init=False)  # memory -> queues that run from it
     fed: dict[str, tuple[ModelPool, ...]] = field(init=False)  # memory -> memories that it is in front of
     pinned: frozenset[tuple[str, str]] = frozenset()  # (memory, copy)
@@ -231,7 +231,7 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A frozen snapshot: queues, memories, counters since the start; experts that are not asked, with the reason.
+    """A frozen snapshot: queues, memories, counters since the start; experts that do not serve, with the reason.
 
     Requests of idle precedence and their batches are not counted.
     """

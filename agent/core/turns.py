@@ -18,7 +18,7 @@ two turns of ongoing groups. A request that begins passes no request that came l
 bound; an image does so only in the batch after a quantum. In batches of ``n`` places, at least two, a request that can
 have its lease, behind ``w`` such requests of its expert, begins in the ``2 * ceil((w + 1) / (n // 2))``-th quantum of
 that expert at the latest. Without overlap the queue's order decides in place of the kind, and an ongoing group is
-passed by one batch. A group that cannot begin asks for no load and keeps no other group from running.
+passed by one batch. A group that cannot begin claims no load and keeps no other group from running.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Decoders:
             image.task.is_dropped = True
 
     def _fill(self) -> None:
-        """Starts tasks up to the number of threads; images that batches wait for have threads of their own."""
+        """Starts tasks up to the number of threads; images that batches wait for have separate threads."""
         while self._waiting:
             due_s, _, task = self._waiting[0]
             if not (task.is_done or task.is_dropped or task in self._running or task.due_s != due_s):
@@ -202,7 +202,7 @@ class Decoders:
         return max(task.left_s, 0.0) / rate if rate > 0.0 else math.inf
 
     def _form(self, expert: str) -> str:
-        """Form of an expert's images; an unknown expert has a form of its own."""
+        """Form of an expert's images; an unknown expert has a separate form."""
         if expert not in self._forms:
             rows = [column[expert] for column in self.matrix.experts.values() if expert in column]
             form = rows[0].prepared if rows else None

@@ -1,4 +1,4 @@
-"""Forecast of a line on a trace: its own Engine under virtual time, counted from the first arrival on.
+"""Forecast of a line on a trace: its Engine under virtual time, counted from the first arrival on.
 
 Guarantees: equal line, profile, trace and seed give equal forecasts. A request runs the same experts under any policy,
 memories and order: its passing of each step is drawn once, by the profile's pass rates. The initial placement is
@@ -216,7 +216,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
 def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images_per_s: float) -> bool:
     """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
 
-    The trace is repeated at that rate. The wait of the last images tells nothing, as it contains batches and loads. The
+    The trace is repeated at that rate. The wait of the last images proves nothing, as it contains batches and loads. The
     line falls behind where its queue grows: where more requests are open after each of the last third of all passes
     than after any of the first third, one aside.
     """
