@@ -32,7 +32,7 @@ def start_batches(state: State) -> None:
     for queue in state.queues:
         if queue.spec.id not in state.running and queue.head is not None:
             group, pool = turns.next_group(state, queue), state.pools[queue.spec.pool]
-            free_bytes = pool.workspace_for(queue.spec.id)  # too few only after a reload raised the guaranteed workspace
+            free_bytes = pool.workspace_for(queue.spec.id)  # too few only after a reload raised the guaranteed bytes
             if group is not None and group.profile.performance.workspace_for(1) <= free_bytes:
                 _start_batch(state, queue, group)
 

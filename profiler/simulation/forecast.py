@@ -216,9 +216,9 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
 def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images_per_s: float) -> bool:
     """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
 
-    The trace is repeated at that rate. The wait of the last images proves nothing, as it contains batches and loads. The
-    line falls behind where its queue grows: where more requests are open after each of the last third of all passes
-    than after any of the first third, one aside.
+    The trace is repeated at that rate. The line falls behind where its queue grows: where more requests are open after
+    each of the last third of all passes than after any of the first third, one aside. The wait of the last images
+    proves nothing, as it contains batches and loads.
     """
     requests = len(scenario.trace)
     if not played.loads and played.images_per_s >= images_per_s:
