@@ -223,40 +223,6 @@ def test_a_quarantined_expert_that_runs_leaves_when_its_batch_has_ended():
         assert line.effects == [*ended, EVICT_A]
 
 
-def test_bad_weights_that_are_noticed_beside_a_resident_copy_take_no_other_expert_along():
-    line = alone()
-    line.bring("b")
-    line.ask("a")
-    line.load_failed("a", permanent=True)
-    assert line.resident() == "b"
-
-
-def test_an_expert_whose_load_fails_so_often_in_a_row_is_put_on_probation_and_released_by_a_good_one():
-    line = alone(load_attempts=2, load_backoff_s=1.0)
-    line.arrive("A")
-    assert line.load_failed("a") == []
-    assert line.handle(events.Tick(), 1.0) == ["load a ssd>host"]
-    line.load_failed("a")
-    reason = "2 loads in a row failed, last: I/O error"
-    assert line.effects == [
-        StandingChanged("a", Standing.PROBATION, reason, retry_s=2.0),
-        unknown(1, f"a is on probation: {reason}"),
-    ]
-    assert (line.engine.statistics().on_probation, line.engine.statistics().quarantined) == ({"a": reason}, {})
-    assert line.handle(events.Tick(), 3.0) == ["load a ssd>host"]
-    line.loaded("a")
-    assert line.effects == [StandingChanged("a", Standing.SERVING, "a load went well")]
-
-
-def test_a_batch_that_goes_well_releases_its_expert_and_says_so():
-    line = running(expert_failures=1, probation_s=1.0)
-    line.failed("a")
-    line.arrive("A", at=1.0)  # the trial
-    line.loaded("a")
-    line.finished("a")
-    assert line.effects == [StandingChanged("a", Standing.SERVING, "a batch went well"), Complete(2, PASSED_A)]
-
-
 # -- cancelling, draining, wishes, unexpected events --
 
 

@@ -95,18 +95,6 @@ def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_e
     assert box.told(StartBatch)[-1].batch.executor == 1
 
 
-@pytest.mark.parametrize("pools", [{DEVICE}, {DEVICE, HOST}])
-def test_others_are_judged_all_the_while(pools):
-    box = Box()
-    box.send("B")
-    box.lack_room(*pools)
-    for _ in range(5):
-        box.send("A")
-        assert box.outcomes[box.send("B")].verdict is Verdict.OK
-    box.pass_time(60.0)
-    assert len(box.outcomes) == 11
-
-
 def test_a_failure_on_the_device_long_ago_does_not_hide_that_nothing_comes_to_it_any_more():
     box = Box(cache=HOST)
     box.lack_room(DEVICE)

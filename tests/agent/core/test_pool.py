@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.performance import Footprint, PoolSpec, SharedTensors
-from agent.core.pool import MOVES, Leases, ModelPool, Move, Residency, after, misfits
+from agent.core.pool import MOVES, Leases, ModelPool, Move, Residency, misfits
 from experts.errors import IllegalMove, MemoryExceeded
 from tests.agent.core.worlds import histories
 
@@ -28,19 +27,6 @@ def pool():
 def hold(pool, name, footprint):
     pool.start_load(f"{name}@fp32", name, footprint, pinned=False)
     pool.loaded(f"{name}@fp32")
-
-
-@pytest.mark.parametrize(("state", "move"), list(itertools.product(Residency, Move)))
-def test_every_residency_and_move_is_in_the_table_or_is_refused_by_name(state, move):
-    if (state, move) in MOVES:
-        assert after("x", state, move) is MOVES[state, move]
-    else:
-        with pytest.raises(IllegalMove, match=f"{move.value}.*{state.value}"):
-            after("x", state, move)
-
-
-def test_a_running_expert_has_no_way_out_but_the_end_of_its_use():
-    assert {move for state, move in MOVES if state is Residency.IN_USE} == {Move.START_USE, Move.END_USE}
 
 
 class ListedPool:

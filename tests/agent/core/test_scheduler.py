@@ -123,9 +123,3 @@ def test_the_longest_queue_is_kept_shortest_then_the_addition_decides(queues, ch
 
 def test_a_full_tie_goes_to_the_lowest_executor_wherever_it_is_listed():
     assert shortest_makespan([AssignmentCandidate(4, 1.0, 1.0), AssignmentCandidate(2, 1.0, 1.0)]) == 1
-
-
-def test_a_batch_takes_k_for_each_image_and_b_once_and_workspace_likewise():
-    row = Performance(K_s=3.0, B_s=0.5, max_batch=8, workspace_bytes=10, workspace_base_bytes=6)
-    assert [row.latency_s(size) for size in (1, 4)] == [3.5, 12.5]
-    assert [row.workspace_for(size) for size in (1, 4)] == [16, 46]

@@ -107,24 +107,15 @@ def test_the_pause_doubles_up_to_a_minute_and_begins_anew_after_success():
     assert [each.retry_s for each in line.told(StandingChanged)] == [1.0]
 
 
-def test_a_trial_load_evicts_nobody():
+def test_without_free_room_no_copy_leaves_for_a_trial_but_the_next_request_after_the_pause_is_one():
     line = line_on_probation_by_loads()
     line.bad_loads.clear()
     for component in "BC":
         line.judge(component)
     line.log.clear()
     line.pass_time(10)
-    assert line.told(StartLoad) == []
-    assert line.told(Evict) == []
+    assert line.told(StartLoad) == line.told(Evict) == []
     assert line.on_probation.keys() == {"a"}
-
-
-def test_without_free_room_the_next_request_after_the_pause_is_the_trial():
-    line = line_on_probation_by_loads()
-    line.bad_loads.clear()
-    for component in "BC":
-        line.judge(component)
-    line.pass_time(10)
     assert line.judge("A") == (Verdict.OK, None)
     assert line.on_probation == {}
 
@@ -217,18 +208,6 @@ def test_a_trial_that_says_nothing_of_the_expert_leaves_the_next_one_free(fate):
     assert line.judge("A") == (Verdict.OK, None)
 
 
-def test_a_trial_without_memory_is_run_again_alone_like_any_other():
-    line = line_on_probation_by_batches()
-    line.pass_time(1.0)
-    line.bad_batches["a"] = batches_fail("no memory", out_of_memory=True)
-    line.held = []
-    trial = line.send("A")
-    line.answer(line.held.pop())
-    line.bad_batches.clear()
-    line.answer(line.held.pop())
-    assert line.outcomes[trial].verdict is Verdict.OK
-
-
 @pytest.mark.parametrize("fate", ["no memory", "cancelled"])
 def test_what_is_not_the_experts_fault_does_not_count_against_it(fate):
     line = build()
@@ -276,16 +255,6 @@ def test_what_ran_when_others_failed_may_release_but_does_not_lengthen_the_pause
         assert told == [Standing.PROBATION, Standing.SERVING] if goes_well else [Standing.PROBATION]
 
 
-def test_a_route_that_comes_to_an_expert_on_probation_keeps_its_steps():
-    line = build()
-    line.bad_batches["b"] = batches_fail()
-    for _ in range(FAILURES):
-        line.send("B")
-    outcome = line.outcomes[line.send("AB")]
-    assert [step.expert for step in outcome.steps] == ["a"]
-    assert "b is on probation" in outcome.reason
-
-
 def test_bad_weights_found_during_probation_are_for_good():
     line = line_on_probation_by_loads()
     line.bad_loads["a"] = loads_fail("wrong sha256", permanent=True)
@@ -296,16 +265,6 @@ def test_bad_weights_found_during_probation_are_for_good():
     line.bad_loads.clear()
     line.pass_time(1000)
     assert line.judge("A") == (Verdict.UNKNOWN, "a is in quarantine: wrong sha256")
-
-
-def test_the_shells_word_is_for_good_and_told_once():
-    line = line_on_probation_by_batches()
-    for _ in range(2):
-        line.handle(events.Quarantined("a", "the operator said so"))
-    line.bad_batches.clear()
-    line.pass_time(1000)
-    assert line.judge("A") == (Verdict.UNKNOWN, "a is in quarantine: the operator said so")
-    assert [standing for _, _, standing in standings(line)] == [Standing.PROBATION, Standing.QUARANTINE]
 
 
 def test_who_is_on_probation_is_not_loaded_on_a_guess():

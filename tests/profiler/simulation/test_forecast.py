@@ -161,9 +161,9 @@ BURSTS = [TracedArrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
     ("trace", "places", "policy", "kept_up", "missed"),
     [
         # batches of four images take 0.06 s: 66 images/s can be had, however slowly or fast these came
-        *((steady(count, offered), 2, "paper", 60.0, 70.0) for count in (1, 7, 50) for offered in (1.0, 500.0)),
+        *((steady(count, offered), 2, "paper", 60.0, 70.0) for count, offered in ((1, 1.0), (7, 500.0), (50, 1.0))),
         # one after another, each loaded anew: 0.13 s an image, 7.69 images/s; later images wait ever longer
-        *((steady(count, 1.0), 1, "samba", 7.6, 7.8) for count in (2, 50)),
+        (steady(2, 1.0), 1, "samba", 7.6, 7.8),
         # 7.69 images/s one by one, and more as soon as two for the same expert wait
         (steady(50, 1.0), 1, "paper", 12.0, 200.0),
         # 40 images at once each second: in batches of four and two loads 0.6 s or some more, never 0.5 s
