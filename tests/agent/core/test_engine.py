@@ -73,14 +73,6 @@ def test_a_route_is_followed_to_its_end_or_the_first_defect_and_every_step_is_to
     assert line.outcomes == {1: Outcome(verdict, results[-1].label, results[-1].score, steps)}
 
 
-def test_a_request_to_one_expert_is_answered_without_a_verdict():
-    line = alone()
-    line.run("d")
-    line.finished("d")
-    reason = "asked of one expert, not of a route"
-    assert line.outcomes[1] == Outcome(Verdict.UNKNOWN, "ok", 1.0, (StepResult("d", PASS),), reason)
-
-
 @pytest.mark.parametrize(
     ("arrived", "reason"),
     [
@@ -107,17 +99,94 @@ def test_an_image_that_is_rejected_ends_its_request_and_no_other():
     assert line.effects == [unknown(1, "gone", StepResult("a", PASS))]
 
 
-# -- batches that fail --
+BROKE = "2 batches in a row failed, last: broke"
+TWO_STEPS = {"AB": "ab"}
+# Each case: a line, and what is played on it: see ``Line.play``.
+CASES = {
+    "a request to one expert is answered without a verdict": (
+        alone,
+        "run d; finished d => UNKNOWN 1 after d: asked of one expert, not of a route",
+    ),
+    # batches that fail
+    "a failed batch is run one by one and a request that fails alone is unknown with the reason": (
+        alone,
+        "asks AA; loaded a; failed a => run a 1; failed a => UNKNOWN 1: a: broke | run a 2; finished a => OK 2 after a",
+    ),
+    "a request has so many attempts at each step": (
+        lambda: alone(policy="paper", routes=TWO_STEPS, batch_attempts=2),
+        "arrive AB; loaded a; short a; finished a; loaded b; short b => run b 1;"
+        "short b => UNKNOWN 1 after a: b: broke; quarantined z => nothing",
+    ),
+    "an expert that fails on so many images in a row is put on probation and all that wait for it end": (
+        lambda: alone(expert_failures=2),
+        "asks AAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2;"
+        f"failed a => UNKNOWN 2: a: broke | probation a for 1.0 s: {BROKE} | "
+        f"UNKNOWN 3: a is on probation: {BROKE} | evict a host stage 0;"
+        f"asks A => UNKNOWN 4: a is on probation: {BROKE}",
+    ),
+    "batches of several do not count as failures of their expert and a success ends the count": (
+        lambda: alone(expert_failures=2),
+        "asks AAAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2; finished a; failed a; "
+        "finished a => OK 4 after a",
+    ),
+    # quarantine
+    "an expert that the shell finds bad is in quarantine at once, for the first reason": (
+        alone,
+        "bring a; quarantined a => quarantine a: bad | evict a host stage 0; quarantined a => nothing",
+    ),
+    "a quarantined expert that is on its way leaves when it has come": (
+        alone,
+        "asks A; quarantined a; loaded a -> evict a host stage 0",
+    ),
+    "a quarantined expert that runs leaves when its batch has ended well": (
+        alone,
+        "asks AA; loaded a; quarantined a => quarantine a: bad;"
+        "finished a => OK 1 after a | OK 2 after a | evict a host stage 0",
+    ),
+    "a quarantined expert that runs leaves when its batch has failed": (
+        alone,
+        "asks AA; loaded a; quarantined a;"
+        "failed a => UNKNOWN 1: a is in quarantine: bad | UNKNOWN 2: a is in quarantine: bad | evict a host stage 0",
+    ),
+    **{
+        f"after {said} the next one moves": (
+            lambda: alone(policy="paper"),  # one load at a time: for the head
+            f"asks AB; {said} => {then} | load b ssd>host",
+        )
+        for said, then in {
+            "quarantined a": "quarantine a: bad | UNKNOWN 1: a is in quarantine: bad",
+            "bad a": "quarantine a: I/O error | UNKNOWN 1: a is in quarantine: I/O error",
+            "cancelled 1": "UNKNOWN 1: cancelled",
+        }.items()
+    },
+    # cancelling, draining, wishes
+    "a running request that is cancelled ends with its batch and is not tried again": (
+        lambda: alone(policy="paper", routes=TWO_STEPS),
+        "arrive AB; arrive AB; loaded a; cancelled 2 => nothing; failed a => UNKNOWN 2: cancelled | run a 1;"
+        "cancelled 1; finished a => UNKNOWN 1 after a: cancelled",
+    ),
+    "an agent that stops takes nothing new and brings nothing early": (
+        lambda: alone(usage={"a": 0.5, "b": 0.25}, loads_in_flight=1),
+        "started; drain => nothing; asks A => UNKNOWN 1: the agent is stopping; loaded a -> nothing;"
+        "wanted b -> nothing",
+    ),
+    "an unwanted expert goes and a wanted one comes back": (
+        alone,
+        "wanted a -> load a ssd>host; loaded a; unwanted a -> evict a host stage 0; wanted a -> load a ssd>host;"
+        "loaded a; unwanted a -> evict a host stage 0",
+    ),
+    "an expert that runs, is pinned or is waited for stays though it is unwanted": (
+        lambda: alone(pinned=frozenset("b")),
+        "asks A; loaded a; wanted b; loaded b; wanted c; loaded c; ask c; unwanted a -> nothing; unwanted b -> nothing;"
+        "unwanted c -> nothing",
+    ),
+}
 
 
-def test_a_failed_batch_is_run_one_by_one_and_what_fails_alone_is_unknown_with_the_reason():
-    line = running(components="AA")
-    line.failed("a")
-    assert line.effects == [StartBatch(Batch(2, 0, "a", "a@fp32", (1,), 1))]
-    line.failed("a", "broke again")
-    assert line.effects == [unknown(1, "a: broke again"), StartBatch(Batch(3, 0, "a", "a@fp32", (2,), 1))]
-    line.finished("a")
-    assert line.effects == [Complete(2, PASSED_A)]
+@pytest.mark.parametrize("case", CASES)
+def test_each_event_has_its_effects(case):
+    made, script = CASES[case]
+    made().play(script)
 
 
 def test_results_that_are_too_few_or_too_many_are_a_failure_of_the_batch():
@@ -126,45 +195,6 @@ def test_results_that_are_too_few_or_too_many_are_a_failure_of_the_batch():
     assert line.batches["a"].requests == (1,)
     line.handle(events.Finished(line.batches["a"].id, (PASS, PASS)))
     assert of(Fail, line.effects) == [unknown(1, "a: 2 results for 1 images")]
-
-
-def test_a_request_has_so_many_attempts_at_each_step():
-    line = running("paper", ["AB"], routes={"AB": "ab"}, batch_attempts=2)
-    line.failed("a", out_of_memory=True)
-    line.finished("a")
-    line.loaded("b")
-    line.failed("b", "oom", out_of_memory=True)
-    assert line.batches["b"].requests == (1,)
-    line.failed("b", "oom", out_of_memory=True)
-    assert line.effects == [unknown(1, "b: oom", StepResult("a", PASS))]
-    assert line.engine.statistics().quarantined == {}
-
-
-def test_an_expert_that_fails_on_so_many_images_in_a_row_is_put_on_probation_and_all_that_wait_for_it_end():
-    line = running(components="AAA", expert_failures=2)
-    line.failed("a")
-    line.failed("a")
-    assert of(Fail, line.effects) == [unknown(1, "a: broke")]
-    line.failed("a", "still broke")
-    reason = "2 batches in a row failed, last: still broke"
-    assert line.effects == [
-        unknown(2, "a: still broke"),
-        StandingChanged("a", Standing.PROBATION, reason, retry_s=1.0),
-        unknown(3, f"a is on probation: {reason}"),
-        EVICT_A,
-    ]
-    assert line.engine.statistics().on_probation == {"a": reason}
-    assert told_by(line, events.Arrived(9, "A")) == [unknown(9, f"a is on probation: {reason}")]
-
-
-def test_batches_of_several_do_not_count_as_failures_of_their_expert_and_a_success_ends_the_count():
-    line = running(components="AAAA", expert_failures=2)
-    line.failed("a")
-    line.failed("a")
-    line.finished("a")
-    line.failed("a")
-    assert line.finished("a") == []
-    assert line.engine.statistics().on_probation == {}
 
 
 def test_a_batch_without_memory_is_halved_and_grows_again_once_halved_ones_have_been_good_for_long():
@@ -178,89 +208,7 @@ def test_a_batch_without_memory_is_halved_and_grows_again_once_halved_ones_have_
     assert sizes == [1] * 4 + [2] * FIRST_PATIENCE + [4]
 
 
-# -- quarantine, probation --
-
-
-def test_what_the_shell_finds_out_quarantines_an_expert_at_once():
-    line = running()
-    line.finished("a")
-    assert told_by(line, events.Quarantined("a", "wrong sha256")) == [quarantined("wrong sha256"), EVICT_A]
-    line.handle(events.Quarantined("a", "another reason"))
-    assert line.engine.statistics().quarantined == {"a": "wrong sha256"}
-
-
 NEXT_LOAD = StartLoad(2, "b", "b@fp32", SSD, "host", 1)
-
-
-@pytest.mark.parametrize(
-    ("event", "told"),
-    [
-        (events.Quarantined("a", "bad"), [quarantined("bad"), unknown(1, "a is in quarantine: bad")]),
-        (events.LoadFailed(1, "bad", permanent=True), [quarantined("bad"), unknown(1, "a is in quarantine: bad")]),
-        (events.Cancelled(1), [unknown(1, "cancelled")]),
-    ],
-)
-def test_an_expert_or_a_request_that_leaves_the_queue_lets_the_next_one_move(event, told):
-    line = alone(policy="paper")  # one load at a time: for the head
-    line.arrive("A")
-    line.arrive("B")
-    assert told_by(line, event) == [*told, NEXT_LOAD]
-
-
-def test_a_quarantined_expert_that_is_on_its_way_leaves_when_it_has_come():
-    line = alone()
-    line.arrive("A")
-    line.handle(events.Quarantined("a", "bad"))
-    assert told_by(line, events.Loaded(1)) == [EVICT_A]
-
-
-def test_a_quarantined_expert_that_runs_leaves_when_its_batch_has_ended():
-    told = [unknown(1, "a is in quarantine: bad"), unknown(2, "a is in quarantine: bad")]
-    for end, ended in ((Line.finished, [Complete(1, PASSED_A), Complete(2, PASSED_A)]), (Line.failed, told)):
-        line = running(components="AA")
-        assert told_by(line, events.Quarantined("a", "bad")) == [quarantined("bad")]
-        end(line, "a")
-        assert line.effects == [*ended, EVICT_A]
-
-
-# -- cancelling, draining, wishes, unexpected events --
-
-
-def test_a_running_request_that_is_cancelled_ends_with_its_batch_and_is_not_tried_again():
-    line = running("paper", ["AB", "AB"], routes={"AB": "ab"})
-    assert told_by(line, events.Cancelled(2)) == []
-    line.failed("a")
-    assert of(Fail, line.effects) == [unknown(2, "cancelled")]
-    line.handle(events.Cancelled(1))
-    line.finished("a")
-    assert line.effects == [unknown(1, "cancelled", StepResult("a", PASS))]
-
-
-def test_an_agent_that_stops_takes_nothing_new_and_brings_nothing_early():
-    line = alone(usage={"a": 0.5, "b": 0.25}, loads_in_flight=1)
-    line.handle(events.Started())
-    assert told_by(line, events.Drain()) == []
-    assert told_by(line, events.Arrived(7, "A")) == [unknown(7, "the agent is stopping")]
-    assert line.loaded("a") == line.handle(events.Wanted("b")) == []
-    assert line.engine.statistics().is_draining
-
-
-def test_what_is_unwanted_goes_and_what_is_wanted_comes_back():
-    line = alone()
-    for _ in range(2):
-        assert line.handle(events.Wanted("a")) == ["load a ssd>host"]
-        line.loaded("a")
-        assert line.handle(events.Unwanted("a")) == ["evict a host stage 0"]
-
-
-def test_what_runs_is_pinned_or_waited_for_stays_though_it_is_unwanted():
-    line = running(pinned=frozenset("b"))
-    line.handle(events.Wanted("b"))
-    line.loaded("b")
-    line.handle(events.Wanted("c"))
-    line.loaded("c")
-    line.ask("c")
-    assert [line.handle(events.Unwanted(expert)) for expert in "abc"] == [[], [], []]
 
 
 def test_an_event_that_fits_nothing_is_counted_and_otherwise_ignored():

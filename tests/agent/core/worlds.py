@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import strategies as st
 
 from agent.core import demand, events, failures
-from agent.core.effects import Assigned, Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, StandingChanged, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -42,6 +44,7 @@ LEFT, RIGHT = "abcdefgh", "uvwxyz"
 PLAIN = {
     "started": events.Started,
     "tick": events.Tick,
+    "drain": events.Drain,
     "cancelled": lambda request: events.Cancelled(int(request)),
     "wanted": events.Wanted,
     "unwanted": events.Unwanted,
@@ -165,14 +168,19 @@ class Line:
         return self.handle(events.BatchFailed(self.batches.pop(expert).id, reason, out_of_memory), at)
 
     def play(self, script):
-        """Steps of a script, divided by semicolons: a verb, experts, `@` a time, `->` everything that moves for it."""
+        """Steps of a script, divided by semicolons: a verb, experts, `@` a time, `->` everything that moves for it.
+
+        After `=>`, divided by `|`: all effects, with requests and reasons.
+        """
         for step in script.split(";"):
-            did, _, effects = (part.strip() for part in step.partition("->"))
+            did, arrow, effects = (part.strip() for part in [*re.split("(->|=>)", step, maxsplit=1), "", ""][:3])
             verb, *args = did.split()
             at = float(args.pop()[1:]) if args and args[-1].startswith("@") else None
-            moved = self.step(verb, args, at)
-            if effects:
-                assert moved == ([] if effects == "nothing" else effects.split(", ")), step
+            moved, divider = self.step(verb, args, at), ", "
+            if arrow == "=>":
+                moved, divider = [said for effect in self.effects if (said := told(effect, in_full=True))], " | "
+            if arrow:
+                assert moved == ([] if effects == "nothing" else effects.split(divider)), step
 
     def step(self, verb, args, at):
         if verb in ("bring", "run"):
@@ -180,11 +188,15 @@ class Line:
         if verb == "resident":
             assert self.resident(args[0]) == args[1]
             return None
+        if verb == "asks":  # requests to these components
+            for component in args[0]:
+                self.arrive(component, at)
+            return None
         if verb == "bad":
             return self.load_failed(*args, at, permanent=True)
         if verb == "short":
             return self.failed(*args, out_of_memory=True, at=at)
-        return self.handle(PLAIN[verb](*args), at) if verb in PLAIN else getattr(self, verb)(*args, at)
+        return self.handle(PLAIN[verb](*args), at) if verb in PLAIN else getattr(self, verb)(*args, at=at)
 
     def bring(self, *experts):
         """Have experts resident, each asked for once and idle again."""
@@ -285,13 +297,20 @@ class AnsweringLine(Line):
         return self.engine.statistics().on_probation
 
 
-def told(effect):
+def told(effect, in_full=False):
     if isinstance(effect, StartLoad):
         return f"load {effect.expert} {effect.source}>{effect.pool}"
     if isinstance(effect, Evict):
         return f"evict {effect.expert} {effect.pool} stage {effect.stage}"
     if isinstance(effect, StartBatch):
-        return f"run {effect.batch.expert}"
+        return f"run {effect.batch.expert}" + (f" {','.join(map(str, effect.batch.requests))}" if in_full else "")
+    if in_full and isinstance(effect, Complete | Fail):
+        steps = "".join(step.expert for step in effect.outcome.steps)
+        said = [effect.outcome.verdict, str(effect.request), *([f"after {steps}"] if steps else [])]
+        return " ".join(said) + (f": {effect.outcome.reason}" if effect.outcome.reason else "")
+    if in_full and isinstance(effect, StandingChanged):
+        pause = "" if effect.retry_s is None else f" for {effect.retry_s} s"
+        return f"{effect.standing} {effect.expert}{pause}: {effect.reason}"
     return None
 
 
