@@ -33,41 +33,29 @@ def asked(count, component="a"):
     return arrivals([component] * count)
 
 
-def test_images_are_there_at_once_where_nobody_knows_what_decoding_takes():
-    assert simulator(A, None).run(asked(3)).seconds == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("prepared_bytes", [0, ROOM], ids=["with their batch", "ahead"])
-def test_one_core_decodes_or_computes(prepared_bytes):
-    """Three images, each 0.2 s and 0.1 s of the one core, whatever the order."""
-    found = simulator(A, {"a": 0.2}, prepared_bytes=prepared_bytes).run(asked(3))
-    assert found.seconds == pytest.approx(3 * 0.3)
-
-
-def test_decoding_ahead_has_the_cores_that_nobody_computes_on():
-    """An executor of an accelerator, one core: each image is decoded while the one before is computed."""
-    found = simulator(A, {"a": 0.2}, executors=("cuda",)).run(asked(3))
-    assert found.seconds == pytest.approx(3 * 0.2 + 0.1)
-
-
-def test_images_that_are_not_prepared_ahead_are_waited_for_by_their_batch():
-    """The same accelerator without room for images: decoding and computing take turns."""
-    found = simulator(A, {"a": 0.2}, executors=("cuda",), prepared_bytes=0).run(asked(3))
-    assert found.seconds == pytest.approx(3 * 0.3)
-
-
-def test_a_batch_has_as_many_cores_as_it_has_images():
-    """The first one runs alone, then two at a time on two cores; four cores decode no image faster."""
-    for cores in (2, 4):
-        found = simulator(A, {"a": 0.2}, cores=cores, max_batch=2, prepared_bytes=0).run(asked(3))
-        assert found.seconds == pytest.approx((0.2 + 0.1) + (0.2 + 0.2))
-
-
-def test_one_image_alone_has_one_core():
-    """Two cores: the other one is decoding the next image ahead, and idle where there is no room for it."""
-    ahead, late = (simulator(A, {"a": 0.2}, cores=2, prepared_bytes=size).run(asked(2)).seconds for size in (ROOM, 0))
-    assert ahead == pytest.approx(0.2 + 2 * 0.1)
-    assert late == pytest.approx(2 * (0.2 + 0.1))
+@pytest.mark.parametrize(
+    ("count", "image_s", "more", "seconds"),
+    [
+        pytest.param(3, None, {}, 0.3, id="images are there at once where no decoding time is known"),
+        pytest.param(3, 0.2, {}, 3 * 0.3, id="one core decodes or computes, also ahead"),
+        pytest.param(3, 0.2, {"prepared_bytes": 0}, 3 * 0.3, id="one core decodes or computes"),
+        pytest.param(3, 0.2, {"executors": ("cuda",)}, 3 * 0.2 + 0.1, id="an accelerator computes beside decoding"),
+        pytest.param(3, 0.2, {"executors": ("cuda",), "prepared_bytes": 0}, 3 * 0.3, id="but waits without room"),
+        # the first one runs alone, then two at a time; four cores decode no image faster than two
+        *(
+            pytest.param(
+                3, 0.2, {"cores": n, "max_batch": 2, "prepared_bytes": 0}, 0.3 + 0.4, id=f"{n} cores, 2 images"
+            )
+            for n in (2, 4)
+        ),
+        pytest.param(2, 0.2, {"cores": 2}, 0.2 + 2 * 0.1, id="one core decodes the next image ahead"),
+        pytest.param(2, 0.2, {"cores": 2, "prepared_bytes": 0}, 2 * 0.3, id="one image alone has one core"),
+    ],
+)
+def test_decoding_takes_the_cores_that_computing_leaves(count, image_s, more, seconds):
+    """Each image computes for 0.1 s."""
+    found = simulator(A, None if image_s is None else {"a": image_s}, **more).run(asked(count))
+    assert found.seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("cores", "seconds"), [(2, 0.3 + 0.1), (1, 0.1 + 0.25 + 0.1)])

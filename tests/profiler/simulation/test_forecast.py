@@ -57,6 +57,7 @@ def test_first_come_first_served_by_hand():
     assert found.loads_to({"host"}) == 3
     assert found.loads_to({"device"}) == 0
     assert (quantile_s(found.waits_s, 0.5), quantile_s(found.waits_s, 0.99)) == pytest.approx((0.26, 0.39))
+    assert [quantile_s([0.03] * 99 + [0.13], quantile) for quantile in (0.5, 0.99, 1.0)] == [0.03, 0.03, 0.13]
     assert found.resident_at_start == frozenset()
 
 
@@ -70,11 +71,6 @@ def test_what_is_placed_before_the_trace_is_not_counted():
     assert roomy.resident_at_start == {"a", "b"}
     assert (roomy.switches, roomy.evictions, roomy.bytes_read, roomy.loads) == (0, 0, 0, {})
     assert roomy.seconds == pytest.approx(0.5 + 0.03 + 0.03 + 0.03)
-
-
-def test_quantiles_are_those_of_the_nearest_rank():
-    waits_s = [0.03] * 99 + [0.13]
-    assert [quantile_s(waits_s, quantile) for quantile in (0.5, 0.99, 1.0)] == [0.03, 0.03, 0.13]
 
 
 def test_another_ssd_changes_the_reading_and_nothing_else():
@@ -212,11 +208,6 @@ def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
 # -- what cannot be planned --
 
 
-def test_an_empty_trace_is_refused():
-    with pytest.raises(ConfigError, match="an empty queue"):
-        scenario_of(AB, stored(), [])
-
-
 def test_strangers_in_a_trace_are_all_told_with_what_is_close():
     trace = [TracedArrival(0.0, "alpha1"), TracedArrival(0.0, "alpha1"), TracedArrival(0.0, expert="cls/q")]
     with pytest.raises(ConfigError) as caught:
@@ -226,18 +217,18 @@ def test_strangers_in_a_trace_are_all_told_with_what_is_close():
     assert "expert 'cls/q', which this line does not have - did you mean 'cls/p'?" in second
 
 
-def test_a_profile_without_an_ssd_is_refused():
-    with pytest.raises(ConfigError, match="no speed of its SSD - run `coserve profile`"):
-        scenario_of(AB, stored(links=()), [TracedArrival(0.0, "a")])
+WIDE = graph_of({"a": ["a"], "z": ["z"]})
 
 
-def test_an_expert_that_never_fits_is_refused():
-    with pytest.raises(ConfigError, match=r"host, for a.*plan with more memory"):
-        forecast(scenario_of(AB, stored(), [TracedArrival(0.0, "a")]), setting(AB, places=0, policy="coserve"))
-
-
-def test_an_expert_that_no_executor_runs_is_refused():
-    wide = graph_of({"a": ["a"], "z": ["z"]})
-    narrow = setting(AB, places=1)
-    with pytest.raises(ConfigError, match="no executor can run z, executors are on: cpu - add one"):
-        forecast(scenario_of(wide, stored(), [TracedArrival(0.0, "z")]), narrow)
+@pytest.mark.parametrize(
+    ("graph", "profile", "trace", "setup", "problem"),
+    [
+        (AB, {}, [], {"places": 1}, "an empty queue"),
+        (AB, {"links": ()}, [TracedArrival(0.0, "a")], {"places": 1}, "no speed of its SSD - run `coserve profile`"),
+        (AB, {}, [TracedArrival(0.0, "a")], {"places": 0, "policy": "coserve"}, r"host, for a.*plan with more memory"),
+        (WIDE, {}, [TracedArrival(0.0, "z")], {"places": 1}, "no executor can run z, executors are on: cpu - add one"),
+    ],
+)
+def test_a_line_that_cannot_be_planned_is_refused_with_its_reason(graph, profile, trace, setup, problem):
+    with pytest.raises(ConfigError, match=problem):
+        forecast(scenario_of(graph, stored(**profile), trace), setting(AB, **setup))

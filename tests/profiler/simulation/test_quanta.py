@@ -56,12 +56,6 @@ def test_a_quantum_ends_when_all_are_done():
     assert quantum.seconds == pytest.approx(0.004 + 2 * 0.001 + 2 * 0.0005 + 0.003)
 
 
-def test_what_one_does_not_need_of_its_share_goes_to_the_others():
-    """0.006 s are B and two K; 1 needs 0.003 of its 0.022 s, and 13 tokens of 2's are written in the other 0.041."""
-    quantum = run({2: Work(0, 50, 50), 1: Work(0, 1, 1)}, QUANTUM_S)
-    assert quantum.unfinished == {2: Work(0, 37, 50, held=13)}
-
-
 @pytest.mark.parametrize("work", [Work(5, 1, 6), Work(0, 5, 6)])
 def test_however_short_a_quantum_is_each_gets_a_token_further(work):
     left = run({1: work, 2: work}, 0.0).unfinished
@@ -78,19 +72,6 @@ def test_a_text_is_written_in_as_many_quanta_as_it_takes():
     simulation = build().run([TracedArrival(0.0, expert="text0", work=Work(0, 40, 40))])
     assert [start_s for start_s, _, _ in batches(simulation)] == pytest.approx([0.0, 0.05, 0.1])
     assert simulation.seconds == pytest.approx(3 * 0.005 + 40 * 0.003)
-
-
-def test_an_image_between_two_quanta_waits_for_one_of_them():
-    trace = [TracedArrival(0.0, expert="text0", work=Work(0, 40, 40)), TracedArrival(0.01, expert="image0")]
-    simulation = build().run(trace)
-    assert [expert for _, expert, _ in batches(simulation)] == ["text0", "image0", "text0", "text0"]
-    assert simulation.finished_s[1] == pytest.approx(0.05 + 0.03)
-
-
-def test_quanta_share_a_processor_with_what_else_runs_there():
-    trace = [TracedArrival(0.0, expert="text0", work=Work(0, 40, 40))]
-    alone = build(speedups={"cpu": (1.0,)}).run(trace)
-    assert alone.seconds == pytest.approx(build().run(trace).seconds)
 
 
 def test_tokens_of_an_expert_without_leases_count_in_its_batches():

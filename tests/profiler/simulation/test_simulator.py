@@ -184,31 +184,6 @@ def test_the_policies_stand_in_the_papers_order_by_switches_and_by_time():
 # -- the ceiling of a wait --
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 5),
-    st.lists(st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.01, 0.2, 1.5])), min_size=1, max_size=80),
-)
-def test_every_wait_is_under_its_ceiling(experts, capacity, drawn):
-    """One executor: a request queued at t waits at most the bound, plus a load, a batch and the batch that may run
-    during that load, for each request queued before t + bound and not yet run at t, and for itself."""
-    at_s, trace = 0.0, []
-    for component, pause_s in drawn:
-        at_s += pause_s
-        trace.append(TracedArrival(at_s, names(8)[component % experts]))
-    simulation = simulator(line(names(experts), capacity)).run(trace, warm_s=0.0)
-    queued = {effect.request: now for now, effect in simulation.effects if isinstance(effect, Assigned)}
-    started = {
-        request: now
-        for now, effect in simulation.effects
-        if isinstance(effect, StartBatch)
-        for request in effect.batch.requests
-    }
-    for request, since in queued.items():
-        ahead = sum(1 for other in queued if queued[other] < since + BOUND_S and started[other] >= since)
-        assert started[request] - since <= BOUND_S + (ahead + 2) * (LOAD_S * 2 + 2 * FULL_BATCH_S)
-
-
 LINE_BOUND_S = 0.3
 FULL_S = FULL_BATCH_S / IMAGES.max_batch  # between two requests that keep one executor busy in full batches
 LINES = ({"cpu": "host"}, {"cpu": "host", "gpu": "host"}, {"cpu": "host", "gpu": "device"})
