@@ -9,8 +9,6 @@ from agent.core.performance import PoolSpec
 from agent.core.request import GAVE_WAY, NO_SPARE_ROOM, Precedence
 from tests.agent.core.worlds import Line
 
-EVICT_N, RUN_N = "evict n host stage 0", ["run n"]
-
 
 class IdleLine(Line):
     """n and s are shadows of a and b; offers count from 100."""
@@ -22,66 +20,47 @@ class IdleLine(Line):
         )
         self.offers = 99
 
-    def offer(self, expert="n"):
+    def offer(self, expert="n", at=None):
         self.offers += 1
-        return self.handle(events.Arrived(self.offers, expert=expert, precedence=Precedence.IDLE))
+        return self.handle(events.Arrived(self.offers, expert=expert, precedence=Precedence.IDLE), at)
 
-    def show(self, expert="n"):
-        self.offer(expert)
-        self.loaded(expert)
-        self.finished(expert)
+    def ended(self, *words, at=None):
+        """The latest offer ended with this reason; without one, it goes on or ended well."""
+        assert self.reason == (" ".join(words) or None)
 
     @property
     def reason(self):
-        """Of the latest offer, once it has ended."""
         return self.outcomes[self.offers].reason if self.offers in self.outcomes else None
+
+
+SHOWN = "offer n; loaded n; finished n"
+
+
+@pytest.mark.parametrize(
+    ("room", "script"),
+    [
+        (2, f"offer n; asks a; ended {GAVE_WAY}; offer n; ended {GAVE_WAY}; loaded n -> nothing"),
+        (2, "offer n; loaded n -> run n; asks a; ended; finished n; ended asked of one expert, not of a route"),
+        (
+            1,
+            f"bring a; offer n; ended {NO_SPARE_ROOM}; unwanted a; {SHOWN};"
+            "offer s -> evict n host stage 0, load s ssd>host",
+        ),
+        (2, f"bring a; {SHOWN}; arrive b -> evict n host stage 0, load b ssd>host"),
+        (2, f"{SHOWN}; bring na; offer s; ended {NO_SPARE_ROOM}"),
+        (2, f"offer n; drain; ended {GAVE_WAY}; offer n; ended the agent is stopping"),
+    ],
+)
+def test_an_idle_request_takes_only_room_to_spare_and_gives_way(room, script):
+    IdleLine(room).play(script)
 
 
 def test_an_idle_request_is_loaded_run_and_not_counted():
     line = IdleLine()
-    line.show()
+    line.play(SHOWN)
     statistics = line.engine.statistics()
     assert line.outcomes.keys() == {100}
     assert (statistics.arrived, statistics.completed, statistics.batches, statistics.switches) == (0, 0, 0, 0)
-
-
-def test_it_gives_way_while_it_waits_and_not_once_it_runs():
-    line = IdleLine()
-    line.offer()
-    line.arrive("a")
-    assert line.reason == GAVE_WAY
-    line.offer()
-    assert line.reason == GAVE_WAY
-    assert line.loaded("n") == []
-    line = IdleLine()
-    line.offer()
-    assert line.loaded("n") == RUN_N
-    line.arrive("a")
-    assert line.reason is None
-    line.finished("n")
-    assert line.outcomes[100].label == "ok"
-
-
-def test_nothing_leaves_for_it_but_a_copy_of_its_own_kind():
-    line = IdleLine(room=1)
-    line.bring("a")
-    line.offer()
-    assert line.reason == NO_SPARE_ROOM
-    line.handle(events.Unwanted("a"))
-    line.show()
-    assert line.offer("s") == [EVICT_N, "load s ssd>host"]
-
-
-def test_its_copy_leaves_first_until_another_request_runs_on_it():
-    line = IdleLine()
-    line.bring("a")
-    line.show()
-    assert line.arrive("b") == [EVICT_N, "load b ssd>host"]
-    line = IdleLine()
-    line.show()
-    line.bring("n", "a")
-    line.offer("s")
-    assert line.reason == NO_SPARE_ROOM
 
 
 @pytest.mark.parametrize("out_of_memory", [True, False])
@@ -97,12 +76,3 @@ def test_its_failures_end_it_and_lower_no_budget(out_of_memory):
     line.failed("n", out_of_memory=out_of_memory)
     assert line.reason == "n: broke"
     assert line.pools()[0].expert_bytes == 2
-
-
-def test_a_drain_ends_it_unless_it_runs():
-    line = IdleLine()
-    line.offer()
-    line.handle(events.Drain())
-    assert line.reason == GAVE_WAY
-    line.offer()
-    assert line.reason == "the agent is stopping"

@@ -24,6 +24,13 @@ def preliminary_line(policy="paper", **changes):
     return unified(policy=policy, usage={"e": 0.9, "a": 0.1}, routes={"d": "de"}, **changes)
 
 
+def unhurried(usage, max_overtake_s=100.0):
+    """a, b and d lie in a memory for three; a runs, and b is queued."""
+    line = unified(host=3, usage=usage, max_overtake_s=max_overtake_s, long_queue_s=100.0)
+    line.play("bring abd; ask a @1.0 -> run a; ask b @1.0 -> nothing")
+    return line
+
+
 # Each case: a line, and what is played on it: see ``Line.play``.
 CASES = {
     # the head of a queue
@@ -283,7 +290,32 @@ CASES = {
         "loaded e -> evict c device stage 2, load e host>device, load f ssd>host; ask a -> nothing; ask d -> nothing;"
         "loaded e -> nothing",  # g waits for the SSD, the host's link is idle, and only d, queued behind a, could leave
     ),
-    # a short queue, whose victims are chosen late
+    # a short queue, whose victims are chosen late: a runs, b is queued, and c, which is not there, behind it
+    "a short queue takes free room only while it has other work": (
+        lambda: unhurried(D_FIRST),
+        "ask c @1.0 -> nothing; finished a @2.0 -> run b, evict d host stage 2, load c ssd>host",  # no other could run
+    ),
+    "a longer queue loads ahead": (
+        lambda: unhurried(D_FIRST, max_overtake_s=15.0),
+        "ask c @1.0 -> evict d host stage 2, load c ssd>host",
+    ),
+    "a short queue waits for a copy in use that would go first": (
+        lambda: unhurried(B_FIRST),
+        "ask c @1.0 -> nothing; finished a @2.0 -> run b; finished b @3.0 -> evict b host stage 2, load c ssd>host",
+    ),
+    "a copy in use is not waited for where it is queued again": (
+        lambda: unhurried(B_FIRST),  # b has work behind c, so that c takes free room only until b runs again
+        "ask c @1.0; finished a @2.0; ask b @2.5 -> nothing;"
+        "finished b @3.0 -> run b; finished b @4.0 -> evict b host stage 2, load c ssd>host",
+    ),
+    "a head has time until it has waited for half the bound": (
+        lambda: unhurried(B_FIRST),
+        "ask c @1.0; finished a @50.9 -> run b",
+    ),
+    "a head that has waited for half the bound has no time left": (
+        lambda: unhurried(B_FIRST),
+        "ask c @1.0; finished a @51.0 -> run b, evict d host stage 2, load c ssd>host",
+    ),
     "a head that waits on purpose keeps no other executor from loading": (
         lambda: unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0),
         "bring uv; run a;"  # executor 0 works; u and v were used, and no request waits for them
@@ -291,6 +323,8 @@ CASES = {
     ),
 }
 BY_NAME = {"a": 0.1, "b": 0.2, "c": 0.3}
+B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
+D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -491,44 +525,3 @@ def test_experts_are_dealt_to_one_pool_after_the_other_in_descending_usage(usage
     runs_on = {processor: {name: row(name) for name in names} for processor, names in able.items()}
     found = initial_placement(usage, THREE_POOLS, runs_on)
     assert [f"{spec.id}{expert}" for spec, expert in found] == dealt.split()
-
-
-B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
-D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
-
-
-def unhurried(usage, max_overtake_s=100.0):
-    """a, b and d lie in a memory for three; a runs, b is queued, and c, which is not there, behind it."""
-    line = unified(host=3, usage=usage, max_overtake_s=max_overtake_s, long_queue_s=100.0)
-    line.bring(*"abd")
-    told = [line.ask(expert, at=1.0) for expert in "abc"]
-    assert told[:2] == [["run a"], []]
-    return line, told[2]
-
-
-def test_a_short_queue_takes_free_room_only_while_it_has_other_work_and_a_longer_one_loads_ahead():
-    line, told = unhurried(D_FIRST)
-    assert told == []
-    assert line.finished("a", at=2.0) == ["run b", "evict d host stage 2", "load c ssd>host"]  # nothing else could run
-    assert unhurried(D_FIRST, max_overtake_s=15.0)[1] == ["evict d host stage 2", "load c ssd>host"]
-
-
-def test_a_short_queue_waits_for_what_runs_where_that_would_go_first():
-    line, told = unhurried(B_FIRST)
-    assert told == []
-    assert line.finished("a", at=2.0) == ["run b"]
-    assert line.finished("b", at=3.0) == ["evict b host stage 2", "load c ssd>host"]
-
-
-def test_what_runs_is_not_waited_for_where_it_is_queued_again():
-    line, _ = unhurried(B_FIRST)
-    line.finished("a", at=2.0)
-    assert line.ask("b", at=2.5) == []  # b has work behind c, so that c takes free room only ...
-    assert line.finished("b", at=3.0)[0] == "run b"  # ... until b runs again
-    assert "c" in line.loads or "load c ssd>host" in line.finished("b", at=4.0)
-
-
-@pytest.mark.parametrize(("at_s", "loaded"), [(50.9, False), (51.0, True)])
-def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left(at_s, loaded):
-    line, _ = unhurried(B_FIRST)
-    assert ("load c ssd>host" in line.finished("a", at=at_s)) is loaded
