@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 Known = TypeVar("Known")
-Table: TypeAlias = tuple[
-    tuple[MetricKind, str, str, Callable[[Known], float]], ...
-]  # kind, name, help, where it is known
+Table: TypeAlias = tuple[tuple[MetricKind, str, str, Callable[[Known], float]], ...]  # kind, name, help, value
 
 COUNTER, GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+OLDEST = "Seconds since the oldest waiting one was judged."
 ENGINE: Table[EngineStatistics] = (
     (COUNTER, "requests", "Requests that the agent has taken.", lambda one: one.arrived),
     (GAUGE, "requests_in_flight", "Requests that have no outcome yet.", lambda one: one.in_flight),
@@ -144,8 +143,9 @@ class LineMetrics:
         watched = [source for source in sources if source.kind == "folder"]
         folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers = {one.receiver: one for one in self._upkeep.deliveries.statistics()}
-        ages = {receiver: _age_s(since) for receiver, since in self._upkeep.deliveries.oldest().items()}
+        receivers, now = {one.receiver: one for one in self._upkeep.deliveries.statistics()}, datetime.now(UTC)
+        oldest = self._upkeep.deliveries.oldest().items()
+        ages = {name: 0.0 if since is None else max((now - since).total_seconds(), 0.0) for name, since in oldest}
         return [
             *self._identity(),
             *self._counts(),
@@ -163,13 +163,7 @@ class LineMetrics:
             *_each(FOLDER, "folder", folders),
             *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
             *_each(RECEIVER, "receiver", receivers),
-            Metric(
-                GAUGE,
-                "outbox_oldest_age_seconds",
-                "Seconds since the oldest waiting one was judged.",
-                _by_name(ages),
-                ("receiver",),
-            ),
+            Metric(GAUGE, "outbox_oldest_age_seconds", OLDEST, _by_name(ages), ("receiver",)),
             *_told(STORE, line.store.statistics()),
             *_told(IMAGES, self._upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
@@ -179,13 +173,8 @@ class LineMetrics:
         agent = self._line.inspector.agent
         about = {"version": version("coserve"), "python": platform.python_version()}
         about |= {"line": agent.config.line, "device": agent.box.name}
-        yield Metric(
-            GAUGE,
-            "build_info",
-            "Version, Python, line and device of the agent.",
-            {tuple(about.values()): 1.0},
-            tuple(about),
-        )
+        words = "Version, Python, line and device of the agent."
+        yield Metric(GAUGE, "build_info", words, {tuple(about.values()): 1.0}, tuple(about))
         yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
         yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._line.alarms())})
 
@@ -211,13 +200,8 @@ class LineMetrics:
         yield from _each(CAMERA, "camera", seen)
         for name, one in seen.items():  # one on its way counts as dropped, for a moment: a counter must not go back
             self._dropped[name] = max(self._dropped[name], one.dropped)
-        yield Metric(
-            COUNTER,
-            "camera_dropped_frames",
-            "Frames that gave way to later ones.",
-            _by_name(self._dropped),
-            ("camera",),
-        )
+        dropped = _by_name(self._dropped)
+        yield Metric(COUNTER, "camera_dropped_frames", "Frames that gave way to later ones.", dropped, ("camera",))
         states: dict[Labels, float] = {
             (name, str(state)): one.state == str(state) for name, one in seen.items() for state in CameraState
         }
@@ -273,10 +257,6 @@ def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
     yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("pool",))
     waited: dict[Labels, float] = {(pool,): found.waited_s for pool, found in stores.items()}
     yield Metric(COUNTER, "moe_wait_seconds", "Seconds of waiting for moe_experts.", waited, ("pool",))
-
-
-def _age_s(since: datetime | None) -> float:
-    return 0.0 if since is None else max((datetime.now(UTC) - since).total_seconds(), 0.0)
 
 
 def _size_bytes(file: Path) -> float:

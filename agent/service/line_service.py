@@ -59,6 +59,7 @@ FILING_S = 2.0  # of all folders together
 STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 HOUSEKEEPER_STOP_S = 0.5
+KEEPER_STOP_S = 1.0
 
 
 class LineService:
@@ -82,7 +83,7 @@ class LineService:
         self.inspector = Inspector(config, progress, on_crash)
         self._device_alarms = _device_alarms(config, self.inspector.agent)
         self._drift_alarm = DriftAlarm()
-        self._upkeep = Upkeep(config, self._is_needed, wall)
+        self._upkeep = Upkeep(config, lambda key: any(source.holds(key) for source in self.sources), wall)
         self.store = self._upkeep.store
         self.boards = LineBoards(config.boards, self.store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self.store, self.boards)
@@ -144,7 +145,7 @@ class LineService:
     def start(self) -> None:
         """Take up open boards, start the agent, then open the doors. An address in use is retried, with an alarm."""
         self.boards.take_up()
-        self.inspector.start()
+        self.agent.start()
         self._upkeep.start()
         self._journaled.take_up()
         self._doorkeeper.step()
@@ -172,10 +173,10 @@ class LineService:
             ending.callback(_stop_all, [source.close for source in self.sources], FILING_S)
             ending.callback(self._wait_for_commits)
             ending.callback(self._shadows.flush)
-            ending.callback(self._upkeep.stop_images)
+            ending.callback(self._upkeep.images.stop, KEEPER_STOP_S)  # before the store closes: verdicts wait for them
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
-            ending.callback(self.inspector.stop)
+            ending.callback(self.agent.stop)
             for application in reversed(self._applications):
                 ending.callback(application.stop)
             if self.web is not None:
@@ -332,9 +333,6 @@ class LineService:
         ]
 
     # -- by time: on the housekeeper's thread --
-
-    def _is_needed(self, key: str) -> bool:
-        return any(source.holds(key) for source in self.sources)
 
     def _report_hangs(self) -> None:
         for source in self.sources:

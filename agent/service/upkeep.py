@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
 
-KEEPER_STOP_S = 1.0
 DUTIES_STOP_S = 0.5
 HANGS_S = 30.0  # a step takes milliseconds
 DELIVERIES_STOP_S = 3.0
@@ -68,10 +67,6 @@ class Upkeep:
         told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
         alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
         return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
-
-    def stop_images(self) -> None:
-        """Call it before the store closes: verdicts wait for their images."""
-        self.images.stop(KEEPER_STOP_S)
 
     def stop(self) -> None:
         """Stop exports, removal and delivery; messages wait for the next start."""

@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import (
-    ModelView,
-    PoolView,
-    QueueView,
-    ResultsCursor,
-    StatusView,
-    StoredView,
-    TextsView,
-)
+from agent.api.calls.desk import ModelView, PoolView, QueueView, ResultsCursor, StatusView, StoredView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
 from agent.service.desk.explaining import explained_component, explained_expert, explained_result
 from agent.service.desk.orders import OrderTaker

@@ -54,17 +54,14 @@ class Admission:
                 self.size_bytes += size_bytes
                 return Pass(images, size_bytes)
             under_way, held = self.images, self.size_bytes
+        too_many, per_s = max(under_way + images - self._limits.requests, 1), self._ended_per_s()
+        retry_s = too_many / per_s if per_s > 0 else USUAL_RETRY_S
         raise OrderRefused(
             Refusing.QUEUE_FULL,
             f"{under_way} images or texts of {sizes.mib(held)} are under way, and the line takes "
             f"{self._limits.requests} of {sizes.mib(self._limits.memory)} at once - try again",
-            self._retry_s(under_way + images - self._limits.requests),
+            min(max(retry_s, SHORTEST_RETRY_S), LONGEST_RETRY_S),
         )
-
-    def _retry_s(self, too_many: int) -> float:
-        per_s = self._ended_per_s()
-        seconds = max(too_many, 1) / per_s if per_s > 0 else USUAL_RETRY_S
-        return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
     def leave(self, entered: Pass, images: int = 1) -> None:
         """Give back so many images, and the bytes with the last; idempotent beyond that."""

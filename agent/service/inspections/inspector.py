@@ -135,7 +135,7 @@ class Gate:
 
 
 class Inspector:
-    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest, and ``on_crash``, on any thread."""
+    """The agent of a line, which the line starts and stops, and its gate. For any thread, ``on_crash`` too."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
         self._submissions: dict[int, Submission] = {}
@@ -162,9 +162,6 @@ class Inspector:
             )
         )
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
-
-    def start(self) -> None:
-        self.agent.start()
 
     @property
     def crash(self) -> AgentCrashed | None:
@@ -251,10 +248,6 @@ class Inspector:
         """Finish what was taken; False after ``timeout_s``."""
         self.agent.loop.drain()
         return self.agent.loop.wait_until_drained(timeout_s)
-
-    def stop(self) -> None:
-        """End. Raises AgentCrashed if it had crashed, after everything has ended."""
-        self.agent.stop()
 
     def forgive(self) -> None:
         """A requested end does not count against images under way."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import TextModelView
+from agent.api.calls.orders import invalid
 from agent.core.request import CANCELLED
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import Submission
@@ -66,14 +67,8 @@ class TextDoor:
         if self._is_stopping or not self._inspector.takes:
             raise _stopping()
         agent = self._inspector.agent
-        text = TextUnderWay(
-            order,
-            listener,
-            partial(self._models.of, agent=agent),
-            self._due_s(order, agent),
-            time.monotonic,
-            self._left,
-        )
+        speech_of, due_s = partial(self._models.of, agent=agent), self._due_s(order, agent)
+        text = TextUnderWay(order, listener, speech_of, due_s, time.monotonic, self._left)
         try:
             check_order(order)
             destination = destination_of(order, agent.config.catalog)
@@ -142,9 +137,7 @@ class TextDoor:
         if wanted_s is None:
             return None
         if not 0 < wanted_s < math.inf:
-            raise OrderRefused(
-                Refusing.INVALID, f"deadline_s: is {wanted_s}: give seconds, above 0", field="deadline_s"
-            )
+            raise invalid("deadline_s", f"is {wanted_s}: give seconds, above 0")
         return time.monotonic() + wanted_s
 
     def _view(self, name: str, experts: tuple[str, ...], agent: Agent, reasons: Mapping[str, str]) -> TextModelView:

@@ -104,7 +104,7 @@ class TextUnderWay:
         elif outcome.label is None or step is None:
             self.left(self, FAILED)
             self._fail(self._failure(outcome.reason or "it has no answer"))
-        elif not self._is_label(step.expert, step.prediction.label):
+        elif step.prediction.label not in (self._requests[step.expert].generation.choices or ()):  # no router's label
             ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
             self._finish(step.expert)
             self.left(self, ending)
@@ -131,16 +131,12 @@ class TextUnderWay:
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
             sampling = speech.model.drawn(self.order.sampling, self.order.given)
             generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
-            is_thought = _opens_thought(prompt, speech.model)
+            end = b"".join(speech.model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
+            is_thought = end.rstrip().endswith(THOUGHT.encode())  # some templates end inside the model's thoughts
             wrote = partial(self._wrote, expert, speech.model, is_thought)
             writer = TextWriter(speech.model, prompt, self.order.stop, wrote)
         check_against(generation, speech.spec)
         return TextRequest(generation, writer, self.due_s)
-
-    def _is_label(self, expert: str, label: str) -> bool:
-        """True for a router's answer: a label may be named like an ending."""
-        choices = self._requests[expert].generation.choices
-        return choices is not None and label in choices
 
     def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
         """Raises PromptInvalid for a prompt that leaves no room for so many tokens."""
@@ -223,12 +219,6 @@ def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
     return model.chat_prompt_of(order.messages, order.template)
 
 
-def _opens_thought(prompt: tuple[int, ...], model: TextModel) -> bool:
-    """Some templates end the prompt inside the model's thoughts."""
-    end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
-    return end.rstrip().endswith(THOUGHT.encode())
-
-
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
     """The last words alone, as a chat if the router has a template."""
     words = last_words(order)
@@ -238,10 +228,8 @@ def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
 
 
 def _token_view(sampled: Sampled, model: TextModel) -> TokenView:
-    others = tuple(_one_view(token, logprob, model) for token, logprob in sampled.alternatives)
-    return _one_view(sampled.token, sampled.logprob, model, others)
+    def view(token: int, logprob: float, others: Sequence[TokenView] = ()) -> TokenView:
+        content = model.token_bytes(token)
+        return TokenView(content.decode("utf-8", "replace"), content, logprob, tuple(others))
 
-
-def _one_view(token: int, logprob: float, model: TextModel, others: Sequence[TokenView] = ()) -> TokenView:
-    content = model.token_bytes(token)
-    return TokenView(content.decode("utf-8", "replace"), content, logprob, tuple(others))
+    return view(sampled.token, sampled.logprob, [view(*alternative) for alternative in sampled.alternatives])

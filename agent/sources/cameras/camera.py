@@ -15,6 +15,7 @@ import queue
 import random
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,7 +39,7 @@ from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, ch
 from experts.errors import ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import datetime
 
     from agent.config import LineConfig
@@ -245,23 +246,29 @@ class CameraSource(Source):
         with self._has_changed:
             while not (self._has_room() or self._stopping.is_set()):
                 self._has_changed.wait(LOOK_S)
-            self._unaccepted.add(subject.key)
-            self._unjudged.add(subject.key)
-        self._line.offer_image(Arrival(self._completed(subject), content, self._section.max_pixels), self)
-        self._wait_until_gone(self._unaccepted, subject.key)
-        self._line.release_key(subject.key)
+        with self._under_way(subject, self._unaccepted):
+            self._line.offer_image(Arrival(self._completed(subject), content, self._section.max_pixels), self)
 
     def _refuse_trigger(self, subject: Subject, reason: str) -> None:
+        with self._under_way(subject, self._unjudged):
+            self._line.refuse_subject(self._completed(subject), f"camera {self.name}: {reason}", self)
+
+    @contextmanager
+    def _under_way(self, subject: Subject, awaited: set[str]) -> Iterator[None]:
+        """Count the subject, then wait until its key has left ``awaited``; an error ends the count."""
         with self._has_changed:
             self._unjudged.add(subject.key)
-        self._line.refuse_subject(self._completed(subject), f"camera {self.name}: {reason}", self)
-        self._wait_until_gone(self._unjudged, subject.key)
-        self._line.release_key(subject.key)
-
-    def _wait_until_gone(self, keys: set[str], key: str) -> None:
+            awaited.add(subject.key)
+        try:
+            yield
+        except BaseException:
+            self._unjudged.discard(subject.key)
+            awaited.discard(subject.key)
+            raise
         with self._has_changed:
-            while key in keys and not self._stopping.is_set():
+            while subject.key in awaited and not self._stopping.is_set():
                 self._has_changed.wait(LOOK_S)
+        self._line.release_key(subject.key)
 
     def _completed(self, subject: Subject) -> Subject:
         """The subject with the type of the board that its frame shows."""

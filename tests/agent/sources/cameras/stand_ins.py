@@ -188,6 +188,7 @@ class Taker:
         self.frames: list[Frame] = []
         self.lost: list[tuple[Subject, str]] = []
         self.is_free = has_room
+        self.faults = 0  # so often the door breaks
         self.door = threading.Event()  # while it is not set, an image that is offered waits
         if is_open:
             self.door.set()
@@ -197,13 +198,19 @@ class Taker:
     def has_room(self, _):
         return self.is_free
 
-    def offer_image(self, arrival, source):
+    def _pass_door(self):
         self.door.wait()
+        if self.faults:
+            self.faults -= 1
+            raise OSError("no space")
+
+    def offer_image(self, arrival, source):
+        self._pass_door()
         self.frames.append(Frame(arrival.subject, arrival.image))
         source.verdict_committed(arrival.subject, Verdict.OK, None)
 
     def refuse_subject(self, subject, reason, source):
-        self.door.wait()
+        self._pass_door()
         self.lost.append((subject, reason))
         source.verdict_committed(subject, Verdict.UNKNOWN, reason)
 

@@ -157,6 +157,28 @@ class TestTriggered:
         )
         assert ended == list(range(1, len(ended) + 1))
 
+    def test_what_overflows_is_bounded_and_the_pause_is_told(self, watched, failing, monkeypatch):
+        """No trigger is dropped silently."""
+        monkeypatch.setattr("agent.sources.cameras.delivery.OVERFLOW_MAXIMUM", 3)
+        taker = watched(failing.url, mode="triggered", interval_s=0.02, queue=1, is_open=False)
+        until(lambda: "interval_s pauses: 3 lost triggers" in (taker.now.alarm or ""))
+        taker.door.set()
+        until(lambda: len(taker.lost) >= 3 and taker.now.alarm is None)
+
+    def test_a_frame_that_is_not_taken_is_lost_and_costs_no_other(self, watched, failing, monkeypatch, caplog):
+        monkeypatch.setattr("agent.sources.cameras.delivery.FAILED_S", 0.01)
+        taker = watched(failing.url, mode="triggered", is_open=False)
+        taker.until_state("STREAMING")
+        taker.faults = 3  # of the frame, then of its loss, then of the next frame
+        keys = [taker.camera.trigger() for _ in range(4)]
+        taker.door.set()
+        until(lambda: taker.now.waiting == 0)
+        assert [lost.key for lost, _ in taker.lost] == [keys[1]]
+        assert taker.lost[0][1] == "camera top: its frame was not taken: no space"
+        assert [frame.subject.key for frame in taker.frames] == keys[2:]
+        assert (taker.now.received, taker.now.lost, taker.now.alarm) == (2, 2, None)
+        assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+
     def test_those_whose_camera_stalls_are_lost_and_say_why(self, watched, failing):
         taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0)
         taker.until_state("STREAMING")

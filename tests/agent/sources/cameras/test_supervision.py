@@ -1,12 +1,15 @@
-"""When a camera's process is started, killed and started again, in virtual time."""
+"""A camera's process in virtual time: when it is started and killed, its interval, and its messages."""
 
 from __future__ import annotations
+
+import os
+import socket
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.sources.cameras import supervision
+from agent.sources.cameras import supervision, wire
 from agent.sources.cameras.supervision import (
     Action,
     CameraSignal,
@@ -17,6 +20,7 @@ from agent.sources.cameras.supervision import (
     Supervisor,
     Tell,
 )
+from agent.sources.cameras.takes import NEVER, Interval
 from agent.sources.cameras.wire import Failed
 
 OPEN_S, STALL_S, MAX_LAG_S = 10.0, 5.0, 2.0
@@ -173,3 +177,29 @@ def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said):
             desk.say(ENDED)
             processes -= 1
     assert desk.one.is_over
+
+
+def test_the_interval_fires_while_frames_come_and_makes_up_for_nothing():
+    interval = Interval(2.0)
+    assert not interval.is_due(0.0, is_streaming=False)
+    assert interval.deadline == NEVER
+    fired = [now for now in (100.0, 101.0, 102.0, 109.0, 110.9, 111.0) if interval.is_due(now, is_streaming=True)]
+    assert fired == [100.0, 102.0, 109.0, 111.0]
+    assert not Interval(None).is_due(0.0, is_streaming=True)
+
+
+def test_a_frame_travels_beside_its_message_and_nobody_can_change_it():
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    content = os.urandom(3_000_000)
+    with ends[0], ends[1]:
+        ours = wire.sealed(content)
+        wire.send(ends[0], wire.Taken(1, 0.5), (ours,))
+        os.close(ours)
+        received = wire.receive(ends[1])
+    assert received is not None
+    message, (theirs,) = received
+    assert message == wire.Taken(1, 0.5)
+    for change in (lambda: os.pwrite(theirs, b"torn", 0), lambda: os.ftruncate(theirs, 2)):
+        with pytest.raises(PermissionError):
+            change()
+    assert wire.unsealed(theirs) == content

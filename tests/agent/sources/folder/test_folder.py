@@ -45,13 +45,12 @@ from tests.agent.sources.folder.lines import (
 )
 from tests.waiting import until
 
+FILES = 2000
+
 
 @pytest.fixture
 def line(tmp_path):
     return Line(tmp_path / "inbox")
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_tells_board_component_and_ref():
@@ -71,9 +70,6 @@ SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
 def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath):
     assert is_ignored(relpath)
     assert not is_ignored("sub/done/x.png")
-
-
-# --- completeness ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
@@ -97,14 +93,10 @@ def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
-    assert line.files() == {name}
-    assert line.refusals == []
+    assert (line.files(), line.refusals) == ({name}, [])
     line.run(10)
-    (refusal,) = line.refusals
-    assert refusal.subject.image == name
-    assert "truncated" in refusal.reason
-    assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
-    assert line.arrivals == []
+    assert line.refused == {name: "truncated: the end of the image is missing"}
+    assert (line.files(), line.arrivals) == ({f"failed/{name}", f"failed/{name}.error.json"}, [])
 
 
 def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_path):
@@ -136,20 +128,10 @@ def test_a_file_that_its_writer_holds_open_is_not_offered(line):
         if lease_of(os.open(line.root / "b1_r_R7.png", os.O_RDONLY)) is Lease.UNKNOWN:
             pytest.skip("this filesystem grants no leases")
         line.run(100)
-        assert line.arrivals == []
-        assert line.stale == {"b1_r_R7.png"}
-    line.run(1)
+        assert (line.arrivals, line.stale) == ([], {"b1_r_R7.png"})
+    with (line.root / "b1_r_R7.png").open("rb"):  # a reader holds nobody up
+        line.run(1)
     assert line.offered == ["b1_r_R7.png"]
-
-
-def test_readers_hold_nobody_up(line):
-    (line.root / "b1_r_R7.png").write_bytes(PNG)
-    with (line.root / "b1_r_R7.png").open("rb"):
-        line.run(3)
-    assert line.offered == ["b1_r_R7.png"]
-
-
-# --- what was there before, and in which order ----------------------------------------------------------------------
 
 
 def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line):
@@ -176,8 +158,7 @@ def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line
 
 def test_files_from_before_the_start_may_be_ignored(tmp_path):
     line = Line(tmp_path / "inbox", ignore_existing=True)
-    for number in (1, 2):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in (1, 2)))
     line.run(5)
     line.arrive("b1_r_R2.png", "b1_r_R3.png")
     assert sorted(line.offered) == ["b1_r_R2.png", "b1_r_R3.png"]
@@ -192,9 +173,6 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path, after):
     if after == "move":
         assert len(line.files()) == 2
         assert all(re.fullmatch(r"done/2026-05-01/b1_r_R1(~[0-9a-f-]+)?\.png", name) for name in line.files())
-
-
-# --- settling -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", ["keep", "move"])
@@ -245,7 +223,7 @@ def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_ofte
     (line.root / "locked").mkdir()
     (line.root / "locked" / "b1_r_R1.png").write_bytes(PNG)
     for number in range(40):
-        (line.root / f"b1_r_N{number}.png").write_bytes(PNG)
+        line.write(f"b1_r_N{number}.png")
         line.run(20)
     assert len(line.arrivals) == 40
     assert caplog.text.count("intake_not_claimed") == 1
@@ -255,18 +233,12 @@ def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_ofte
 
 def test_without_room_files_wait_where_they_are(line):
     line.room = 1
-    for number in range(5):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in range(5)))
     line.run(90)
-    assert len(line.arrivals) == 1
-    assert line.source.status().waiting == 4
-    assert line.stale == set()
+    assert (len(line.arrivals), line.source.status().waiting, line.stale) == (1, 4, set())
     line.room = 10_000
     line.run(1)
     assert len(line.arrivals) == 5
-
-
-# --- many files ------------------------------------------------------------------------------------------------------
 
 
 class Exhaustive:
@@ -350,8 +322,7 @@ def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line):
 
 def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
     line = Line(tmp_path / "inbox", ready="marker", poll_s=60)
-    for number in (1, 2):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in (1, 2)))
     line.run(130)
     assert (line.arrivals, line.stale) == ([], {"b1_r_R1.png", "b1_r_R2.png"})
     (line.root / "b1_r_R1.png.done").touch()
@@ -363,9 +334,6 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
     line.run(1)
     assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
     assert all(name.startswith(".work/") for name in line.files())
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line, tmp_path):
@@ -445,8 +413,7 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
 def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
     """EACCES, under a user whom permissions bind."""
     steps = """
-        for number in (1, 2, 3):
-            (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+        line.write(*(f"b1_r_R{number}.png" for number in (1, 2, 3)))
             (line.root / f"b1_r_R{number}.png").chmod(0o600 if number == 3 else 0)
         line.run(10)
         print(line.offered, line.refused)
@@ -458,9 +425,6 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
         "['b1_r_R3.png'] {}",
         "['b1_r_R3.png', 'b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'}",
     ]
-
-
-# --- crashes, other agents, and a filesystem that says no -----------------------------------------------------------
 
 
 def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line):
@@ -477,9 +441,6 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
         again.source.verdict_committed(arrival.subject, Verdict.NG, None)
     again.run(1)
     assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
-    third = Line(line.root)
-    third.run(5)
-    assert third.arrivals == []
 
 
 def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line):
@@ -549,8 +510,7 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypat
         return sighting(inbox, claimed)
 
     monkeypatch.setattr(Inbox, "sighting", fail_once)
-    for number in (1, 2):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in (1, 2)))
     with suppress(ValueError):  # the boundary of the thread
         line.run(3)
     line.run(3)
@@ -560,8 +520,7 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypat
 def test_what_is_in_anybodys_hands_is_never_offered_again(line):
     """In flight, waiting for room after a restart, or settled and not to be put away."""
     (line.root / "done").write_text("a file where the shelf should be")
-    for number in range(6):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in range(6)))
     line.run(5)
     for arrival in line.arrivals[:3]:
         line.source.verdict_committed(arrival.subject, Verdict.OK, None)
@@ -580,8 +539,7 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
     """No more are taken than there is room for."""
     (line.root / "done").write_text("a file where the shelf should be")
     line.has_room = lambda _: line.source.held < 4
-    for number in range(9):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in range(9)))
     line.run(5)
     line.settle(seconds=10)
     assert (len(line.arrivals), line.source.held) == (4, 4)
@@ -590,9 +548,6 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
     (line.root / "done").unlink()
     line.run(40)
     assert (len(line.arrivals), line.source.held) == (8, 4)
-
-
-# --- the thread, and real events ------------------------------------------------------------------------------------
 
 
 def test_files_arrive_by_every_way_each_once(tmp_path):
@@ -658,7 +613,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path):
         watch.stop(SourceState.STOPPED)
 
 
-def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(tmp_path, monkeypatch):
+def test_thousands_of_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(tmp_path, monkeypatch):
     """As with a kernel queue of sixteen events."""
     root, told = tmp_path / "inbox", []
     note = FolderSource._note
@@ -672,14 +627,14 @@ def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_on
     tiny = io.BytesIO()
     Image.new("L", (1, 1)).save(tiny, "PNG")
     with LiveLine(root, poll_s=0.2) as service:
-        until(lambda: service.source._watch.state is SourceState.ONLINE)
-        for number in range(10_000):
+        until(lambda: service.source.status().state == "online")
+        for number in range(FILES):
             (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
-        refs = [service.next().subject.ref for _ in range(10_000)]
+        refs = [service.next().subject.ref for _ in range(FILES)]
         is_polled = service.source._watch.is_polled
-    assert sorted(refs) == sorted(f"R{number}" for number in range(10_000))
+    assert sorted(refs) == sorted(f"R{number}" for number in range(FILES))
     assert service.came.empty()
-    assert is_polled or len(told) > 10_000
+    assert is_polled or len(told) > FILES
 
 
 MOUNTED = """
@@ -775,8 +730,7 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path):
 def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path, away):
     """Otherwise old rows would be removed, and the file judged again when the share is back."""
     line = Line(tmp_path / "inbox", after="keep")
-    for number in range(2):
-        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.write(*(f"b1_r_R{number}.png" for number in range(2)))
     line.run(5)
     key = line.arrivals[0].subject.key
     line.root.rename(tmp_path / "share")

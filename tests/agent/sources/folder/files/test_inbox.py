@@ -122,9 +122,6 @@ def test_a_name_that_is_not_utf_8_is_cut_too():
     assert len(os.fsencode(fitted(name, ".error.json", NAME_BYTES))) <= NAME_BYTES
 
 
-# --- what is left behind --------------------------------------------------------------------------------------------
-
-
 def test_who_leaves_takes_nothing_of_anybody(inbox, tmp_path):
     other = Inbox(tmp_path, "other")
     mine, theirs = (one.claim(name, write(one, name)) for one, name in ((inbox, "1.png"), (other, "2.png")))

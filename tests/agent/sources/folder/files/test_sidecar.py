@@ -55,9 +55,6 @@ def told_by(line):
     return [told_of(one.subject) for one in line.arrivals]
 
 
-# --- arrival --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ready", ["auto", "rename", "marker", "stable"])
 @pytest.mark.parametrize("is_sidecar_first", [True, False])
 def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, ready, is_sidecar_first):
@@ -97,7 +94,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
 
 
 def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line):
-    (line.root / "x.png").write_bytes(PNG)
+    line.write("x.png")
     line.run(59)
     assert line.refusals == []
     line.run(5)
@@ -106,66 +103,67 @@ def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_miss
     assert line.refusals[0].subject.board is None
 
 
-# --- whose it is ----------------------------------------------------------------------------------------------------
-
 WRONG = {
-    '{"board": "B1", "component": "r"}': "its sidecar x.json gives no ref",
-    '{"board": "", "component": "r", "ref": "R7"}': "its sidecar x.json gives no board",
-    '{"board": "B1", "ref": "R7"}': "its sidecar x.json gives no component",
-    '{"board": 7, "component": "r", "ref": "R7"}': "its sidecar x.json gives no text as board",
-    '{"board": null, "component": "r", "ref": "R7"}': "its sidecar x.json gives no text as board",
-    '{"board": "B1", "component": "r", "ref": ["R7"]}': "its sidecar x.json gives no text as ref",
-    '{"board": "B\\n1", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not printable",
-    '{"board": "\\ud800", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not printable",
-    '{"board": "' + 256 * "B" + '", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not",
-    '{"board": "B1", "board": "B2", "component": "r", "ref": "R7"}': "its sidecar x.json says a key twice",
-    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar x.json says 'bord', which nobody reads - did you me",
+    '{"board": "B1", "component": "r"}': "its sidecar {}.json gives no ref",
+    '{"board": "", "component": "r", "ref": "R7"}': "its sidecar {}.json gives no board",
+    '{"board": "B1", "ref": "R7"}': "its sidecar {}.json gives no component",
+    '{"board": 7, "component": "r", "ref": "R7"}': "its sidecar {}.json gives no text as board",
+    '{"board": null, "component": "r", "ref": "R7"}': "its sidecar {}.json gives no text as board",
+    '{"board": "B1", "component": "r", "ref": ["R7"]}': "its sidecar {}.json gives no text as ref",
+    '{"board": "B\\n1", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not printable",
+    '{"board": "\\ud800", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not printable",
+    '{"board": "' + 256 * "B" + '", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not",
+    '{"board": "B1", "board": "B2", "component": "r", "ref": "R7"}': "its sidecar {}.json says a key twice",
+    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar {}.json says 'bord', which nobody reads - did you me",
     '{"board": "B1", "component": "z", "ref": "R7"}': "no route for the component 'z'",
     '{"board": "B1", "component": "r", "ref": "R7", "type": "other"}': "no board type 'other'",
-    '["B1", "r", "R7"]': 'its sidecar x.json is not {"board": ..., ...}',
-    "[" * 50_000: "its sidecar x.json is nested too deeply",
-    " " * (LARGEST_BYTES + 1): "its sidecar x.json has more than 65536 bytes",
+    '["B1", "r", "R7"]': "its sidecar {}.json is not {{",
+    "[" * 50_000: "its sidecar {}.json is nested too deeply",
+    " " * (LARGEST_BYTES + 1): "its sidecar {}.json has more than 65536 bytes",
 }
 
 
-@pytest.mark.parametrize(("content", "reason"), WRONG.items(), ids=range(len(WRONG)))
-def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(line, content, reason):
+NO_JSON = (b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", b"\xc3\x28")
+
+
+def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(line):
     """Both go to failed/ together."""
-    (line.root / "x.png").write_bytes(PNG)
-    (line.root / "x.json").write_text(content)
-    (line.root / "good.png").write_bytes(PNG)
+    for number, content in enumerate(WRONG):
+        line.write(f"{number}.png")
+        (line.root / f"{number}.json").write_text(content)
+    line.write("good.png")
     say(line, "good.json", ref="R8")
     line.run(5)
     assert [one.subject.ref for one in line.arrivals] == ["R8"]
-    assert line.refused["x.png"].startswith(reason)
-    assert {"failed/x.png", "failed/x.json", "failed/x.png.error.json"} <= line.files()
+    for number, reason in enumerate(WRONG.values()):
+        assert line.refused[f"{number}.png"].startswith(reason.format(number))
+        failed = f"failed/{number}"
+        assert {f"{failed}.png", f"{failed}.json", f"{failed}.png.error.json"} <= line.files()
 
 
-@pytest.mark.parametrize("content", [b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", b"\xc3\x28"])
-def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line, content):
-    (line.root / "x.png").write_bytes(PNG)
-    (line.root / "x.json").write_bytes(content)
+def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line):
+    for number, content in enumerate(NO_JSON):
+        line.write(f"{number}.png")
+        (line.root / f"{number}.json").write_bytes(content)
     line.run(58)
     assert line.refusals == []
     line.run(5)
-    assert line.refused["x.png"].startswith("its sidecar x.json is not JSON")
-    assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
+    for number in range(len(NO_JSON)):
+        assert line.refused[f"{number}.png"].startswith(f"its sidecar {number}.json is not JSON")
+    assert len(line.files()) == 3 * len(NO_JSON)
+    assert all(name.startswith("failed/") for name in line.files())
 
 
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_what_is_no_file_is_no_sidecar(line, tmp_path, kind):
+def test_what_is_no_file_is_no_sidecar(line, tmp_path):
     """A link could lead out of the folder."""
     (tmp_path / "secret.json").write_text(json.dumps(SAID))
-    place = line.root / "x.json"
-    if kind == "link":
-        place.symlink_to(tmp_path / "secret.json")
-    elif kind == "folder":
-        place.mkdir()
-    else:
-        os.mkfifo(place)
-    (line.root / "x.png").write_bytes(PNG)
+    (line.root / "link.json").symlink_to(tmp_path / "secret.json")
+    (line.root / "folder.json").mkdir()
+    os.mkfifo(line.root / "pipe.json")
+    line.write("link.png", "folder.png", "pipe.png")
     line.run(5)
-    assert line.refused == {"x.png": "its sidecar x.json is not a regular file"}
+    names = ("link", "folder", "pipe")
+    assert line.refused == {f"{name}.png": f"its sidecar {name}.json is not a regular file" for name in names}
     assert (tmp_path / "secret.json").exists()
 
 
@@ -236,9 +234,6 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line):
     assert (len(line.arrivals), list(line.refused.values())) == (1, ["its sidecar x.json is missing"])
 
 
-# --- names that come again, and crashes -----------------------------------------------------------------------------
-
-
 def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
     """New bytes under an old name are a new inspection, with a sidecar of its own."""
     arrive(line)
@@ -281,7 +276,7 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(lin
         return claim(inbox, *arguments)
 
     monkeypatch.setattr(Inbox, "claim", rewriting)
-    (line.root / "x.png").write_bytes(PNG)
+    line.write("x.png")
     say(line)
     line.run(9)
     assert [one.subject.board for one in line.arrivals] == ["B22"]
@@ -313,7 +308,7 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length)
 
 
 def test_a_crash_between_the_two_claims_is_repaired(line):
-    (line.root / "x.png").write_bytes(PNG)
+    line.write("x.png")
     say(line)
     inbox = Inbox(line.root, "demo", has_sidecars=True)
     found = inbox.look("x.png")
@@ -359,9 +354,6 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line):
     line.run(5)
     assert told_by(line) == [B1, B1]
     assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
-
-
-# --- real events ----------------------------------------------------------------------------------------------------
 
 
 def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path):
