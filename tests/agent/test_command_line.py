@@ -128,7 +128,6 @@ def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(line):
 
 
 def test_an_onnx_file_that_is_not_served_is_named_by_config_check_alone(line):
-    """An agent goes on without one expert."""
     images = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, [1, 3, 64, 64])
     answers = onnx.helper.make_tensor_value_info("output0", onnx.TensorProto.FLOAT, [1, 6, 84])
     model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [images], [answers]))

@@ -105,7 +105,6 @@ class Scene(fake_line.FakeLine):
             is_over.set()
 
     def is_up(self):
-        """Whether an agent answers."""
         try:
             with AgentClient(self.socket) as client:
                 client.status()
@@ -114,7 +113,6 @@ class Scene(fake_line.FakeLine):
         return True
 
     def is_finished(self):
-        """Whether nothing is left to be judged or put away."""
         files = [path for path in self.inbox.iterdir() if path.is_file()]
         return not (files or self.shelf(".work") or self.unfinished)
 
@@ -179,7 +177,6 @@ class Agents:
         self.running: Fork | None = None
 
     def start(self):
-        """Begin one; it need not be ready."""
         self.running = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
 
     def stop(self):

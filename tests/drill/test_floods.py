@@ -100,7 +100,6 @@ def test_a_thousand_calls_at_once(scene, agents, told):
 
 
 def test_malformed_requests_and_images(scene, told):
-    """Whatever bytes come, the agent answers, goes on, and calls none of them OK."""
     ends: Counter[str] = Counter()
     chance = random.Random(5)
     good = picture(1)

@@ -23,7 +23,6 @@ once_it_serves(lambda: setattr(FakeSkeleton, "infer", hang_one))
 
 
 def test_an_executor_that_hangs(scene, agents, forks, told):
-    """It ends the agent, with exit code 1; the next one judges everything."""
     scene.drop_many(40)
     ended = serve_broken(forks, scene, HANGING_ONE)
     assert ended.returncode == 1, ended.stderr

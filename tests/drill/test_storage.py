@@ -54,7 +54,6 @@ def test_disk_full(scene, small_disk, told):
 
 
 def fill(file):
-    """Write until nothing more can be written."""
     with file.open("wb", buffering=0) as out:
         while True:
             out.write(bytes(65536))
@@ -106,7 +105,6 @@ def test_slow_ssd(scene, told, monkeypatch):
 
 
 def test_clock_jumps(scene, told):
-    """No step of the wall clock closes a board, loses a file or doubles one."""
     scene.document["boards"] = {"main": {"components": {f"c{n}": 1 for n in range(EXPERTS)}, "takt_s": 3600.0}}
     off_by, jumps = [timedelta()], 0
     with scene.served(wall=lambda: datetime.now(UTC) + off_by[0]):

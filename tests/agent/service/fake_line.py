@@ -138,7 +138,6 @@ class FakeLine:
         return sorted(file.name for file in (self.inbox / name).rglob("*") if file.is_file())
 
     def write(self):
-        """The line file, as it is now."""
         (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
         return self.folder / "line.yaml"
 

@@ -29,7 +29,6 @@ def line(line):
 
 
 def change(line, **keys):
-    """The camera's keys, in the line file."""
     line.document["intake"]["cameras"][0] |= keys
 
 
@@ -53,7 +52,6 @@ def test_frames_of_a_camera_are_cut_by_the_layout_and_judged_as_boards(line):
 
 @pytest.mark.parametrize("state", ["waits for its frame", "under way", "stored", "after a restart"])
 def test_the_same_trigger_again_takes_no_other_frame(line, batches, state):
-    """Whose PLC repeats a trigger that was not answered in time has one frame judged, and two under one key never."""
     cameras = line.document["intake"]["cameras"]
     cameras.append(cameras[0] | {"name": "side"})
     with ExitStack() as ending:
@@ -207,7 +205,6 @@ def test_a_frame_that_ended_the_agent_twice_is_unknown_with_all_its_parts(line):
 
 
 def test_a_part_that_lies_partly_outside_of_its_frame_is_unknown(line):
-    """Of a frame that was accepted under a layout that is not there any more, nobody knows the size that it needs."""
     keys = leave_frame(line, picture(size=(31, 16)))
     del line.document["boards"]["main"]["layout"], line.document["intake"]
     rows = judged_left_overs(line, keys)

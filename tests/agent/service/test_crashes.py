@@ -125,7 +125,6 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
 
 
 def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(forks, line):
-    """Here the one that commits: what it had committed, and told nobody, is known to the next one."""
     done = serve_broken(forks, line, DYING)
     assert done.returncode == 1, done.stderr
     assert "thread_died thread=results" in done.stderr

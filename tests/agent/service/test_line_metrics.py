@@ -127,7 +127,6 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
 
 
 def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_prometheus_s(busy, tmp_path):
-    """docs/metrics.md: every name in it, its scrape configuration, and its alarms."""
     told = {key[0] for key in Scraped(busy).samples} | HISTOGRAMS
     named = set(re.findall(r"\bcoserve_[a-z_]+\b", DOCUMENTED.read_text("utf-8")))
     assert named - told == set()

@@ -293,7 +293,6 @@ def test_a_duplicate_of_what_could_not_be_judged_is_judged(skipping):
 
 
 def test_a_duplicate_begins_no_board_anew(skipping):
-    """A board that was closed long ago is not opened by pictures of then, now or after a restart."""
     skipping.document["boards"]["main"] = {"components": {"c0": 1}, "takt_s": 3600, "timeout_s": 0.2}
     with skipping.served() as service:
         judge(service, skipping, "B1_c0_R1.png")
@@ -397,7 +396,6 @@ def handlers():
 
 @pytest.mark.usefixtures("handlers")
 def test_a_signal_in_any_moment_of_waiting_ends_it(line, monkeypatch):
-    """One at every call and return from the moment the service runs, so also in the first moments of the wait."""
     start, stop, moments = LineService.start, LineService.stop, []
 
     def signalled(*_):
@@ -528,7 +526,6 @@ def test_a_disk_of_images_that_hangs_keeps_no_board_from_its_end_and_the_agent_f
 
 
 def test_an_export_that_hangs_delays_no_board_and_no_end(line, monkeypatch, hanging):
-    """Its folder may be a share of another computer; a board that lacks images is UNKNOWN in time all the same."""
     hangs = hanging("agent.records.export.ResultExport.step")
     monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
     line.document["records"] = {"export": {"folder": "export"}}

@@ -70,7 +70,6 @@ def served_within(folder, line):
 
 
 def test_a_line_far_larger_than_its_group_s_memory_is_served_and_nothing_is_killed(line, group):
-    """What is packed and read fills the page cache, which gives way; what is held stays within the budget."""
     folder, killed = group
     for number in range(EXPERTS):
         line.add_expert(number)

@@ -58,8 +58,6 @@ def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line)
 
 
 def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
-    """Experts that are replaced, quarantined, removed and added again."""
-
     def sizes(service):
         agent, loop = service.agent, service.agent.loop
         known = loop._copies, loop._experts, loop._workshop.transfers._copies, service.inspector._models
@@ -104,7 +102,6 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
 
 
 def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(line):
-    """It was taken, so it has one end, which is stored: the agent does not take back what it said."""
     with line.served() as service:
         with line.full_disk():
             (late,) = ordered(service, part("c1", key="late"))
@@ -165,7 +162,6 @@ def test_new_boards_are_judged_by_their_new_components(line):
 
 
 def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go_on(line, tmp_path):
-    """Trained again with its folders in another order: each label would be told for another."""
     labels = ("ok", "bad", "bent")
     expert = ExpertFiles(tmp_path).onnx("cls/x", labels=labels)
 

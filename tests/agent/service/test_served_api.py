@@ -182,7 +182,6 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, ad
 
 @pytest.mark.parametrize("taken", ["grpc", "http"])
 def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(line, taken):
-    """And keeps no other address shut; nor does it keep the line from stopping."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         line.document["api"] = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"} | {taken: address}

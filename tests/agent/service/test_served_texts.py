@@ -28,7 +28,6 @@ def client_of(service):
 
 
 def written(client):
-    """How many tokens of a text that is two long."""
     answer = client.completions.create(model="llm/code", prompt="x", max_tokens=2, temperature=0)
     return answer.usage.completion_tokens
 

@@ -46,7 +46,6 @@ class Listener:
         self.heard = []
 
     def hear(self):
-        """The next message, as a mapping."""
         text = self.channel.recv(65536).decode()
         self.heard.append(dict(line.partition("=")[::2] for line in text.split("\n")))
         return self.heard[-1]
@@ -110,12 +109,10 @@ class TestTheNotifier:
         assert listener.hear()["WATCHDOG"] == "1"
 
     def test_a_status_is_one_line_whatever_names_stand_in_it(self, notifier, listener):
-        """A file's name may hold a line break, and bytes that are no Unicode."""
         notifier.alive("1 queued; inbox\nSTOPPING=1\udcff: not claimed")
         assert listener.hear() == {"WATCHDOG": "1", "STATUS": "1 queued; inbox STOPPING=1?: not claimed"}
 
     def test_once_it_ends_it_is_not_said_to_work(self, notifier, listener):
-        """A reload, or a look at the agent, may be under way still; why it ended is told after it, in one line."""
         notifier.stopping()
         notifier.reloading()
         notifier.ready("reloaded")
@@ -214,7 +211,6 @@ class TestTheAgent:
             process.kill()
 
     def ended(self, process):
-        """It ends well when it is told to."""
         process.send_signal(signal.SIGTERM)
         ended = process.wait(PATIENCE_S)
         assert (ended.returncode, json.loads(ended.stdout)["requests"]) == (0, 0), ended.stderr
@@ -237,7 +233,6 @@ class TestTheAgent:
         listener.hear_until("STOPPING")
 
     def test_a_reload_that_waits_for_the_disk_keeps_no_signal_from_ending_it(self, line, listener, start):
-        """Another process packs at that moment: the reload waits for it, the end does not."""
         process = start(line.write())
         listener.hear_until("READY")
         with closing(SegmentStore(line.config.packed_folder)) as segments, segments.locked():

@@ -21,7 +21,6 @@ PART = {"component": "c0", "board": "B1", "ref": "R1"}
 
 
 def part(**about):
-    """An image of a part that is good."""
     return order_of(picture(), **({"component": "c0"} | about))
 
 

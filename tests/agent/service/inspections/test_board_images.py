@@ -34,7 +34,6 @@ def judge_until(line, shelf, image=BOARD):
 
 
 def put_back(line, shelf):
-    """As if the agent had been killed before it put the picture there."""
     (moved,) = (line.inbox / shelf).rglob("B1.png")
     moved.rename(line.inbox / "B1.png")
 

@@ -49,7 +49,6 @@ def test_a_distance_is_between_0_and_1(usage, data):
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 200), min_size=1))
 def test_what_comes_exactly_as_expected_never_drifts(counts):
-    """Also where usage probabilities of requests sum to more than 1: a request that goes on asks two experts."""
     moved = found(counted(counts, {expert: 10 * count for expert, count in counts.items()}))
     assert moved.distance == pytest.approx(0, abs=1e-9)
     assert not moved.has_drifted

@@ -32,7 +32,6 @@ class Room:
 
 
 def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in():
-    """Ten thousand callers whose deadlines passed while the suspect was judged; the last ones still wait."""
     ever: list[str] = []
 
     def let_in(item):

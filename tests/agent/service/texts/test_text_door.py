@@ -32,7 +32,6 @@ def service(tmp_path_factory, models):
 
 
 def written(service, model="llm/code", prompt="the quick", sampling=GREEDY, **given):
-    """A text to its end."""
     reader = Reader()
     service.desk.generate(TextOrder(model, prompt, sampling=sampling, **given), reader)
     reader.wait()
@@ -220,7 +219,6 @@ def test_the_lines_deadline_is_whoevers_names_none(text_line):
 
 
 def test_an_agent_that_stops_tells_who_waits(text_line, monkeypatch):
-    """And keeps nothing of a text; but a text that ends soon has its end."""
     soon, reader = Reader(), Held()
     with text_line.served() as service:
         service.desk.generate(TextOrder("llm/code", "a secret", most_tokens=3, sampling=GREEDY), soon)

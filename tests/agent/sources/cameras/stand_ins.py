@@ -36,7 +36,6 @@ PERIOD_S = 0.02
 
 
 def is_alive(pid):
-    """True if the process runs and is no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     return False

@@ -45,7 +45,6 @@ def brightness(frame):
 
 
 def children():
-    """Child processes, zombies included."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
@@ -126,7 +125,6 @@ class TestTriggered:
         assert taker.frames[0].subject.arrived_at > triggered_at
 
     def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched, failing):
-        """An admitted trigger gets its frame; another is refused at once and leaves nothing behind."""
         taker = watched(failing.url, mode="triggered", queue=2, is_open=False)
         taker.until_state("STREAMING")
         keys = [taker.camera.trigger(), taker.camera.trigger()]
@@ -158,7 +156,6 @@ class TestTriggered:
         assert ended == list(range(1, len(ended) + 1))
 
     def test_what_overflows_is_bounded_and_the_pause_is_told(self, watched, failing, monkeypatch):
-        """No trigger is dropped silently."""
         monkeypatch.setattr("agent.sources.cameras.delivery.OVERFLOW_MAXIMUM", 3)
         taker = watched(failing.url, mode="triggered", interval_s=0.02, queue=1, is_open=False)
         until(lambda: "interval_s pauses: 3 lost triggers" in (taker.now.alarm or ""))
@@ -223,7 +220,6 @@ class TestTriggered:
 
 class TestFaults:
     def test_a_stream_that_stalls_is_killed_and_connected_anew(self, watched, mjpeg):
-        """Over HTTP, without the connection ending."""
         taker = watched(mjpeg.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
         mjpeg.word = "stall"
@@ -237,7 +233,6 @@ class TestFaults:
         until(lambda: len(taker.frames) > taken)
 
     def test_one_that_hangs_in_c_is_killed_and_connected_anew(self, watched, failing):
-        """No thread of its process runs any more; nothing but SIGKILL ends it."""
         taker = watched(failing.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
         failing.say("hang")
@@ -247,7 +242,6 @@ class TestFaults:
         assert taker.streaming() != before
 
     def test_shutdown_takes_less_than_five_seconds_while_one_hangs(self, watched, failing):
-        """Before the stall is noticed, and while a frame is requested."""
         taker = watched(failing.url, stall_timeout_s=600.0)
         before = taker.streaming()
         failing.say("hang")
@@ -307,8 +301,6 @@ class TestFaults:
 
 
 def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing):
-    """Processes that are told to end, killed, or end by themselves, each while a frame is requested."""
-
     def once(end):
         heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
         failing.say("stream")

@@ -50,7 +50,6 @@ class Stream:
 
 @pytest.mark.parametrize("is_one_behind", [False, True])
 def test_a_backlog_is_told_to_the_frame(is_one_behind):
-    """Also while reads wait: the camera or the network then holds the backlog."""
     stream = Stream(is_one_behind=is_one_behind)
     stream.settle()
     own_s = PERIOD_S if is_one_behind else 0.0  # such a stream's frames are all read when the next one begins
@@ -60,7 +59,6 @@ def test_a_backlog_is_told_to_the_frame(is_one_behind):
 
 
 def test_nothing_is_said_of_frames_that_lay_there_at_the_start():
-    """Two seconds of frames are read at five times their rate, with waits in between."""
     stream = Stream()
     ages = [stream.send(2.0 - number * 0.8 * PERIOD_S, has_waited=number % 10 == 9) for number in range(62)]
     assert set(ages) == {float("inf")}
@@ -82,7 +80,6 @@ def test_a_clock_that_jumps_is_learned_anew(jump_s):
 
 @pytest.mark.parametrize("rate", [1 - 3e-4, 1 + 3e-4])
 def test_a_clock_that_goes_wrong_by_little_is_followed(rate):
-    """In an hour such a drift is a second of lag, or hides one."""
     stream = Stream(rate=rate)
     stream.settle()
     for _ in range(int(3600 / PERIOD_S)):
@@ -105,7 +102,6 @@ def test_late_frames_are_an_alarm_and_their_age_is_true(watched, failing):
 
 
 def test_frames_from_before_a_trigger_do_not_answer_it(watched, failing):
-    """Although they reach the agent after the trigger."""
     taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0, max_lag_s=WAIT_S)
     taker.until_state("STREAMING")
     failing.say("lag")
@@ -142,7 +138,6 @@ def came_at(frame):
 
 
 def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched, rtsp, busy):
-    """1080p on a busy box; the reader is stopped for a while and the camera goes on."""
     taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
     process = taker.streaming()
     taker.camera.trigger()

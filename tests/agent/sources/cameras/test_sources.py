@@ -46,7 +46,6 @@ def next_picture(source):
 
 
 def pixels(found):
-    """Pixels as an expert sees them."""
     content = encode(found, 10**7)
     assert content is not None
     return read_image(content, "a picture")
@@ -230,7 +229,6 @@ class TestMotionJpeg:
         assert whole_jpeg(b"") is None
 
     def test_one_without_its_tables_is_decoded(self):
-        """Many USB cameras send such files, which other readers could not decode."""
         whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
         bare = without_tables(whole)
         assert b"\xff\xc4" not in bare
@@ -316,7 +314,6 @@ class TestGenicamPixels:
 
     @pytest.mark.parametrize("data_format", ["BayerRG8", "BayerGR8", "BayerGB8", "BayerBG8"])
     def test_mosaics_are_told_apart(self, data_format):
-        """A red area: only the pixels under the red filter are bright."""
         mosaic = np.zeros((8, 8), np.uint8)
         row, column = {"RG": (0, 0), "GR": (0, 1), "GB": (1, 0), "BG": (1, 1)}[data_format[5:7]]
         mosaic[row::2, column::2] = 200

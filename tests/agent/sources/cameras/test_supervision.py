@@ -45,7 +45,6 @@ class Desk:
         return actions
 
     def wait(self):
-        """Let time pass until the next deadline; the actions that this leads to."""
         self.now = self.one.deadline
         return self.say(CameraSignal.TIME_PASSED)
 
@@ -131,7 +130,6 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
 
 @pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.TELLINGS_MAXIMUM)])
 def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons, most):
-    """A day of faults, also with reasons that change each time."""
     desk, number = Desk(), 0
     while desk.now < 86_400:
         number += 1

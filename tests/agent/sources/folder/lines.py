@@ -90,7 +90,6 @@ class Line:
         return True
 
     def refuse_subject(self, subject, reason, source):
-        """Settle the refusal at once, unless the test does."""
         self.refusals.append(Refusal(subject, reason))
         if self.stores_refusals:
             source.verdict_committed(subject, Verdict.UNKNOWN, reason)
@@ -109,13 +108,11 @@ class Line:
             (self.root / name).write_bytes(PNG)
 
     def arrive(self, *names):
-        """Write files whole, and turn the clock until they are offered; the last of these."""
         self.write(*names)
         self.run(5)
         return self.arrivals[-1]
 
     def settle(self, verdict=Verdict.OK, seconds=5):
-        """Store this verdict of all that was offered, and turn the clock."""
         for arrival in self.arrivals:
             self.source.verdict_committed(arrival.subject, verdict, None)
         self.run(seconds)

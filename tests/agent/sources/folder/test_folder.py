@@ -337,7 +337,6 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
 
 
 def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line, tmp_path):
-    """Empty, a name that is not UTF-8, links, pipes; a name that tells nothing."""
     outside = tmp_path / "secret.png"
     outside.write_bytes(PNG)
     (line.root / "b1_r_R1.png").write_bytes(PNG)
@@ -411,7 +410,6 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
 
 
 def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
-    """EACCES, under a user whom permissions bind."""
     steps = """
         line.write(*(f"b1_r_R{number}.png" for number in (1, 2, 3)))
             (line.root / f"b1_r_R{number}.png").chmod(0o600 if number == 3 else 0)
@@ -483,7 +481,6 @@ def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path):
 
 
 def test_a_folder_that_vanishes_is_offline_and_resumes(line):
-    """What was judged meanwhile is put away once the folder is back."""
     line.arrive("b1_r_R1.png")
     moved = line.root.with_name("unmounted")
     line.root.rename(moved)
@@ -518,7 +515,6 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypat
 
 
 def test_what_is_in_anybodys_hands_is_never_offered_again(line):
-    """In flight, waiting for room after a restart, or settled and not to be put away."""
     (line.root / "done").write_text("a file where the shelf should be")
     line.write(*(f"b1_r_R{number}.png" for number in range(6)))
     line.run(5)
@@ -536,7 +532,6 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line):
 
 
 def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
-    """No more are taken than there is room for."""
     (line.root / "done").write_text("a file where the shelf should be")
     line.has_room = lambda _: line.source.held < 4
     line.write(*(f"b1_r_R{number}.png" for number in range(9)))
@@ -579,7 +574,6 @@ def test_files_arrive_by_every_way_each_once(tmp_path):
 
 
 def test_the_agents_own_folders_tell_nothing(tmp_path):
-    """An agent's own moves give no hint under a real watch; moves of others do."""
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
     watch = FolderWatch(tmp_path, hints.put)
@@ -614,7 +608,6 @@ def test_the_agents_own_folders_tell_nothing(tmp_path):
 
 
 def test_thousands_of_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(tmp_path, monkeypatch):
-    """As with a kernel queue of sixteen events."""
     root, told = tmp_path / "inbox", []
     note = FolderSource._note
 
@@ -670,7 +663,6 @@ print(line.source._watch.state, line.offered, sorted(line.files()), line.refused
 
 
 def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
-    """A real mount: a claimed file is offered again under its key, and nothing is left on the bare mount point."""
     (tmp_path / "inbox").mkdir()
     script = MOUNTED.format(root=str(Path(__file__).parents[4]), folder=str(tmp_path / "inbox"))
     apart = ["unshare", "--mount", "--propagation", "private"]
@@ -713,7 +705,6 @@ def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path):
 
 
 def test_a_part_is_held_as_long_as_its_image(tmp_path):
-    """Found by the image's key, and by the key of each part, whatever its ref."""
     line = Line(tmp_path / "inbox", after="keep")
     name = "b1_r_R#1@2-3-4#.png"
     (line.root / name).write_bytes(PNG)
@@ -728,7 +719,6 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path):
 
 @pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
 def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path, away):
-    """Otherwise old rows would be removed, and the file judged again when the share is back."""
     line = Line(tmp_path / "inbox", after="keep")
     line.write(*(f"b1_r_R{number}.png" for number in range(2)))
     line.run(5)

@@ -115,7 +115,6 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk, fi
 
 
 def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk, file):
-    """Only time in which the folder could be read counts against a file."""
     desk.trouble, desk.is_sound = OSError(errno.EHOSTDOWN, "Host is down"), False
     desk.reader.read_image(arrival_of(file))
     desk.run(100 * PATIENCE_S)

@@ -47,7 +47,6 @@ NUMBER = st.integers(0, 2**64 - 1)
 @example([ID, f"{ID}x"], 2**64 - 1, 2**64 - 1, -(2**63))
 @example([ID, ID, "R" * 240], 1, 1, 1)
 def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, parts, inode, size_bytes, mtime_ns):
-    """Also sizes, inodes and times that no file of this filesystem has."""
     relpath, sighting = "/".join(parts), Sighting(inode, size_bytes, mtime_ns)
     if is_ignored(relpath) or any(len(os.fsencode(part)) > NAME_BYTES for part in parts):
         return
@@ -140,7 +139,6 @@ def test_who_leaves_takes_nothing_of_anybody(inbox, tmp_path):
 
 @pytest.mark.parametrize("is_seen", [False, True])
 def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(inbox, monkeypatch, is_seen):
-    """After `.work` was made, or between the checks that it exists and that it is a folder."""
     mkdir, met = os.mkdir, []
 
     def removed_at_once(path, mode=511, *, dir_fd=None):

@@ -40,7 +40,6 @@ def sidecar_line(root, **config):
 
 
 def arrive(line, stem="x", **changes):
-    """An image and its sidecar come, and are offered."""
     (line.root / f"{stem}.png").write_bytes(PNG)
     say(line, f"{stem}.json", **changes)
     line.run(5)
@@ -127,7 +126,6 @@ NO_JSON = (b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", 
 
 
 def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(line):
-    """Both go to failed/ together."""
     for number, content in enumerate(WRONG):
         line.write(f"{number}.png")
         (line.root / f"{number}.json").write_text(content)
@@ -155,7 +153,6 @@ def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line):
 
 
 def test_what_is_no_file_is_no_sidecar(line, tmp_path):
-    """A link could lead out of the folder."""
     (tmp_path / "secret.json").write_text(json.dumps(SAID))
     (line.root / "link.json").symlink_to(tmp_path / "secret.json")
     (line.root / "folder.json").mkdir()
@@ -185,7 +182,6 @@ def test_no_beginning_of_a_sidecar_says_anything(said):
 
 
 def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told():
-    """EACCES, under a user whom permissions bind."""
     steps = f"""
         for name in ("x", "y"):
             (line.root / (name + ".png")).write_bytes(PNG)
@@ -217,7 +213,6 @@ def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line):
 
 
 def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line):
-    """Its board learns of it."""
     (line.root / "x.png").write_bytes(PNG[:-20])
     say(line)
     line.run(70)
@@ -235,7 +230,6 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line):
 
 
 def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
-    """New bytes under an old name are a new inspection, with a sidecar of its own."""
     arrive(line)
     (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
     line.run(20)
@@ -285,7 +279,6 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(lin
 
 @pytest.mark.parametrize("length", [10, 240, 250])
 def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length):
-    """A restart reads it again, also where another of its name has come meanwhile."""
     stem = (length - 4) * "x"
     for name in (f"{stem}.png", "y.png"):
         (line.root / name).write_bytes(PNG)
@@ -321,7 +314,6 @@ def test_a_crash_between_the_two_claims_is_repaired(line):
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_crash_while_both_are_put_away_is_repaired(line, is_taken, is_linked):
-    """After the sidecar's move and before the image's, or between the two halves of the sidecar's."""
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
     if is_taken:
