@@ -1,4 +1,4 @@
-"""What an inspection is about, and how the place that it came from is doing.
+"""Subject of an inspection, and status of its source.
 
 A source makes the subject; the row, the message and the file carry it unchanged.
 """
@@ -32,8 +32,8 @@ class Subject:
 
     ``key`` identifies it across restarts. ``source``: the folder, camera or API; of a stored result the beginning of
     its key. ``image``: the image's name, or its key where it has no other. ``board``: the serial. ``box``: the part's
-    (left, top, right, bottom) in pixels; None for all of the image. ``asked_sha256``: digest of all that a caller
-    asked under its key.
+    (left, top, right, bottom) in pixels; None for all of the image. ``asked_sha256``: digest of a caller's request
+    under this key.
     """
 
     key: str
@@ -114,7 +114,7 @@ def image_key(key: str) -> str:
 
 
 def asked_sha256(*asked: object) -> str:
-    """Digest of all that a caller asks under its key."""
+    """Digest of a caller's request under its key."""
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 

@@ -27,10 +27,10 @@ def serve(
     from agent.config import read_line, service_manager
     from agent.deployment.openmp import set_spinning
     from agent.service.garbage import loading_modules
-    from agent.service.service_manager import Notifier, failures_told
+    from agent.service.service_manager import Notifier, failures_reported
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
-    with explained(), failures_told(Notifier(service_manager())):
+    with explained(), failures_reported(Notifier(service_manager())):
         config = replace(read_line(line), is_profile_strict=strict_profile)
         set_spinning()
         with loading_modules():

@@ -1,4 +1,4 @@
-"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks (``agent.web.readings``).
+"""Metrics and health of a line, as ``agent.web`` reads them (``agent.web.readings``).
 
 Folders go by their number in the line file, from 1; cameras, experts and receivers by their names.
 """
@@ -149,8 +149,8 @@ class LineMetrics:
         return [
             *self._identity(),
             *self._counts(),
-            *_told(ENGINE, loop.engine),
-            *_told(TRANSFERS, loop.transfers),
+            *_metrics_of(ENGINE, loop.engine),
+            *_metrics_of(TRANSFERS, loop.transfers),
             *_loads(loop),
             *_shadows(line.inspector.shadow_counts()),
             *_moe_experts(loop),
@@ -158,15 +158,15 @@ class LineMetrics:
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
             *_each(POOL, "pool", {pool.name: pool for pool in loop.engine.pools}),
-            *_told(ADMISSION, line.admission),
+            *_metrics_of(ADMISSION, line.admission),
             *self._texts(),
             *_each(FOLDER, "folder", folders),
             *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
             *_each(RECEIVER, "receiver", receivers),
             Metric(GAUGE, "outbox_oldest_age_seconds", OLDEST, _by_name(ages), ("receiver",)),
-            *_told(STORE, line.store.statistics()),
-            *_told(IMAGES, self._upkeep.images.statistics()),
-            *_told(RESULTS, line.inspector.agent.config.results_file),
+            *_metrics_of(STORE, line.store.statistics()),
+            *_metrics_of(IMAGES, self._upkeep.images.statistics()),
+            *_metrics_of(RESULTS, line.inspector.agent.config.results_file),
         ]
 
     def _identity(self) -> Iterator[Metric]:
@@ -210,7 +210,7 @@ class LineMetrics:
         yield Metric(GAUGE, "camera_frame_age_seconds", "Seconds since the last frame.", _by_name(ages), ("camera",))
 
 
-def _told(table: Table[Known], one: Known) -> list[Metric]:
+def _metrics_of(table: Table[Known], one: Known) -> list[Metric]:
     return [Metric(kind, name, words, {(): value(one)}) for kind, name, words, value in table]
 
 

@@ -180,7 +180,7 @@ class LineService:
             for application in reversed(self._applications):
                 ending.callback(application.stop)
             if self.web is not None:
-                ending.callback(self.web.stop)  # until then it tells that nothing is taken any more
+                ending.callback(self.web.stop)  # until then it reports that no work is taken
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
@@ -267,7 +267,7 @@ class LineService:
         for source in self.sources:
             source.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
-        if not self.inspector.takes:  # it took long, and meanwhile the agent was told to end
+        if not self.inspector.takes:  # it took long, and a stop came meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
             self.api.reload(config.api)

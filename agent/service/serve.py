@@ -49,21 +49,21 @@ class _End:
     reader: int
     writer: int
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Any thread, any moment."""
         with suppress(OSError):  # full of equal messages, or closed
             os.write(self.writer, bytes([TOLD]))
 
     def wait(self, reload: Callable[[], object]) -> None:
-        """Return after ``tell`` or an ending signal, even an earlier one; ``reload`` must not block."""
+        """Return after ``notify`` or an ending signal, even an earlier one; ``reload`` must not block."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
 
 
 @contextmanager
-def _threads_watched(tell: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
-    """A fault that ends a thread of ours ends the agent by ``tell``. Libraries' threads have numbers for names."""
+def _threads_watched(notify: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
+    """A fault that ends a thread of the agent ends the agent by ``notify``; libraries' threads have numbers for names."""
     crashes, before = list[AgentCrashed](), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
@@ -75,7 +75,7 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
         crash = AgentCrashed(what.exc_value)
         crash.__cause__ = what.exc_value
         crashes.append(crash)
-        tell()
+        notify()
 
     threading.excepthook = died
     try:
@@ -110,18 +110,18 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
     manager = service_manager()
     notifier, is_started_again = Notifier(manager), manager.notify_socket is not None
 
-    def told(stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
         notifier.starting(stage, done, total)
         progress(stage, done, total)
 
     def serve(end: _End) -> Mapping[str, Any]:
-        with state_held(config.state), _threads_watched(end.tell) as crashes:
+        with state_held(config.state), _threads_watched(end.notify) as crashes:
             starts = Starts(config.state)
             if is_started_again and not _waited(end, notifier, starts.begin(), MANY_STARTS):
                 starts.forget()
                 return dict(NOTHING_DONE)
             try:
-                service = LineService(config, told, on_crash=end.tell)
+                service = LineService(config, report, on_crash=end.notify)
             except ConfigError:
                 starts.forget()
                 raise
@@ -164,15 +164,15 @@ def _take_signals() -> dict[signal.Signals, Any]:
 
 
 def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
-    """Pause, and report why; False once told to end. The earlier signal handlers return afterwards."""
+    """Pause, and report why; False after a signal to end. The earlier signal handlers return afterwards."""
     if seconds:
         log.error("waiting seconds=%.0f reason=%s", seconds, reason)
     until_s, before = time.monotonic() + seconds, _take_signals()
     try:
         while (left_s := until_s - time.monotonic()) > 0:
             notifier.waiting(reason, left_s)
-            is_told, *_ = select.select([end.reader], [], [], min(left_s, EXTENDED_EVERY_S))
-            if is_told and os.read(end.reader, 1)[0] != RELOADING_SIGNAL:
+            has_signal, *_ = select.select([end.reader], [], [], min(left_s, EXTENDED_EVERY_S))
+            if has_signal and os.read(end.reader, 1)[0] != RELOADING_SIGNAL:
                 return False
         return True
     finally:

@@ -57,7 +57,7 @@ class Notifier:
         self._address = manager.notify_socket
         self._clock = clock
         self._extended_s = float("-inf")
-        self._is_told = False
+        self._is_logged = False
         self._is_ending = False
 
     def starting(self, stage: str, done: int, total: int) -> None:
@@ -102,9 +102,9 @@ class Notifier:
                 channel.setblocking(False)
                 channel.sendto(message.encode(errors="replace"), address)  # file names need not be Unicode
         except OSError as error:
-            if not self._is_told:
+            if not self._is_logged:
                 log.warning("service_manager_not_told socket=%s reason=%s", self._address, error.strerror)
-            self._is_told = True
+            self._is_logged = True
 
 
 def _one_line(status: str) -> str:
@@ -113,7 +113,7 @@ def _one_line(status: str) -> str:
 
 
 @contextmanager
-def failures_told(notifier: Notifier) -> Iterator[None]:
+def failures_reported(notifier: Notifier) -> Iterator[None]:
     """Report errors as the unit's status."""
     try:
         yield

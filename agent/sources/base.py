@@ -1,8 +1,7 @@
 """The contract of a source: where the subjects of a line come from.
 
-A line tells a source the verdict of each image that the source offered or refused: once, after the commit of its rows.
-A process that ends first tells nothing. The next start offers the image again: from the source where it
-``keeps_images``, otherwise from the journal.
+A source gets the verdict of each image that it offered or refused: once, after the commit of its rows. After a crash
+it gets none: the next start offers the image again, from a source that ``keeps_images``, otherwise from the journal.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Line(Protocol):
         """True if the image has to be read and offered. False: its verdict is known, or will be without the image."""
 
     def offer_image(self, arrival: Arrival, source: Source) -> None:
-        """Judge the image, and tell the source: ``image_accepted``, then ``verdict_committed``."""
+        """Judge the image; the source's ``image_accepted`` and then ``verdict_committed`` are called."""
 
     def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
         """Commit UNKNOWN for a subject that has no image."""
@@ -76,10 +75,10 @@ class Line(Protocol):
         """An end of the process inside counts against the subject."""
 
     def reserve_key(self, key: str, asked_sha256: str) -> bool:
-        """Keep a caller's key until ``release_key``; False if the same was asked before. Raises OrderRefused."""
+        """Keep a caller's key until ``release_key``; False if the same request had it before. Raises OrderRefused."""
 
     def release_key(self, key: str) -> None:
-        """What was asked under the key is durable, or nothing was."""
+        """The request under the key is durable, or was refused."""
 
     def journaled_image(self, number: int) -> bytes | None:
         """Bytes of a left-over's image; None if it has ended. Raises sqlite3.Error and OSError."""
@@ -112,7 +111,7 @@ class Source(ABC):
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Act on the verdicts told so far; called last."""
+        """Act on the verdicts so far; called last."""
         del timeout_s
 
     def check(self, config: LineConfig) -> None:

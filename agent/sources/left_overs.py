@@ -74,13 +74,13 @@ class LeftOvers(Source):
 
     def _content(self, number: int) -> bytes | None:
         """Retry until the image is read; None if the journal has lost it, or at a stop."""
-        is_told = False
+        is_logged = False
         while not self._stopping.is_set():
             try:
                 return self._line.journaled_image(number)
             except (sqlite3.Error, OSError) as error:
-                if not is_told:
+                if not is_logged:
                     log.error("journal_not_read image=%d reason=%s: tried again until it is", number, error)
-                is_told = True
+                is_logged = True
                 self._stopping.wait(REREAD_S)
         return None

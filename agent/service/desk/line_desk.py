@@ -1,4 +1,4 @@
-"""The desk of a line: orders, and every question that can be asked while it runs (``agent.api.calls.desk``).
+"""The desk of a line: orders and queries while it runs (``agent.api.calls.desk``).
 
 Guarantees: answers about the agent are of one snapshot; those about results are stored.
 """
@@ -132,8 +132,8 @@ class LineDesk:
         boards = [(number, board_view(row.board)) for number, row in page.boards]
         return StoredView(ResultsCursor(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
-    def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        return self._line.verdicts.subscribe(lambda *_: tell())
+    def subscribe(self, notify: Callable[[], None]) -> Callable[[], None]:
+        return self._line.verdicts.subscribe(lambda *_: notify())
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
@@ -210,7 +210,7 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
 
 
 def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
-    """Experts not asked now, by the line's names, and why."""
+    """Reasons of experts on probation or in quarantine, by the line's names."""
     reasons = engine.on_probation | engine.quarantined
     served = {name: agent.expert(name) for name in agent.config.catalog.experts}
     return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """Keeps ``CallerTicket``; told once, when its last piece ends. ``leave`` gives back the admission of pieces."""
+    """Keeps ``CallerTicket``; called once, when its last piece ends. ``leave`` gives back the admission of pieces."""
 
     listener: Listener
     order: ImageOrder
@@ -206,7 +206,7 @@ class OrderTaker:
 
 
 def _asked_sha256(subject: Subject, content: bytes, layout: LayoutSections | None) -> str:
-    """Digest of all that is asked under a caller's key."""
+    """Digest of the order under a caller's key."""
     asked = [(part.component, part.expert, part.ref, part.box) for part in pieces(subject, layout)]
     return asked_sha256(hashlib.sha256(content).hexdigest(), subject.board, subject.board_type, asked)
 

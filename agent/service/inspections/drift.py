@@ -1,4 +1,4 @@
-"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects. Pure.
+"""Usage drift: distance of the experts' shares in a line's requests from those in its device profile. Pure.
 
 The measure is the total variation distance between each expert's share of the steps counted and its usage probability
 as a share of all: 0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as

@@ -142,7 +142,7 @@ class Inspector:
         self._guard = threading.Lock()  # over _submissions: a request may end before its number is known here
         self._stopping = threading.Event()
         self.agent: Agent = build_agent(config, self._judged, progress)
-        self._models = models_of(self.agent)  # of experts of earlier lines, too: they may be asked still
+        self._models = models_of(self.agent)  # of earlier lines' experts, too: their requests may be under way
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
         self._attempts = AttemptLog(config.state / "attempts.log")
@@ -331,10 +331,10 @@ class Inspector:
         with self._guard:
             return [self._submissions[number] for number in requests]
 
-    def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
+    def _crashed(self, crash: AgentCrashed, notify: Callable[[], None]) -> None:
         if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
             self._attempts.forgive()
-        tell()
+        notify()
 
 
 def models_of(agent: Agent) -> dict[str, str]:

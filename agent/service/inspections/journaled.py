@@ -2,8 +2,8 @@
 
 Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, also after
 a crash. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
-refused where it asks for something else: the disk decides. All that is known of a key changes on the store's thread, in
-the order of commits.
+refused for another request: the disk decides. The state of a key changes on the store's thread, in the order of
+commits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sender(Protocol):
         """A request has its verdict. Called once for each."""
 
     def refused(self, key: str) -> None:
-        """This key was given for something else: what was sent under it will have no verdict."""
+        """Another request has this key: the image will have no verdict."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class Sending:
     frame_size: tuple[int, int] | None
     cancel: Callable[[], None] = lambda: None
     is_cancelled: bool = False
-    is_accepted: bool = False  # its sender was told so
+    is_accepted: bool = False  # its sender was notified
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +154,7 @@ class JournaledImages:
         return sending
 
     def reserve_key(self, key: str, asked: str) -> bool:
-        """Keep a key until ``release_key``; False: the same was asked before. Raises OrderRefused for another."""
+        """Keep a key until ``release_key``; False: the same request had it. Raises OrderRefused for another request."""
         with self._reserving:
             try:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
@@ -178,7 +178,7 @@ class JournaledImages:
 
     def _accepted(self, sending: Sending, subjects: Sequence[Subject], answers: Sequence[Acceptance]) -> None:
         if Acceptance.REUSED in answers:
-            _tell(sending, None)
+            _send(sending, None)
             return
         is_cut = any(subject.box is not None for subject in sending.subjects)
         frame = Frame(sending.image, sending.frame_size) if is_cut else None
@@ -203,21 +203,21 @@ class JournaledImages:
             key, box = request.subject.key, request.subject.box
             self._submit(request, self._inspector.reason_to_spare([key], "it" if box is None else "its frame"))
         for subject in judged:
-            self._tell_known(sending, subject)
+            self._send_known(sending, subject)
 
-    def _tell_known(self, sending: Sending, subject: Subject) -> None:
+    def _send_known(self, sending: Sending, subject: Subject) -> None:
         try:
             known = self._store.find_with_maps(subject.key)
         except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
             log.warning("results_not_read key=%s reason=%s: tried again", subject.key, error)
-            self._store.write(lambda _: None, lambda _: self._tell_known(sending, subject))
+            self._store.write(lambda _: None, lambda _: self._send_known(sending, subject))
             return
         if known is None:  # its row went meanwhile, with the file or by its age
             self._journal(sending, (subject,))
         elif subject.asked_sha256 not in (None, known.result.subject.asked_sha256):  # stored since, in a new file
-            _tell(sending, None)
+            _send(sending, None)
         else:
-            _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
+            _send(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _submit(self, request: _Open, reason: str | None) -> None:
         """``reason``: why the image is UNKNOWN without being judged."""
@@ -295,10 +295,10 @@ class JournaledImages:
             waiting = list(request.waiting)
         if not recorded.is_new:  # judged under this key before: what is stored decides
             for sending in waiting:
-                self._tell_known(sending, request.subject)
+                self._send_known(sending, request.subject)
             return
         for sending in waiting:
-            _tell(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
+            _send(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
 
 
 def key_reused(key: str) -> OrderRefused:
@@ -307,7 +307,7 @@ def key_reused(key: str) -> OrderRefused:
     return OrderRefused(Refusing.KEY_REUSED, reason)
 
 
-def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
+def _send(sending: Sending, verdict: StoredVerdict | None) -> None:
     """``verdict`` None: the key was given for something else."""
     try:
         if verdict is None:

@@ -1,8 +1,8 @@
 """The line as its sources see it (``agent.sources.base.Line``): images come in, verdicts go back to their source.
 
 An image that its source keeps is judged here, part by part; all others go to the journal.
-Guarantees: each part has a row of its own: after a crash only parts without one are judged. The source is told the
-worst part, once all are stored. The first stored part fixes the parts of an image. With ``skips_duplicates`` only an
+Guarantees: each part has its row: after a crash only parts without one are judged. The source gets the worst part,
+once all are stored. The first stored part fixes the parts of an image. With ``skips_duplicates`` only an
 OK or NG under the served line file has duplicates; of simultaneous ones the first is judged.
 """
 
@@ -64,7 +64,7 @@ class _Image:
         return bool(self.verdicts) and self.parts.keys() <= self.verdicts.keys()
 
     def worst(self) -> tuple[Verdict, str | None]:
-        """The verdict that the source is told, with the reason of an UNKNOWN."""
+        """The verdict that the source gets, with the reason of an UNKNOWN."""
         verdict = max((verdict for verdict, _ in self.verdicts.values()), key=SEVERITY.__getitem__)
         reasons = {key: reason for key, (each, reason) in self.verdicts.items() if each is verdict}
         key, reason = next(iter(reasons.items()))
@@ -173,15 +173,15 @@ class SourceLine:
         image = EncodedImage(arrival.image, subject.image, arrival.max_pixels)
         if arrival.pieces:
             size = None if layout is None else layout.size
-            self._journaled.resume(_Told(source, subject, len(arrival.pieces)), arrival.pieces, image, size)
+            self._journaled.resume(_SourceSender(source, subject, len(arrival.pieces)), arrival.pieces, image, size)
         elif not subject.shows_board:
-            self._journaled.accept(_Told(source, subject, 1), (subject,), image)
+            self._journaled.accept(_SourceSender(source, subject, 1), (subject,), image)
         elif layout is None:
             missing = f"the line file has no layout of board type {subject.board_type!r} any more - put it back"
             self.refuse_subject(subject, f"{source.name}: its frame was not taken: {missing}", source)
         else:
             parts = pieces(subject, layout)
-            self._journaled.accept(_Told(source, subject, len(parts)), parts, image, layout.size)
+            self._journaled.accept(_SourceSender(source, subject, len(parts)), parts, image, layout.size)
 
     # -- images that their source keeps --
 
@@ -281,7 +281,7 @@ class SourceLine:
             self.offer_image(arrival, source)
 
 
-class _Told:
+class _SourceSender:
     """Keeps ``Sender`` for one image of a source."""
 
     def __init__(self, source: Source, subject: Subject, parts: int) -> None:

@@ -1,4 +1,4 @@
-"""The boards of a line that is served: what is decided of them, and its way to the store.
+"""Boards of a served line: their verdicts, and the way of these to the store.
 
 Guarantees: verdicts reach the store in the order of decision, so that a late NG is never overwritten; one that the
 store did not take is retried before the next; no step of the wall clock closes a board.
@@ -49,7 +49,7 @@ class LineBoards:
         self._wall = wall
         self._guard = threading.Lock()  # held while a verdict is decided and until the store has it
         self._decided: deque[BoardVerdict] = deque()  # and not yet taken by the store
-        self._tell: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
+        self._notify: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
     def change(self, boards: Mapping[str, BoardSection]) -> None:
         """Set board types; open boards keep theirs."""
@@ -57,9 +57,9 @@ class LineBoards:
         with self._guard:
             self._ledger.change(manifests)
 
-    def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
-        """``tell`` is called on the store's thread, for every new board verdict."""
-        self._tell = tell
+    def when_stored(self, notify: Callable[[BoardVerdict, Recorded], None]) -> None:
+        """Call ``notify`` on the store's thread, for every new board verdict."""
+        self._notify = notify
 
     def take_up(self) -> None:
         """Reopen boards of the last run; closed ones stay as stored."""
@@ -110,7 +110,7 @@ class LineBoards:
 
     def _stored(self, verdict: BoardVerdict, recorded: Recorded) -> None:
         if recorded.is_new:
-            self._tell(verdict, recorded)
+            self._notify(verdict, recorded)
 
 
 def _manifests(boards: Mapping[str, BoardSection]) -> dict[str, BoardManifest]:

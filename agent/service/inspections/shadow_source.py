@@ -1,11 +1,11 @@
 """ShadowSource: offers judged images to the shadows of their experts while the line is idle, and keeps the answers.
 
-A shadow is another version of an expert, on no route. It is asked with requests of idle precedence, one at a time.
+A shadow is another version of an expert, on no route. It gets requests of idle precedence, one at a time.
 
 Guarantees: no verdict is changed or delayed. Each image that an expert with a shadow judged counts exactly once: as
 compared, with what both said and how long each took; as failed, with the reason; or as dropped. At most WAITING_MAXIMUM
 images wait, of parts of a frame the part alone, and at most MOST_BYTES of them: the oldest are dropped beyond that. A
-shadow that ran at ENDINGS_MAXIMUM endings of the agent is asked no more. All methods but the constructor,
+shadow that ran at ENDINGS_MAXIMUM endings of the agent gets no more requests. All methods but the constructor,
 ``refuse_enders``, ``counts`` and ``flush`` run on the loop's thread.
 """
 

@@ -1,6 +1,6 @@
 """Verdicts on their way out: into the store, onto their boards, and to subscribers.
 
-Guarantees: all of them are told in the order of the store, after a row is on the disk.
+Guarantees: subscribers are called in the order of the store, after a row is on the disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agent.records.results import Recorded, Result
     from agent.service.inspections.line_boards import LineBoards
 
-    Told: TypeAlias = Callable[["Result | BoardVerdict", Recorded], None]
+    Listener: TypeAlias = Callable[["Result | BoardVerdict", Recorded], None]
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +29,17 @@ class Verdicts:
         self._store = store
         self._boards = boards
         self._guard = threading.Lock()
-        self._told: tuple[Told, ...] = ()
-        boards.when_stored(self._tell)
+        self._listeners: tuple[Listener, ...] = ()
+        boards.when_stored(self._notify)
 
-    def subscribe(self, told: Told) -> Callable[[], None]:
-        """``told`` hears of everything that is stored from now on; call the result to unsubscribe."""
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with each stored result and board from now on; call the result to unsubscribe."""
         with self._guard:
-            self._told = (*self._told, told)
+            self._listeners = (*self._listeners, listener)
 
         def end() -> None:
             with self._guard:
-                self._told = tuple(each for each in self._told if each is not told)
+                self._listeners = tuple(each for each in self._listeners if each is not listener)
 
         return end
 
@@ -50,14 +50,14 @@ class Verdicts:
     def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
         try:
             if recorded.is_new:
-                self._tell(result, recorded)
+                self._notify(result, recorded)
                 self._boards.count(result)
         finally:
             stored(recorded)
 
-    def _tell(self, stored: Result | BoardVerdict, recorded: Recorded) -> None:
-        for told in self._told:
+    def _notify(self, stored: Result | BoardVerdict, recorded: Recorded) -> None:
+        for listener in self._listeners:
             try:
-                told(stored, recorded)
+                listener(stored, recorded)
             except Exception:  # one listener's mistake is not the others'
                 log.exception("listener_failed seq=%d", recorded.seq)

@@ -1,4 +1,4 @@
-"""Routes a text: to one expert of the line, or to a route whose router has to be asked.
+"""Routes a text: to one expert of the line, or to a route whose router decides.
 
 Guarantees: pure; what is refused here is refused by the name of the order's field.
 """

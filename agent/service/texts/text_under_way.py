@@ -1,6 +1,6 @@
 """One text under way: its requests for each reachable expert, the pieces that were shown, its end.
 
-Guarantees: its listener is told one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
+Guarantees: its listener gets one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and th
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``TextTicket``. ``left``: told the ending, once. ``entered`` and ``withdraw``: set before it is let in."""
+    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``entered``, ``withdraw``: set before submission."""
 
     order: TextOrder
     listener: TextListener
@@ -52,7 +52,7 @@ class TextUnderWay:
     since_s: float = field(init=False)
     _writes: str | None = None  # the expert that has begun to write it
     _requests: dict[str, TextRequest] = field(default_factory=dict)
-    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
+    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by expert: why it cannot write the text
     _is_closed: bool = False  # no listener any more
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class TextUnderWay:
         step = outcome.steps[-1] if outcome.steps else None
         if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
             self.left(self, Ending.DEADLINE)
-            self._tell_end(self._ended_waiting(course))
+            self._send_end(self._ended_waiting(course))
         elif outcome.reason == CANCELLED:
             self.left(self, CANCELLED)
             self._fail(OrderRefused(Refusing.NOT_NOW, "the text was cancelled"))
@@ -108,11 +108,11 @@ class TextUnderWay:
             ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
             self._finish(step.expert)
             self.left(self, ending)
-            self._tell_end(self._ended(ending, step.expert, course))
+            self._send_end(self._ended(ending, step.expert, course))
         else:
             self._show(TextPiece(step.expert, step.prediction.label))
             self.left(self, Ending.STOP)
-            self._tell_end(self._ended(Ending.STOP, step.expert, course, step.prediction.label, step.prediction.score))
+            self._send_end(self._ended(Ending.STOP, step.expert, course, step.prediction.label, step.prediction.score))
 
     def _asked_of(self, expert: str) -> TextRequest:
         speech = self.speech_of(expert)
@@ -191,9 +191,9 @@ class TextUnderWay:
         return OrderRefused(Refusing.NOT_NOW, reason)
 
     def _fail(self, failure: OrderRefused) -> None:
-        self._tell_end(TextEnd(None, None, 0, 0, self.clock() - self.since_s, failure=failure))
+        self._send_end(TextEnd(None, None, 0, 0, self.clock() - self.since_s, failure=failure))
 
-    def _tell_end(self, end: TextEnd) -> None:
+    def _send_end(self, end: TextEnd) -> None:
         if not self._is_closed:
             self._is_closed = True
             self.listener.ended(end)

@@ -31,8 +31,8 @@ from agent.sources.cameras.supervision import (
     FramesCame,
     ProcessEnded,
     ProcessOrder,
+    Report,
     Supervisor,
-    Tell,
 )
 from agent.sources.cameras.takes import NEVER, Interval, Takes, Trigger
 from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, checked_name
@@ -373,7 +373,7 @@ class CameraSource(Source):
                     self._child.close()
                 case ProcessOrder.KILL if self._child is not None:
                     self._child.kill()
-                case Tell(state, reason):
+                case Report(state, reason):
                     level = logging.WARNING if self._supervisor.alarm else logging.INFO
                     log.log(level, "camera_state camera=%s state=%s reason=%s", self.name, state, reason)
 

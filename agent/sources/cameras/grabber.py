@@ -1,4 +1,4 @@
-"""Loop of a camera's process: reads pictures without pause, and hands over the frames that the agent asks for.
+"""Loop of a camera's process: reads pictures without pause, and hands over the frames that the agent requests.
 
 Guarantees: requests are answered in their order, each with a frame of its own that is recent enough. Frames without a
 request are counted, and neither encoded nor kept. The last message says why the process ends. No message holds the
@@ -47,7 +47,7 @@ class Grabber:
         self._guard = threading.Lock()  # over the six below
         self._asked: deque[wire.Take] = deque()
         self._latest: Snapshot | None = None  # not handed over yet
-        self._unsent = 0  # of what was asked for and shot
+        self._unsent = 0  # frames for requests, not handed over
         self._frames = 0
         self._broken = 0
         self._lag_s = 0.0
@@ -83,7 +83,7 @@ class Grabber:
     # -- on the reader's thread --
 
     def _read(self) -> None:
-        failure = CameraFailed("it was told to end")
+        failure = CameraFailed("the agent ended it")
         try:
             self._source.open(time.monotonic() + OPENING_SHARE * self._connection.open_timeout_s)
             self._say(wire.Opened())

@@ -3,7 +3,7 @@
 Guarantees: at most one process at a time; the next starts only after the last has ended. A process that does not
 connect within ``open_timeout_s``, or sends no frame for ``stall_timeout_s``, is killed. Retries back off up to 30 s,
 with jitter; the backoff is reset once frames came for HEALTHY_S. A camera that stays away is logged at most
-TELLINGS_MAXIMUM times in REPEAT_S. Frames later than ``max_lag_s`` are an alarm; a process whose frames stay late for
+REPORTS_MAXIMUM times in REPEAT_S. Frames later than ``max_lag_s`` are an alarm; a process whose frames stay late for
 ``stall_timeout_s`` is killed, so that the next begins without a backlog.
 """
 
@@ -29,7 +29,7 @@ HEALTHY_S = 10.0
 REPEAT_S = 600.0
 UNANSWERED = "frames come, and none is handed over: its process hangs"
 IMMORTAL = "its process was killed and does not end: it hangs in a driver - if that stays, restart the box"
-TELLINGS_MAXIMUM = 4  # of different reasons, within REPEAT_S
+REPORTS_MAXIMUM = 4  # of different reasons, within REPEAT_S
 
 
 class CameraState(StrEnum):
@@ -76,14 +76,14 @@ class ProcessOrder(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Report:
     """Write a log line."""
 
     state: CameraState
     reason: str
 
 
-Action: TypeAlias = ProcessOrder | Tell
+Action: TypeAlias = ProcessOrder | Report
 
 
 class _Phase(Enum):
@@ -98,26 +98,26 @@ class _Phase(Enum):
 
 
 @dataclass
-class _Telling:
-    """What the log says of a camera. ``told``: reasons, and when."""
+class _Reports:
+    """Log lines about a camera. ``reported``: reasons, and when."""
 
-    told: dict[str, float] = field(default_factory=dict)
+    reported: dict[str, float] = field(default_factory=dict)
     is_silent: bool = True  # the present trouble was not logged
     has_streamed: bool = False
 
     def trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
-        self.told = {each: at for each, at in self.told.items() if now - at < REPEAT_S}
-        if reason in self.told or len(self.told) >= TELLINGS_MAXIMUM:
+        self.reported = {each: at for each, at in self.reported.items() if now - at < REPEAT_S}
+        if reason in self.reported or len(self.reported) >= REPORTS_MAXIMUM:
             return []
-        self.told[reason] = now
+        self.reported[reason] = now
         self.is_silent = False
-        return [Tell(state, reason)]
+        return [Report(state, reason)]
 
     def recovery(self) -> list[Action]:
         """Logged if the trouble was, and the first time."""
-        is_told = not self.has_streamed or not self.is_silent
+        is_due = not self.has_streamed or not self.is_silent
         self.has_streamed, self.is_silent = True, True
-        return [Tell(CameraState.STREAMING, "frames come")] if is_told else []
+        return [Report(CameraState.STREAMING, "frames come")] if is_due else []
 
 
 class Supervisor:
@@ -132,7 +132,7 @@ class Supervisor:
         self._late_since = NEVER
         self._random = random
         self._phase = _Phase.RESTING
-        self._telling = _Telling()
+        self._reports = _Reports()
         self._tries = 0  # failed, since the camera was healthy
         self._streaming_since = NEVER
         self._is_final = False
@@ -161,8 +161,8 @@ class Supervisor:
                 return self._came(lag_s, now)
             case Failed(reason, is_final) if self._has_process:
                 self._is_final = is_final
-                told = self._trouble(CameraState.OFFLINE, reason, now)
-                return self._enter(_Phase.CLOSING, now + CLOSE_S, *told, ProcessOrder.CLOSE)
+                reported = self._trouble(CameraState.OFFLINE, reason, now)
+                return self._enter(_Phase.CLOSING, now + CLOSE_S, *reported, ProcessOrder.CLOSE)
             case CameraSignal.UNANSWERED if self._phase is _Phase.STREAMING:
                 return self._lose(CameraState.STALLED, UNANSWERED, now)
             case ProcessEnded(how):
@@ -187,7 +187,7 @@ class Supervisor:
         return self._enter(_Phase.STARTING, now + START_S, ProcessOrder.START)
 
     def _came(self, lag_s: float, now: float) -> list[Action]:
-        told: list[Action] = []
+        reported: list[Action] = []
         if self._phase is not _Phase.STREAMING:
             self._streaming_since, self._late_since = now, NEVER
         elif now - self._streaming_since >= HEALTHY_S:
@@ -197,11 +197,11 @@ class Supervisor:
             self._late_since = min(self._late_since, now)
             if now - self._late_since >= self._stall_timeout_s:
                 return self._lose(CameraState.STALLED, reason, now)
-            told = self._trouble(CameraState.STREAMING, reason, now)
+            reported = self._trouble(CameraState.STREAMING, reason, now)
         elif self._phase is not _Phase.STREAMING or self.alarm is not None:
             self.state, self.alarm, self._late_since = CameraState.STREAMING, None, NEVER
-            told = self._telling.recovery()
-        return self._enter(_Phase.STREAMING, now + self._stall_timeout_s, *told)
+            reported = self._reports.recovery()
+        return self._enter(_Phase.STREAMING, now + self._stall_timeout_s, *reported)
 
     def _time_is_up(self, now: float) -> list[Action]:
         match self._phase:
@@ -223,19 +223,19 @@ class Supervisor:
 
     def _trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
         self.state, self.alarm = state, reason
-        return self._telling.trouble(state, reason, now)
+        return self._reports.trouble(state, reason, now)
 
     def _lose(self, state: CameraState, reason: str, now: float) -> list[Action]:
-        told = self._trouble(state, reason, now)
-        return self._enter(_Phase.KILLED, now + END_S, *told, ProcessOrder.KILL)
+        reported = self._trouble(state, reason, now)
+        return self._enter(_Phase.KILLED, now + END_S, *reported, ProcessOrder.KILL)
 
     def _ended(self, how: str, now: float) -> list[Action]:
-        told = self._trouble(CameraState.OFFLINE, how, now) if self._has_process else []
+        reported = self._trouble(CameraState.OFFLINE, how, now) if self._has_process else []
         if self.is_stopped:
             return self._enter(_Phase.OVER, NEVER)
         if self._is_final:
-            return self._enter(_Phase.RESTING, NEVER, *told)
-        return self._enter(_Phase.RESTING, now + self._pause_s(), *told)
+            return self._enter(_Phase.RESTING, NEVER, *reported)
+        return self._enter(_Phase.RESTING, now + self._pause_s(), *reported)
 
     def _pause_s(self) -> float:
         self._tries += 1

@@ -1,7 +1,7 @@
 """Ledger of a camera's triggers, under a clock that is given.
 
-Guarantees: each trigger leaves the ledger once, answered or overdue. Triggers are asked for in their order, at most
-AT_ONCE at a time, so that a camera's process holds few frames; after a lost connection they are asked for again.
+Guarantees: each trigger leaves the ledger once, answered or overdue. Frames are requested in the order of triggers, at
+most AT_ONCE at a time, so that a camera's process holds few; after a lost connection they are requested again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Takes:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._wanted: dict[int, Trigger] = {}  # in their order
-        self._asked: dict[int, float] = {}  # number -> since when; of these, those that the process was asked for
+        self._asked: dict[int, float] = {}  # number -> since when; of triggers whose frame was requested
 
     def add(self, trigger: Trigger) -> None:
         self._wanted[trigger.number] = trigger
 
     def ask(self, now: float) -> list[Trigger]:
-        """Triggers that the process is asked for now."""
+        """Triggers whose frames are requested now."""
         free = AT_ONCE - len(self._asked)
         found = [trigger for number, trigger in self._wanted.items() if number not in self._asked][:free]
         self._asked |= {trigger.number: now for trigger in found}

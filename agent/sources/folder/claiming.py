@@ -50,7 +50,7 @@ class ClaimedImage:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCallbacks:
-    """Called on the folder's thread; none of them blocks or raises. ``has_room`` is asked before each claim."""
+    """Called on the folder's thread; none of them blocks or raises. ``has_room`` is read before each claim."""
 
     claimed: Callable[[ClaimedImage], None]
     refused: Callable[[Subject, str], None]  # with the reason; without board where neither name nor sidecar gives one

@@ -26,7 +26,7 @@ from agent.service.service_manager import (
     JournalFormatter,
     Notifier,
     Starts,
-    failures_told,
+    failures_reported,
     heartbeat,
 )
 from experts.errors import ConfigError
@@ -117,7 +117,7 @@ class TestTheNotifier:
         notifier.reloading()
         notifier.ready("reloaded")
         notifier.alive("still here")
-        with pytest.raises(ConfigError), failures_told(notifier):
+        with pytest.raises(ConfigError), failures_reported(notifier):
             raise ConfigError("line.yaml:3: no such key\nand more")
         assert "STOPPING" in listener.hear()
         assert listener.hear() == {"STATUS": "line.yaml:3: no such key"}

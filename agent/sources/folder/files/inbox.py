@@ -47,7 +47,7 @@ IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 
 VISIBLE = r"[^./][^/]*"  # hidden files are never claimed
 CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
 NAME_BYTES = 255  # some filesystems take only shorter names
-LONGEST_SUFFIX = 16  # a longer one tells no format
+LONGEST_SUFFIX = 16  # a longer one is no format
 MAKE_ATTEMPTS = 10
 # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})

@@ -1,6 +1,6 @@
-"""Reads sidecars: `STEM.json` beside `STEM.png` tells the image's board, component, ref and type.
+"""Reads sidecars: `STEM.json` beside `STEM.png` gives the image's board, component, ref and type.
 
-Guarantees: a sidecar that is not written to its end is told apart from a wrong one: a JSON object ends with its brace.
+Guarantees: an unfinished sidecar is distinguished from a wrong one: a JSON object ends with its brace.
 Nothing is guessed: an unknown key, a repeated key, a value that is not printable text or a link refuses the image.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".json"
 LARGEST_BYTES = 64 * 1024
-LONGEST_VALUE = 255  # characters: a name could tell no more
+LONGEST_VALUE = 255  # characters, as of a file name
 KEYS = (*NAME_GROUPS, TYPE_GROUP)
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

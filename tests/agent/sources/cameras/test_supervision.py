@@ -17,8 +17,8 @@ from agent.sources.cameras.supervision import (
     FramesCame,
     ProcessEnded,
     ProcessOrder,
+    Report,
     Supervisor,
-    Tell,
 )
 from agent.sources.cameras.takes import NEVER, Interval
 from agent.sources.cameras.wire import Failed
@@ -56,22 +56,22 @@ class Desk:
         return self.now - began
 
     @property
-    def tellings(self):
-        return [action for action in self.done if isinstance(action, Tell)]
+    def reports(self):
+        return [action for action in self.done if isinstance(action, Report)]
 
 
 def shown(actions):
-    return [Tell if isinstance(action, Tell) else action for action in actions]
+    return [Report if isinstance(action, Report) else action for action in actions]
 
 
 def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew():
     desk = Desk()
     desk.say(*STREAMING)
-    assert shown(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
+    assert shown(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Report]
     assert (desk.one.state, "max_lag_s 2" in (desk.one.alarm or "")) == (CameraState.STREAMING, True)
     desk.now = STALL_S - 0.1
     assert desk.say(FramesCame(MAX_LAG_S + 1.0)) == []
-    assert desk.say(FramesCame(MAX_LAG_S)) == [Tell(CameraState.STREAMING, "frames come")]
+    assert desk.say(FramesCame(MAX_LAG_S)) == [Report(CameraState.STREAMING, "frames come")]
     assert desk.one.alarm is None
     for lag_s, told in ((9.0, []), (9.0, [ProcessOrder.KILL])):  # the same trouble is not told twice
         assert shown(desk.say(FramesCame(lag_s))) == told
@@ -87,7 +87,7 @@ def test_no_next_process_is_started_before_the_killed_one_has_ended():
     desk = Desk()
     desk.say(*STREAMING)
     desk.wait()
-    assert shown(desk.wait()) == [Tell]
+    assert shown(desk.wait()) == [Report]
     assert "hangs in a driver" in (desk.one.alarm or "")
     assert desk.one.deadline == supervision.NEVER
     desk.say(ENDED)
@@ -128,7 +128,7 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
     assert desk.fail() == 0.5
 
 
-@pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.TELLINGS_MAXIMUM)])
+@pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.REPORTS_MAXIMUM)])
 def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons, most):
     desk, number = Desk(), 0
     while desk.now < 86_400:
@@ -136,7 +136,7 @@ def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reason
         desk.say(CameraSignal.READY, Failed(f"refused by port {number % reasons}", is_final=False), ENDED)
         desk.wait()
     spans = 86_400 / supervision.REPEAT_S
-    assert (spans - 2) * most <= len(desk.tellings) <= (spans + 1) * most
+    assert (spans - 2) * most <= len(desk.reports) <= (spans + 1) * most
 
 
 def test_to_stop_is_to_ask_then_to_kill():
