@@ -117,7 +117,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
     def serve(end: _End) -> Mapping[str, Any]:
         with state_held(config.state), _threads_watched(end.notify) as crashes:
             starts = Starts(config.state)
-            if is_started_again and not _waited(end, notifier, starts.begin(), MANY_STARTS):
+            if is_started_again and not _waited(end, notifier, starts.count_start(), MANY_STARTS):
                 starts.forget()
                 return dict(NOTHING_DONE)
             try:

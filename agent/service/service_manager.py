@@ -135,7 +135,7 @@ class Starts:
         self._boot = boot
         self._ready_s: float | None = None
 
-    def begin(self) -> float:
+    def count_start(self) -> float:
         """Count a start; returns the seconds to wait before it."""
         boot, starts = "", 1
         with suppress(OSError):

@@ -223,10 +223,10 @@ class JournaledImages:
         """``reason``: why the image is UNKNOWN without being judged."""
         subject = request.subject
         if reason is not None:
-            self._record(request, unknown(f"{subject.name}: {reason}"), UNJUDGED)
+            self._keep_and_commit(request, unknown(f"{subject.name}: {reason}"), UNJUDGED)
             return
         assert request.image is not None
-        ended = partial(self._ended, request)
+        ended = partial(self._request_judged, request)
         request.submission = Submission(subject, request.image, ended)
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
@@ -252,13 +252,13 @@ class JournaledImages:
 
     # -- judged: on the agent's thread, then on the store's --
 
-    def _ended(self, request: _Open, outcome: Outcome, course: Course) -> None:
+    def _request_judged(self, request: _Open, outcome: Outcome, course: Course) -> None:
         if outcome.reason == CANCELLED:
-            self._store.withdraw([request.subject.key], lambda _: self._withdrawn(request))
+            self._store.withdraw([request.subject.key], lambda _: self._request_withdrawn(request))
         else:
-            self._record(request, outcome, course)
+            self._keep_and_commit(request, outcome, course)
 
-    def _withdrawn(self, request: _Open) -> None:
+    def _request_withdrawn(self, request: _Open) -> None:
         """Senders that came meanwhile have the request accepted anew."""
         with self._lock:
             self._close(request)
@@ -272,22 +272,22 @@ class JournaledImages:
         if self._open.get(request.subject.key) is request:
             del self._open[request.subject.key]
 
-    def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
+    def _keep_and_commit(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the image, where such images are kept, then the verdict."""
         subject = request.subject
         result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
         if request.content is not None and self._images.archive.wants(result.verdict):
-            then = partial(self._record_with_image, request, result, course)
+            then = partial(self._commit_request, request, result, course)
             self._images.keep(request.content, subject.image, subject.arrived_at, then)
         else:
-            self._record_with_image(request, result, course, None)
+            self._commit_request(request, result, course, None)
 
-    def _record_with_image(self, request: _Open, result: Result, course: Course, kept_as: str | None) -> None:
+    def _commit_request(self, request: _Open, result: Result, course: Course, kept_as: str | None) -> None:
         result = replace(result, kept_as=kept_as)
-        stored = partial(self._stored, request, result, course)
+        stored = partial(self._request_committed, request, result, course)
         self._verdicts.commit_result(result, stored, is_urgent=bool(request.waiting))
 
-    def _stored(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
+    def _request_committed(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
         key = request.subject.key
         self._inspector.forget_attempts(key)
         with self._lock:

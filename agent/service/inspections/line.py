@@ -114,7 +114,7 @@ class SourceLine:
                 return True
             self._commit_unknown(image, f"{subject.name}: {reason}")
         else:
-            self._finish(image)
+            self._report_image(image)
         return False
 
     def offer_image(self, arrival: Arrival, source: Source) -> None:
@@ -126,7 +126,7 @@ class SourceLine:
         if subject.shows_board:
             image = self._image(subject, source)  # its rows could not be read when it came, or its layout has gone
             if image.is_stored or not image.parts:
-                self._finish(image)
+                self._report_image(image)
                 return
         if source.skips_duplicates:
             part = (subject.source, subject.board, subject.board_type, subject.component, subject.ref)
@@ -136,18 +136,18 @@ class SourceLine:
             if (first := self._first_of(subject, image.content)) is not None:
                 key = first.subject.key
                 log.info("image_duplicate file=%s verdict=%s of=%s: not judged again", subject.name, first.verdict, key)
-                self._commit(image, subject, duplicate_result(self.config, subject, first))
+                self._commit_part(image, subject, duplicate_result(self.config, subject, first))
                 return
         whole = EncodedImage(arrival.image, subject.name, arrival.max_pixels)
         frame = Frame(whole, image.size)
         for each in image.parts.values():
-            ended = partial(self._ended, image, each)
+            ended = partial(self._part_judged, image, each)
             self._inspector.submit_subject(Submission(each, source_of(each, whole, frame), ended))
 
     def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
         image = self._image(subject, source)
         if image.is_stored:
-            self._finish(image)
+            self._report_image(image)
         elif image.parts:
             self._commit_unknown(image, reason)
         else:
@@ -239,7 +239,7 @@ class SourceLine:
             return None
         return None if row is None else row.result
 
-    def _ended(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
+    def _part_judged(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
         """Runs on the agent's thread."""
         detail: dict[str, object] = {} if image.content is None else {"image_sha256": image.content[0]}
         if part.box is not None:
@@ -247,18 +247,18 @@ class SourceLine:
         result = judged_result(self.config, part, outcome, course.models, detail)
         if image.content is not None:
             result = replace(result, config_sha256=str(image.content[1]))
-        self._commit(image, part, result)
+        self._commit_part(image, part, result)
 
     def _commit_unknown(self, image: _Image, reason: str) -> None:
         for part in image.parts.values():
-            self._ended(image, part, unknown(reason), Course())
+            self._part_judged(image, part, unknown(reason), Course())
 
-    def _commit(self, image: _Image, part: Subject, result: Result) -> None:
-        self._verdicts.commit_result(result, partial(self._committed, image, part, result))
+    def _commit_part(self, image: _Image, part: Subject, result: Result) -> None:
+        self._verdicts.commit_result(result, partial(self._part_committed, image, part, result))
 
     # -- on the store's thread --
 
-    def _committed(self, image: _Image, part: Subject, result: Result, recorded: Recorded) -> None:
+    def _part_committed(self, image: _Image, part: Subject, result: Result, recorded: Recorded) -> None:
         self._inspector.forget_attempts(part.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides
             result = self._stored(part.key) or result
@@ -266,9 +266,9 @@ class SourceLine:
             image.verdicts[part.key] = (result.verdict, result.reason)
             is_last = image.is_stored
         if is_last:
-            self._finish(image)
+            self._report_image(image)
 
-    def _finish(self, image: _Image) -> None:
+    def _report_image(self, image: _Image) -> None:
         """Tell the source; without any verdict the board has no layout, and the image gets one row."""
         if not image.verdicts:
             self._commit_unknown(replace(image, parts={image.subject.key: image.subject}), NO_LAYOUT)

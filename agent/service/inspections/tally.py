@@ -74,7 +74,11 @@ class Tally:
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
         if isinstance(stored, Result):
             self.verdicts[stored.verdict] += 1
-            self._time(stored)
+            seconds = max((self._wall() - stored.subject.arrived_at).total_seconds(), 0.0)
+            key = stored.subject.key
+            source = next((name for start, name in SOURCES.items() if key.startswith(start)), FOLDER)
+            with self._lock:
+                self._seconds[source].add(seconds)
         else:
             with self._lock:
                 self._boards[stored.verdict] += 1
@@ -98,9 +102,3 @@ class Tally:
     def _count_order(self, refused: Refusing | None) -> None:
         with self._lock:
             self._orders[refused] += 1
-
-    def _time(self, result: Result) -> None:
-        seconds = max((self._wall() - result.subject.arrived_at).total_seconds(), 0.0)
-        source = next((name for start, name in SOURCES.items() if result.subject.key.startswith(start)), FOLDER)
-        with self._lock:
-            self._seconds[source].add(seconds)

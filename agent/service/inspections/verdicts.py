@@ -45,9 +45,11 @@ class Verdicts:
 
     def commit_result(self, result: Result, stored: Callable[[Recorded], None], *, is_urgent: bool = False) -> None:
         """Store a result; ``stored`` is called afterwards."""
-        self._store.record(result, lambda recorded: self._stored(result, stored, recorded), is_urgent=is_urgent)
+        self._store.record(
+            result, lambda recorded: self._result_committed(result, stored, recorded), is_urgent=is_urgent
+        )
 
-    def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
+    def _result_committed(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
         try:
             if recorded.is_new:
                 self._notify(result, recorded)

@@ -37,7 +37,7 @@ THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and th
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``entered``, ``withdraw``: set before submission."""
+    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``entered``, ``withdraw``: set before it runs."""
 
     order: TextOrder
     listener: TextListener

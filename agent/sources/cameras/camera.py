@@ -368,7 +368,7 @@ class CameraSource(Source):
         for action in self._supervisor.decide(time.monotonic(), event):
             match action:
                 case ProcessOrder.START:
-                    self._begin()
+                    self._start_process()
                 case ProcessOrder.CLOSE if self._child is not None:
                     self._child.close()
                 case ProcessOrder.KILL if self._child is not None:
@@ -377,7 +377,7 @@ class CameraSource(Source):
                     level = logging.WARNING if self._supervisor.alarm else logging.INFO
                     log.log(level, "camera_state camera=%s state=%s reason=%s", self.name, state, reason)
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         number = self._supervisor.connections
         try:
             self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))

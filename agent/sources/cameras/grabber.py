@@ -103,7 +103,11 @@ class Grabber:
         now = time.monotonic()
         if now < self._checked_at + CHECK_S:
             return True
-        is_sound = is_decodable(picture, self._connection.max_pixels)
+        max_pixels, is_sound = self._connection.max_pixels, True
+        if isinstance(picture, bytes):
+            is_sound = encode(picture, max_pixels) is not None
+        else:
+            _check_size(picture, max_pixels)
         self._checked_at = now if is_sound else float("-inf")
         with self._guard:
             self._broken += not is_sound
@@ -190,14 +194,6 @@ def encode(picture: Picture, max_pixels: int) -> bytes | None:
     if not is_encoded:
         raise CameraFailed(f"a picture of {pixels.shape} {pixels.dtype} pixels cannot be written as PNG")
     return content.tobytes()
-
-
-def is_decodable(picture: Picture, max_pixels: int) -> bool:
-    """True if ``encode`` would accept the picture; decodes only where it must. Raises as ``encode``."""
-    if isinstance(picture, bytes):
-        return encode(picture, max_pixels) is not None
-    _check_size(picture, max_pixels)
-    return True
 
 
 def _check_size(picture: NDArray[Any] | VideoFrame, max_pixels: int) -> None:

@@ -235,11 +235,9 @@ class Supervisor:
             return self._enter(_Phase.OVER, NEVER)
         if self._is_final:
             return self._enter(_Phase.RESTING, NEVER, *reported)
-        return self._enter(_Phase.RESTING, now + self._pause_s(), *reported)
-
-    def _pause_s(self) -> float:
         self._tries += 1
-        return min(BACKOFF.pause_s(self._tries) * (1 - JITTER + 2 * JITTER * self._random()), BACKOFF.longest_s)
+        pause_s = min(BACKOFF.pause_s(self._tries) * (1 - JITTER + 2 * JITTER * self._random()), BACKOFF.longest_s)
+        return self._enter(_Phase.RESTING, now + pause_s, *reported)
 
     def _stop(self, now: float) -> list[Action]:
         has_process = self._has_process

@@ -218,7 +218,7 @@ class Claimer:
 
     def _wait_for_sidecar(self, candidate: WaitingFile, now: float, reason: str) -> None:
         """Postpone the file until its sidecar changes; refuse it after ``stale_after_s``."""
-        if self._rule.is_sidecar_abandoned(candidate, now):
+        if now - candidate.sidecar_since >= self._section.stale_after_s:
             self._refuse_unclaimed(candidate, reason)
         else:
             self._waiting.postpone(candidate.relpath, now + LOOK_AGAIN_S)

@@ -100,7 +100,7 @@ class FolderSource(Source):
             budget_bytes=budget_bytes,
             max_pixels=section.max_pixels,
         )
-        self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
+        self._hints: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._was_online = False
         self._ignores_next_scan = section.ignore_existing
         self._next_scan = float("-inf")
@@ -213,7 +213,7 @@ class FolderSource(Source):
         for file in self._custody.work(now):
             self._waiting.reconsider(file.relpath)
             self._scan_early(now)
-        self._take_notes(now)
+        self._handle_hints(now)
         if now >= self._next_scan:
             self._scan(now)
         if self._watch.is_online:
@@ -235,13 +235,13 @@ class FolderSource(Source):
         self._inbox.leave()
 
     def _note(self, hint: Hint) -> None:
-        self._notes.put(hint)
+        self._hints.put(hint)
         self._wake.set()
 
-    def _take_notes(self, now: float) -> None:
+    def _handle_hints(self, now: float) -> None:
         strongest: dict[str, Evidence] = {}
-        while not self._notes.empty():
-            hint = self._notes.get()
+        while not self._hints.empty():
+            hint = self._hints.get()
             if hint.relpath is None:
                 self._scan_early(now)
             else:

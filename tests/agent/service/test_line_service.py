@@ -274,22 +274,17 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
     assert len(line.shelf("ng")) == 7
 
 
-def test_duplicates_that_come_together_wait_for_the_first(skipping):
-    """AC7: none is judged twice."""
+@pytest.mark.parametrize(
+    ("content", "verdict", "judged"), [(None, OK, 1), (picture()[:40] + bytes(20) + picture()[60:], UNKNOWN, 9)]
+)
+def test_duplicates_that_come_together_wait_for_the_first_and_share_no_unknown(skipping, content, verdict, judged):
+    """AC7: none is judged twice, and none is UNKNOWN for another one's sake."""
     with skipping.served() as service:
-        judge(service, skipping, *(f"B1_c0_R1-{number}.png" for number in range(20)))
-    assert len(judged_anew(skipping)) == 1
-    assert [row.verdict for row in skipping.rows] == [OK] * 20
-
-
-def test_a_duplicate_of_what_could_not_be_judged_is_judged(skipping):
-    """AC7: it never becomes OK, or stays UNKNOWN, for another one's sake."""
-    broken = picture()[:40] + bytes(20) + picture()[60:]
-    with skipping.served() as service:
-        for number in range(3):
-            skipping.drop(f"B1_c0_R1-{number}.png", broken)
-        until(lambda: service.judged == 3)
-    assert [(row.verdict, "not judged again" in row.reason) for row in skipping.rows] == [(UNKNOWN, False)] * 3
+        for number in range(9):
+            skipping.drop(f"B1_c0_R1-{number}.png", content)
+        until(lambda: service.judged == 9)
+    assert [row.verdict for row in skipping.rows] == [verdict] * 9
+    assert len([row for row in skipping.rows if "not judged again" not in (row.reason or "")]) == judged
 
 
 def test_a_duplicate_begins_no_board_anew(skipping):
@@ -485,50 +480,25 @@ def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeyp
     assert f"experts=cls/f0,cls/f1: experts are asked otherwise than expected; learn how: {learning}" in caplog.text
 
 
-@pytest.fixture
-def hanging(monkeypatch):
-    """Makes a method hang: by its name, an Event of its call."""
-    answers = threading.Event()
+@pytest.mark.parametrize("duty", ["records.retention.sweeper.Sweeper", "records.export.ResultExport"])
+def test_a_disk_that_hangs_keeps_no_board_from_its_end_and_the_agent_from_its_own(line, monkeypatch, duty):
+    hangs, answers, running_s = threading.Event(), threading.Event(), [0.0]
 
-    def hang(method):
-        hangs = threading.Event()
+    def hang(_):
+        hangs.set()
+        answers.wait(PATIENCE_S)
 
-        def called(_):
-            hangs.set()
-            answers.wait(PATIENCE_S)
-
-        monkeypatch.setattr(method, called)
-        return hangs
-
-    yield hang
-    answers.set()
-
-
-@contextmanager
-def board_in_time(line):
-    """A board that lacks an image ends in time, though something hangs in the service meanwhile."""
+    monkeypatch.setattr(f"agent.{duty}.step", hang)
+    monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
+    line.document["records"] = {"export": {"folder": "export"}}
     line.document["boards"]["main"]["takt_s"] = 30
-    running_s = [0.0]
     with line.served(clock=lambda: running_s[0]) as service:
-        yield service
+        assert hangs.wait(PATIENCE_S)
+        until(lambda: any("has been waiting" in each for each in service.desk.status().alarms))
         judge(service, line, "B1_c0_R1.png")
         until(lambda: service.boards.statistics().open == 1)
         running_s[0] = 61.0
         until(lambda: line.boards == [("B1", UNKNOWN)])
         began_s = time.monotonic()
     assert time.monotonic() - began_s < PATIENCE_S / 2, "the end does not wait for it"
-
-
-def test_a_disk_of_images_that_hangs_keeps_no_board_from_its_end_and_the_agent_from_its_own(line, hanging):
-    hangs = hanging("agent.records.retention.sweeper.Sweeper.step")
-    with board_in_time(line):
-        assert hangs.wait(PATIENCE_S)
-
-
-def test_an_export_that_hangs_delays_no_board_and_no_end(line, monkeypatch, hanging):
-    hangs = hanging("agent.records.export.ResultExport.step")
-    monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
-    line.document["records"] = {"export": {"folder": "export"}}
-    with board_in_time(line) as service:
-        assert hangs.wait(PATIENCE_S)
-        until(lambda: any("export has been waiting" in each for each in service.desk.status().alarms))
+    answers.set()

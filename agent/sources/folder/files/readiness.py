@@ -141,9 +141,6 @@ class Rule:
     def is_abandoned(self, candidate: WaitingFile, now: float) -> bool:
         return now - candidate.unchanged_since >= self.stale_after_s
 
-    def is_sidecar_abandoned(self, candidate: WaitingFile, now: float) -> bool:
-        return now - candidate.sidecar_since >= self.stale_after_s
-
     def _is_vouched_for(self, candidate: WaitingFile) -> bool:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
