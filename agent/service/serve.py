@@ -63,7 +63,7 @@ class _End:
 
 @contextmanager
 def _threads_watched(notify: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
-    """A fault that ends a thread of the agent ends the agent by ``notify``; libraries' threads have numbers for names."""
+    """A fault that ends a thread of the agent ends the agent; libraries' threads have numbers for names."""
     crashes, before = list[AgentCrashed](), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
