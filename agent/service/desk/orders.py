@@ -112,8 +112,7 @@ class OrderTaker:
         size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
         if size is not None:
             size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
-        entered = self._admission.enter(len(parts), size_bytes)
-        leave = partial(self._admission.leave, entered)
+        leave = self._admission.enter(len(parts), size_bytes)
         gathering = _Gathering(listener, order, tuple(part.key for part in parts), leave)
         try:
             if content is not None:

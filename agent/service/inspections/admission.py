@@ -6,7 +6,7 @@ Guarantees: what is admitted never exceeds the limits; a refusal says when to re
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from experts import sizes
@@ -22,14 +22,6 @@ LONGEST_RETRY_S = 10.0
 USUAL_RETRY_S = 0.5  # while nothing is known of how fast images end
 
 
-@dataclass(slots=True, eq=False)
-class Pass:
-    """An admission, not given back yet."""
-
-    images: int
-    size_bytes: int
-
-
 class Admission:
     """``ended_per_s``: images that ended per second, recently."""
 
@@ -40,8 +32,11 @@ class Admission:
         self.images = 0
         self.size_bytes = 0
 
-    def enter(self, images: int, size_bytes: int) -> Pass:
-        """Let in an image that so many requests are made of, or a text. Raises OrderRefused: TOO_LARGE, QUEUE_FULL."""
+    def enter(self, images: int, size_bytes: int) -> Callable[[int], None]:
+        """Let in an image of so many requests, or a text. Raises OrderRefused: TOO_LARGE, QUEUE_FULL.
+
+        Returned: give back so many requests, and the bytes with the last; idempotent beyond that.
+        """
         if images > self._limits.requests or size_bytes > self._limits.memory:
             raise OrderRefused(
                 Refusing.TOO_LARGE,
@@ -52,7 +47,7 @@ class Admission:
             if self.images + images <= self._limits.requests and self.size_bytes + size_bytes <= self._limits.memory:
                 self.images += images
                 self.size_bytes += size_bytes
-                return Pass(images, size_bytes)
+                return partial(self._leave, [images], size_bytes)
             under_way, held = self.images, self.size_bytes
         too_many, per_s = max(under_way + images - self._limits.requests, 1), self._ended_per_s()
         retry_s = too_many / per_s if per_s > 0 else USUAL_RETRY_S
@@ -63,11 +58,10 @@ class Admission:
             min(max(retry_s, SHORTEST_RETRY_S), LONGEST_RETRY_S),
         )
 
-    def leave(self, entered: Pass, images: int = 1) -> None:
-        """Give back so many images, and the bytes with the last; idempotent beyond that."""
+    def _leave(self, inside: list[int], size_bytes: int, images: int) -> None:
         with self._lock:
-            done = min(images, entered.images)
-            entered.images -= done
+            done = min(images, inside[0])
+            inside[0] -= done
             self.images -= done
-            if done and not entered.images:
-                self.size_bytes -= entered.size_bytes
+            if done and not inside[0]:
+                self.size_bytes -= size_bytes

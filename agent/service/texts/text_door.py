@@ -83,9 +83,9 @@ class TextDoor:
         subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
         submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
         text.withdraw = partial(self._inspector.cancel_subject, submission)  # also of one that has not entered yet
-        text.entered = self._admission.enter(1, text.size_bytes)
+        text.leave = self._admission.enter(1, text.size_bytes)
         if not self._begin(text):
-            self._admission.leave(text.entered)
+            text.leave(1)
             raise _stopping()
         self._inspector.submit_subject(submission)
         return text
@@ -151,8 +151,7 @@ class TextDoor:
         return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))
 
     def _left(self, text: TextUnderWay, how: str) -> None:
-        if text.entered is not None:
-            self._admission.leave(text.entered)
+        text.leave(1)
         with self._lock:
             self._under_way.discard(text)
             self._ended[how] += 1

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import TextListener, TextOrder
     from agent.core.request import Outcome
-    from agent.service.inspections.admission import Pass
     from agent.service.inspections.inspector import Course
     from agent.service.texts.text_models import Speech
     from experts.llm.serving.generation import Sampled, Writer
@@ -37,7 +36,7 @@ THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and th
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``entered``, ``withdraw``: set before it runs."""
+    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``leave``, ``withdraw``: set before it runs."""
 
     order: TextOrder
     listener: TextListener
@@ -45,7 +44,7 @@ class TextUnderWay:
     due_s: float | None
     clock: Callable[[], float]
     left: Callable[[TextUnderWay, str], None]
-    entered: Pass | None = None
+    leave: Callable[[int], None] = lambda _: None
     withdraw: Callable[[], None] = lambda: None
     key: str = field(default_factory=lambda: f"{KEY_PREFIX}{uuid.uuid4().hex}")
     first_s: float | None = None

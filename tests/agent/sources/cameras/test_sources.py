@@ -1,8 +1,9 @@
-"""The contract of picture sources, and the behaviour of each kind."""
+"""The contract of picture sources, the behaviour of each kind, and the page about cameras."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import time
 from contextlib import closing
@@ -12,11 +13,15 @@ import av
 import cv2
 import numpy as np
 import pytest
+import yaml
 
+from agent.line_file.boards import LayoutSections
+from agent.line_file.intake import CAMERA_SCHEMES, CameraSection
 from agent.sources.cameras.grabber import encode
 from agent.sources.cameras.pictures.capture import whole_jpeg
 from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
 from agent.sources.cameras.pictures.source import CameraConnection
+from agent.sources.cameras.supervision import CameraState
 from experts.errors import CameraFailed
 from experts.images import read_image
 from tests.agent.sources.cameras.fault import source_of
@@ -326,3 +331,24 @@ class TestGenicamPixels:
         (tmp_path / "readme.txt").touch()
         named = str(tmp_path / "maker.cti")
         assert producers_in([str(tmp_path), named, "/no/such/folder", ""]) == [tmp_path / "maker.cti"]
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "cameras.md"
+TEXT = PAGE.read_text("utf-8")
+EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]
+CAMERAS = [camera for example in EXAMPLES if isinstance(example, list) for camera in example]
+
+
+@pytest.mark.parametrize("camera", CAMERAS, ids=lambda camera: str(camera["url"]))
+def test_a_camera_of_the_page_is_one_of_a_line_file(camera):
+    CameraSection.model_validate(camera, context={"folder": Path("/line")})
+
+
+def test_the_layout_of_the_page_is_one():
+    (layout,) = (LayoutSections.model_validate(example) for example in EXAMPLES if isinstance(example, dict))
+    assert (layout.size, list(layout.parts)) == ((3000, 4000), ["R1", "R2"])
+
+
+def test_each_kind_and_each_state_is_on_the_page():
+    assert [scheme for scheme in CAMERA_SCHEMES if f"`{scheme}:" not in TEXT] == []
+    assert [state for state in CameraState if f"| {state} |" not in TEXT] == []
