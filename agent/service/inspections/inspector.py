@@ -96,10 +96,6 @@ class Gate:
         self._is_alone = False
         self._lock = threading.Lock()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._suspects) + len(self._others)
-
     def admit(self, submission: Submission, *, is_suspect: bool) -> None:
         with self._lock:
             (self._suspects if is_suspect else self._others).append(submission)
