@@ -176,7 +176,7 @@ class LineService:
             ending.callback(self._upkeep.images.stop, KEEPER_STOP_S)  # before the store closes: verdicts wait for them
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
-            ending.callback(self.agent.stop)
+            ending.callback(lambda: self.agent.stop())  # a reload may replace it meanwhile
             for application in reversed(self._applications):
                 ending.callback(application.stop)
             if self.web is not None:

@@ -85,7 +85,7 @@ class Line(Protocol):
 
 
 class Source(ABC):
-    """One source. The line calls every method from any thread; none may wait, unless a timeout is given."""
+    """Source of a line, which calls every method from any thread; none may wait, unless a timeout is given."""
 
     keeps_images = False  # True: images survive the process in the source; False: the line journals them
     skips_duplicates = False  # True: the same bytes for the same part get the first verdict

@@ -1,4 +1,4 @@
-"""Why things are as they are, in sentences: an expert's place, a component's route, a result's verdict."""
+"""Explains in sentences an expert's place, a component's route, a result's verdict."""
 
 from __future__ import annotations
 

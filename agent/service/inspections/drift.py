@@ -1,10 +1,9 @@
 """Usage drift: distance of the experts' shares in a line's requests from those in its device profile. Pure.
 
-The measure is the total variation distance between each expert's share of the steps counted and its usage probability
-as a share of all: 0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as
-soon after a year as after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this
-sample size (``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of
-w^2.
+The measure is the total variation distance between the experts' shares of the counted steps and of usage probability:
+0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as soon after a year as
+after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this sample size
+(``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of w^2.
 """
 
 from __future__ import annotations

@@ -177,10 +177,7 @@ class Inspector:
         return self._attempts.attempts(key)
 
     def reason_to_spare(self, keys: Iterable[str], what: str = "it") -> str | None:
-        """Why an image is not judged: it, or a part of it, ended the agent each time.
-
-        Without this, hundreds of parts would end the agent hundreds of times.
-        """
+        """Reason not to judge an image that ended the agent, or a part of which did; None to judge it."""
         attempts = max(self._attempts.attempts(key) for key in keys)
         if attempts < ATTEMPTS_MAXIMUM:
             return None

@@ -276,7 +276,7 @@ class SourceLine:
         self._inspector.forget_attempts(image.subject.key)
         image.source.verdict_committed(image.subject, *image.worst())
         with self._guard:
-            waiting = [] if image.content is None else self._duplicates.pop(image.content)
+            waiting = [] if image.content is None else self._duplicates.pop(image.content, [])
         for arrival, source in waiting:
             self.offer_image(arrival, source)
 

@@ -1,4 +1,4 @@
-"""One text under way: its requests for each reachable expert, the pieces that were shown, its end.
+"""Text under way: its requests for each reachable expert, the pieces that were shown, its end.
 
 Guarantees: its listener gets one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """

@@ -1,4 +1,4 @@
-"""When a camera's process is started, killed and started again: a state machine under a clock that is given.
+"""State machine, under a clock that is given, that starts a camera's process, kills it and starts it again.
 
 Guarantees: at most one process at a time; the next starts only after the last has ended. A process that does not
 connect within ``open_timeout_s``, or sends no frame for ``stall_timeout_s``, is killed. Retries back off up to 30 s,

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.sources.base import Arrival, Source, local_time
@@ -21,7 +22,7 @@ from agent.sources.folder.claiming import ClaimCallbacks, Claimer
 from agent.sources.folder.custody import Custody
 from agent.sources.folder.files.inbox import MARKER, Inbox, printable
 from agent.sources.folder.files.naming import naming_of
-from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
+from agent.sources.folder.files.readiness import Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.reading import ImageReader, ReaderCallbacks
 from agent.sources.folder.waiting import WaitingFiles
@@ -308,11 +309,7 @@ class FolderSource(Source):
 
 
 def _rule(section: FolderSection) -> Rule:
-    settle_s = None if section.settle_ms is None else section.settle_ms / 1000
-    return Rule(
-        mode=section.ready,
-        closed_settle_s=CLOSED_SETTLE_S if settle_s is None else settle_s,
-        unseen_settle_s=UNSEEN_SETTLE_S if settle_s is None else settle_s,
-        stale_after_s=section.stale_after_s,
-        needs_sidecar=section.has_sidecars,
-    )
+    rule = Rule(section.ready, stale_after_s=section.stale_after_s, needs_sidecar=section.has_sidecars)
+    if section.settle_ms is None:
+        return rule
+    return replace(rule, closed_settle_s=section.settle_ms / 1000, unseen_settle_s=section.settle_ms / 1000)

@@ -174,7 +174,7 @@ class WaitingFiles:
 
     @property
     def next_due(self) -> float | None:
-        """When the next file will have settled, -inf if one has; None if none will without a further sign."""
+        """Time at which the next file will have settled, -inf if one has; None if none will without a further sign."""
         return float("-inf") if self._settled else self._settling.first_rank
 
     def postpone(self, relpath: str, until: float) -> None:

@@ -1,4 +1,4 @@
-"""When a stream's frames came, without lag: their presentation times against the monotonic clock.
+"""Times at which a stream's frames came, without lag: presentation times against the monotonic clock.
 
 The least of (arrival - presentation time) is the distance of the two clocks; a frame's delay beyond it is lag, in the
 camera, the network, a buffer or the decoder. Without presentation times, a read that had to wait found every buffer
@@ -48,7 +48,7 @@ class PresentationClock:
         self.learn(presented_s, now, has_waited)
 
     def learn(self, presented_s: float | None, now: float, has_waited: bool) -> None:
-        """As ``came``, at a given time."""
+        """Do as ``came``, at a given time."""
         if has_waited:
             self._emptied_at = now
         if presented_s is None:
@@ -69,7 +69,7 @@ class PresentationClock:
         self._is_settled |= has_waited and now - self._steady_since >= SETTLING_S
 
     def came_at(self, presented_s: float | None, now: float) -> float:
-        """When a frame of this time came, or would have come without lag; LONG_AGO while that is unknown."""
+        """Time at which a frame of this time came, or would have come without lag; LONG_AGO while that is unknown."""
         if presented_s is None or self._distance_s is None:
             return self._emptied_at if self._last is None else LONG_AGO
         return min(presented_s + self._distance_s, now) if self._is_settled else LONG_AGO

@@ -46,7 +46,7 @@ class Naming:
         return self.pattern is None
 
     def read(self, relpath: str) -> NameFields:
-        """What the name says. A pattern without `/` matches the last part. Raises ValueError with the reason."""
+        """Fields of the name. A pattern without `/` matches the last part. Raises ValueError with the reason."""
         if self.pattern is None:
             raise ValueError("the name tells nothing here: a sidecar does")
         text = relpath if "/" in self.pattern.pattern else relpath.rpartition("/")[2]
@@ -56,7 +56,7 @@ class Naming:
         return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
 
     def read_beside(self, sidecar: Path, name: str) -> NameFields:
-        """What the sidecar says; errors call it ``name``. Raises as ``read_sidecar``."""
+        """Fields of the sidecar; errors call it ``name``. Raises as ``read_sidecar``."""
         return self._meaning(read_sidecar(sidecar, name), name)
 
     def _meaning(self, said: Mapping[str, str], source: str) -> NameFields:

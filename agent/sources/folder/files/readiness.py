@@ -1,8 +1,8 @@
 """Decides when a file is complete, by what was seen of it.
 
 No single sign can be trusted: an event may be lost, a close may come before the bytes, a size may be preallocated. A
-file is complete when all of these hold: its writer is done (renamed in, marked, closed, or a longer wait), no process
-has the file open for writing, the file is unchanged for the settling time, and its bytes end as the format says.
+complete file has all signs. Its writer is done: renamed in, marked, closed, or a longer wait. No process has the file
+open for writing. The file is unchanged for the settling time. Its bytes end as the format says.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Rule:
         return self.unseen_settle_s
 
     def due_at(self, candidate: WaitingFile) -> float | None:
-        """When the file will have settled; None while a sign is missing."""
+        """Time at which the file will have settled; None while a sign is missing."""
         if self.lacks_sidecar(candidate):
             missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
             return max(missing_at, candidate.not_before)
@@ -145,6 +145,6 @@ class Rule:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
     def stale_at(self, candidate: WaitingFile) -> float | None:
-        """When the file will have been incomplete for ``stale_after_s``; None before the first look."""
+        """Time at which the file will have been incomplete for ``stale_after_s``; None before the first look."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
         return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

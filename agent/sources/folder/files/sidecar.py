@@ -32,7 +32,7 @@ def sidecar_of(relpath: str) -> str:
 
 
 def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
-    """What the sidecar says; errors call it ``name``. Raises OSError, SidecarUnfinished, ValueError with the fault."""
+    """Content of the sidecar; errors call it ``name``. Raises OSError, SidecarUnfinished, ValueError with the fault."""
     try:
         descriptor = os.open(path, READ_FLAGS)
     except OSError as error:
