@@ -411,7 +411,8 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
 
 def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
     steps = """
-        line.write(*(f"b1_r_R{number}.png" for number in (1, 2, 3)))
+        for number in (1, 2, 3):
+            line.write(f"b1_r_R{number}.png")
             (line.root / f"b1_r_R{number}.png").chmod(0o600 if number == 3 else 0)
         line.run(10)
         print(line.offered, line.refused)
