@@ -367,16 +367,12 @@ def _ran_short(state: State, pool: ModelPool, to_bytes: int, reason: str) -> Non
 
 
 def _lack_workspace(state: State, batch: Batch, reason: str) -> None:
+    """Lower the budgets by the bytes of a batch: of weights first, then of leases."""
     pool = state.pool_of(batch.executor)
-    to_bytes = pool.used_bytes - batch.workspace_bytes
-    _ran_short(state, pool, to_bytes, reason)
-    if pool.used_bytes > to_bytes and not pool.spec.is_one_piece:
-        _lower_leases(state, pool, pool.used_bytes - to_bytes, reason)
-
-
-def _lower_leases(state: State, pool: ModelPool, by_bytes: int, reason: str) -> None:
-    to_bytes = max(pool.lease_bytes - by_bytes, _most_leased(state, pool))
-    if to_bytes >= pool.lease_bytes:
+    weights_bytes = pool.used_bytes - batch.workspace_bytes
+    _ran_short(state, pool, weights_bytes, reason)
+    to_bytes = max(pool.lease_bytes - (pool.used_bytes - weights_bytes), _most_leased(state, pool))
+    if pool.used_bytes <= weights_bytes or pool.spec.is_one_piece or to_bytes >= pool.lease_bytes:
         return
     waiting = [
         (state.tickets[request].queued_s, request, group.expert, queue.spec.id)

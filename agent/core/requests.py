@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def enqueue(state: State, request: int, expert: str, home: int | None = None) -> bool:
     """Queue what is left of a request's step, on ``home`` if able. True if a batch or load may start now."""
     ticket = state.tickets[request]
-    refused = _refusal(state, request, expert)
-    if refused is not None:
+    probation, refused = state.probations.get(expert), standing_reason(state, expert)
+    may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
+    if refused is not None and not (may_begin or state.trials.get(request) == expert):
         return fail(state, request, refused)
     work, unable = ticket.left, set[int]()
     if work is not IMAGE:  # a memory without room for so many tokens, however empty it is
@@ -40,7 +41,6 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
     placed = state.scheduler.place(request, expert, state.now, work, unable)
     if placed is None:
         return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
-    probation = state.probations.get(expert)
     if probation is not None:
         probation.trial = request
         state.trials[request] = expert
@@ -79,13 +79,6 @@ def standing_reason(state: State, expert: str) -> str | None:
         return f"{expert} is in quarantine: {state.quarantined[expert]}"
     probation = state.probations.get(expert)
     return None if probation is None else f"{expert} is on probation: {probation.reason}"
-
-
-def _refusal(state: State, request: int, expert: str) -> str | None:
-    """Why a request cannot be taken for an expert now; None also for its trial."""
-    probation = state.probations.get(expert)
-    may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
-    return None if may_begin or state.trials.get(request) == expert else standing_reason(state, expert)
 
 
 def _unplaced(state: State, request: int, expert: str, *, is_able: bool) -> str:

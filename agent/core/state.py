@@ -294,7 +294,6 @@ def check_invariants(state: State) -> None:
     for pool in state.pools.values():
         pool.check_invariants()
     _check_batches(state)
-    _check_uses(state)
     _check_leases(state)
     ahead = [request for number in state.queued_ahead.values() for request in state.batches[number].requests]
     state.images.check_invariants(state.tickets, ahead)
@@ -316,20 +315,17 @@ def _check_requests(state: State) -> None:
 
 
 def _check_batches(state: State) -> None:
+    """Each batch runs, or is queued ahead, and a copy is in use by exactly the batches and loads that use it."""
     for batch in state.batches.values():
-        pool = state.pool_of(batch.executor)
         for copy in batch.copies:
-            assert pool.is_resident(copy), f"batch {batch.id} runs on {copy}, which is not resident"
+            resident = state.pool_of(batch.executor).is_resident(copy)
+            assert resident, f"batch {batch.id} runs on {copy}, which is not resident"
         here = (state.running.get(batch.executor), state.queued_ahead.get(batch.executor))
         assert batch.id in here, "a batch is lost"
     assert state.queued_ahead.keys() <= state.running.keys(), "a batch is queued ahead behind nothing"
-
-
-def _check_uses(state: State) -> None:
-    """A copy is in use by exactly the batches and loads that use it."""
     for name, pool in state.pools.items():
-        here = [batch for batch in state.batches.values() if state.pool_of(batch.executor) is pool]
-        uses = Counter(copy for batch in here for copy in batch.copies)
+        here_too = [batch for batch in state.batches.values() if state.pool_of(batch.executor) is pool]
+        uses = Counter(copy for batch in here_too for copy in batch.copies)
         uses += Counter(load.copy for load in state.loads.values() if load.source == name)
         for entry in pool.entries():
             assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"

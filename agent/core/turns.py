@@ -59,8 +59,8 @@ def next_group(state: State, queue: ExecutorQueue) -> Group | None:
     if not state.policy.overlapping:
         return _next_in_order(state, queue)
     if queue.had_quantum:
-        return _next_images(state, queue) or _next_quantum(state, queue)
-    return _next_quantum(state, queue) or _next_images(state, queue)
+        return _next_runnable(state, queue, is_for_images=True) or _next_quantum(state, queue)
+    return _next_quantum(state, queue) or _next_runnable(state, queue, is_for_images=True)
 
 
 def is_anything_runnable(state: State, queue: ExecutorQueue) -> bool:
@@ -163,15 +163,6 @@ def _next_in_order(state: State, queue: ExecutorQueue) -> Group | None:
     return longest if first is None and (front is None or front.is_ongoing) else first
 
 
-def _next_images(state: State, queue: ExecutorQueue) -> Group | None:
-    """The first group of images whose expert may run; after a quantum it may pass texts that wait to begin."""
-    here = [
-        group for group in _here(state, queue) if not (queue.had_quantum and group.profile.performance.runs_in_quanta)
-    ]
-    images = [group for group in here if not group.profile.performance.runs_in_quanta]
-    return _first_within_bound(state, queue, images, here)
-
-
 def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
     """The first of the ongoing groups, and of the groups whose requests would begin without any that go on."""
     longest = _longest_without_turn(state, queue)
@@ -192,24 +183,19 @@ def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
     return min(first, longest, key=lambda group: group.order)
 
 
-def _next_runnable(state: State, queue: ExecutorQueue) -> Group | None:
-    """The first group that is not ongoing and whose expert may run.
+def _next_runnable(state: State, queue: ExecutorQueue, *, is_for_images: bool = False) -> Group | None:
+    """The first group that is not ongoing and whose expert may run; images may pass texts after a quantum.
 
     None if it would pass, beyond the bound, a group whose resident expert is reserved for an overdue claim.
     """
-    here = _here(state, queue)
-    return _first_within_bound(state, queue, here, here)
-
-
-def _first_within_bound(
-    state: State, queue: ExecutorQueue, groups: Sequence[Group], here: Sequence[Group]
-) -> Group | None:
-    pool = state.pools[queue.spec.pool]
-    runnable = (group for group in groups if state.may_use(pool, group.profile.copy))
+    pool, here = state.pools[queue.spec.pool], _here(state, queue)
+    images = [group for group in here if not group.profile.performance.runs_in_quanta] if is_for_images else here
+    runnable = (group for group in images if state.may_use(pool, group.profile.copy))
     first = min(runnable, key=lambda group: group.order, default=None)
     if first is None or state.overtake_s == math.inf:
         return first
-    return first if first.newest_s < _passed_s(state, here, first) + state.overtake_s else None
+    passed_s = _passed_s(state, images if queue.had_quantum else here, first)
+    return first if first.newest_s < passed_s + state.overtake_s else None
 
 
 def _here(state: State, queue: ExecutorQueue) -> list[Group]:
