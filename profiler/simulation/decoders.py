@@ -49,22 +49,18 @@ def core_share(cores: int, cpu_executors: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
-    """Decoding of an image. ``left_s``: core seconds; ``batch``: the batch that waits for it."""
+class _Image:
+    """A request's image: the ``forms`` that it is kept in, and its decoding.
 
+    ``left_s``: core seconds; ``batch``: the batch that waits for it.
+    """
+
+    forms: frozenset[str]
     due_s: float
     left_s: float
     batch: int | None = None
     is_done: bool = False
     is_dropped: bool = False
-
-
-@dataclass(slots=True)
-class _Image:
-    """A request's image: the forms that it is kept in, and the task that makes it."""
-
-    forms: frozenset[str]
-    task: _Task
 
 
 @dataclass(slots=True)
@@ -75,8 +71,8 @@ class Decoders:
     executors: Sequence[ExecutorSpec]
     matrix: PerformanceMatrix
     _images: dict[int, _Image] = field(default_factory=dict)
-    _waiting: list[tuple[float, int, _Task]] = field(default_factory=list)  # a heap
-    _running: list[_Task] = field(default_factory=list)
+    _waiting: list[tuple[float, int, _Image]] = field(default_factory=list)  # a heap
+    _running: list[_Image] = field(default_factory=list)
     _lacking: dict[int, int] = field(default_factory=dict)  # images by batch that waits for them
     _batches: dict[int, Batch] = field(default_factory=dict)
     _computing: int = 0  # executors of the CPU
@@ -98,9 +94,8 @@ class Decoders:
             known.forms = forms
             return
         self._drop(known)
-        task = _Task(effect.due_s, self.times.of(effect.expert))
-        self._images[effect.request] = _Image(forms, task)
-        self._push(task, effect.due_s)
+        image = self._images[effect.request] = _Image(forms, effect.due_s, self.times.of(effect.expert))
+        self._push(image, effect.due_s)
         self._fill()
 
     def forget(self, request: int, now: float) -> None:
@@ -112,11 +107,11 @@ class Decoders:
     def start(self, batch: Batch, now: float) -> bool:
         """True where all images of a batch are there; else the batch waits, and its images come first."""
         self._advance(now)
-        lacking = [task for request in batch.requests if not (task := self._task_for(request, batch)).is_done]
-        for task in lacking:
-            task.batch = batch.id
-            if task not in self._running:
-                self._push(task, AT_ONCE)
+        lacking = [image for request in batch.requests if not (image := self._image_for(request, batch)).is_done]
+        for image in lacking:
+            image.batch = batch.id
+            if image not in self._running:
+                self._push(image, AT_ONCE)
         if lacking:
             self._lacking[batch.id] = len(lacking)
             self._batches[batch.id] = batch
@@ -131,75 +126,75 @@ class Decoders:
 
     def next_end_s(self) -> float:
         """End of the next image at the present pace; infinity when none is being decoded."""
-        return self._at_s + min((self._left_s(task, rate) for task, rate in self._rates()), default=math.inf)
+        return self._at_s + min((self._left_s(image, rate) for image, rate in self._rates()), default=math.inf)
 
     def end_next(self) -> list[Batch]:
         """Ends the first image, at ``next_end_s``; batches whose images are now all there."""
-        ends_s, (task, _) = self.next_end_s(), min(self._rates(), key=lambda each: self._left_s(*each))
+        ends_s, (image, _) = self.next_end_s(), min(self._rates(), key=lambda each: self._left_s(*each))
         self._advance(ends_s)
-        self._running.remove(task)
-        task.is_done = True
+        self._running.remove(image)
+        image.is_done = True
         self._fill()
-        if task.batch is None:
+        if image.batch is None:
             return []
-        self._lacking[task.batch] -= 1
-        if self._lacking[task.batch]:
+        self._lacking[image.batch] -= 1
+        if self._lacking[image.batch]:
             return []
-        del self._lacking[task.batch]
-        return [self._batches.pop(task.batch)]
+        del self._lacking[image.batch]
+        return [self._batches.pop(image.batch)]
 
-    def _task_for(self, request: int, batch: Batch) -> _Task:
-        """Task that makes a request's image as a batch is shown it."""
+    def _image_for(self, request: int, batch: Batch) -> _Image:
+        """A request's image as a batch takes it."""
         known = self._images.get(request)
         if known is not None and self._form(batch.expert) in known.forms:
-            return known.task
+            return known
         self._drop(known)
-        task = _Task(AT_ONCE, self.times.of(batch.expert), batch.id)
-        self._push(task, AT_ONCE)
-        self._images[request] = _Image(frozenset(), task)  # for this batch alone: a later one decodes it again
-        return task
+        image = _Image(frozenset(), AT_ONCE, self.times.of(batch.expert), batch.id)  # a later batch decodes it again
+        self._images[request] = image
+        self._push(image, AT_ONCE)
+        return image
 
-    def _push(self, task: _Task, due_s: float) -> None:
-        task.due_s = due_s
-        heapq.heappush(self._waiting, (due_s, next(self._ticket), task))
+    def _push(self, image: _Image, due_s: float) -> None:
+        image.due_s = due_s
+        heapq.heappush(self._waiting, (due_s, next(self._ticket), image))
 
     def _drop(self, image: _Image | None) -> None:
-        if image is not None and image.task.batch is None:
-            image.task.is_dropped = True
+        if image is not None and image.batch is None:
+            image.is_dropped = True
 
     def _fill(self) -> None:
-        """Starts tasks up to the number of threads; images that batches wait for have separate threads."""
+        """Starts images up to the number of threads; images that batches wait for have separate threads."""
         while self._waiting:
-            due_s, _, task = self._waiting[0]
-            if not (task.is_done or task.is_dropped or task in self._running or task.due_s != due_s):
-                beside = sum((each.batch is None) == (task.batch is None) for each in self._running)
+            due_s, _, image = self._waiting[0]
+            if not (image.is_done or image.is_dropped or image in self._running or image.due_s != due_s):
+                beside = sum((each.batch is None) == (image.batch is None) for each in self._running)
                 if beside >= max(self.times.cores, LEAST_THREADS):
                     return
-                self._running.append(task)
+                self._running.append(image)
             heapq.heappop(self._waiting)
 
     def _advance(self, now: float) -> None:
-        for task, rate in self._rates():
-            task.left_s -= (now - self._at_s) * rate
+        for image, rate in self._rates():
+            image.left_s -= (now - self._at_s) * rate
         self._at_s = now
 
-    def _rates(self) -> list[tuple[_Task, float]]:
+    def _rates(self) -> list[tuple[_Image, float]]:
         """Images being decoded with their share of a core; images that batches wait for come first."""
-        awaited = [task for task in self._running if task.batch is not None]
-        ahead = [task for task in self._running if task.batch is None]
+        awaited = [image for image in self._running if image.batch is not None]
+        ahead = [image for image in self._running if image.batch is None]
         free = max(self.times.cores - self._computing * self._executor_cores, 0.0)
         if free < ROUNDING and awaited:
             free = 1.0
-        rates: list[tuple[_Task, float]] = []
-        for tasks in (awaited, ahead):
-            rate = min(free / len(tasks), 1.0) if tasks else 0.0
-            rates += [(task, rate) for task in tasks]
-            free = max(free - rate * len(tasks), 0.0)
+        rates: list[tuple[_Image, float]] = []
+        for images in (awaited, ahead):
+            rate = min(free / len(images), 1.0) if images else 0.0
+            rates += [(image, rate) for image in images]
+            free = max(free - rate * len(images), 0.0)
         return rates
 
     @staticmethod
-    def _left_s(task: _Task, rate: float) -> float:
-        return max(task.left_s, 0.0) / rate if rate > 0.0 else math.inf
+    def _left_s(image: _Image, rate: float) -> float:
+        return max(image.left_s, 0.0) / rate if rate > 0.0 else math.inf
 
     def _form(self, expert: str) -> str:
         """Form of an expert's images; an unknown expert has a separate form."""
