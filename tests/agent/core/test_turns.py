@@ -95,21 +95,25 @@ class Line:
     def play(self, script):
         """Steps of a script, divided by semicolons; after `->`, what starts and ends because of the last one.
 
-        `t0` asks t for request 0. `quantum 0 1`: a quantum is over, and these requests are done. `images`: a batch of
-        images is over. `t:0,1 u:2` starts, `done 0` ends well, `failed 0` does not. `leased`: bytes in all.
+        `t0` asks t for request 0, `t0/2.3.6` with this work. `quantum 0 1`: a quantum is over, and these requests are
+        done. `images`: a batch of images is over. `t:0,1 u:2` starts, `done 0` ends well, `failed 0` does not. `leased`: bytes in all.
         """
         for step in script.split(";"):
             did, _, wanted = (part.strip() for part in step.partition("->"))
             verb, *args = did.split()
-            if re.fullmatch(r"[a-u]\d+", verb):
+            if re.match(r"[a-u]\d", verb):
                 for each in (verb, *args):
-                    told = self.ask(int(each[1:]), each[0])
+                    number, _, work = each[1:].partition("/")
+                    told = self.ask(int(number), each[0], Work(*map(int, work.split("."))) if work else None)
             elif verb == "quantum":
                 told = self.quantum_ends(tuple(map(int, args)))
-            elif verb == "left":  # prompt, output, most, lease and held of each that is not done
-                told = self.quantum_ends(left=Work(*map(int, args)))
-            elif verb == "leased":
-                assert [str(self.leased)] == args, step
+            elif verb == "left":  # prompt, output, most, lease and held of each that is not done; before it one that is
+                done, work = ([int(args[0])], args[1:]) if len(args) > 5 else ([], args)
+                told = self.quantum_ends(done, left=Work(*map(int, work)))
+            elif verb in ("leased", "length_s"):
+                assert getattr(self, verb) == float(*args), step
+            elif verb == "preempts":
+                assert self.preempted == [(int(each), 0) for each in args], step
             elif verb == "because":
                 assert self.reason == " ".join(args)
             elif verb == "loads":
@@ -118,7 +122,7 @@ class Line:
                 (load,) = [each.load for each in self.effects if isinstance(each, StartLoad)]
                 told = self.tell(events.Loaded(load))
             elif verb in SAID:
-                told = self.tell(SAID[verb](args[0]))
+                told = self.tell(SAID[verb](*args))
             else:
                 told = {"images": self.images_end, "breaks": self.breaks, "waits": self.wait}[verb](*map(float, args))
             assert not wanted or (wanted == "nothing" and not told) or wanted == " ".join(map(self.word, told)), step
@@ -160,7 +164,7 @@ class Line:
 
 SAID = {
     "cancelled": lambda request: events.Cancelled(int(request)),
-    "preempted": lambda request: events.Preempted(int(request)),
+    "preempted": lambda request, *work: events.Preempted(int(request), Work(*map(int, work)) if work else None),
     "quarantined": lambda expert: events.Quarantined(expert, "bad"),
     "unwanted": events.Unwanted,
 }
@@ -212,10 +216,41 @@ CASES = {
         lambda: Line(share=6),
         "t0; left 0 2 6 50 3; leased 6",
     ),
+    "a request without room for a larger lease gives it back and waits for that one": (
+        lambda: Line(share=10),
+        "t0/2.3.6.3; u1/2.3.6; left 0 2 6 3 3 -> u:1; leased 9; quantum -> t:0; leased 9; left 0 2 6 5 3 -> u:1;"
+        "preempts 0; leased 6; quantum 1 -> done 1 t:0; leased 5; length_s 6.5",
+    ),
+    "requests that end make room for the larger leases of their batch, the oldest first": (
+        lambda: Line(share=9),
+        "waits 1; t0/2.3.6.3; waits 2; t1/2.3.6.3; waits 3; t2/2.3.6.3; left 0 2 6 3 3 -> t:0,1,2; left 1 0 2 6 5 3;"
+        "preempts 2; leased 5",
+    ),
+    # lengths: B 1 s, 0.5 s a token read, 2 s a token written
+    "a quantum counts for as long as it may last, and work that is left after it counts too": (
+        Line,
+        "t0; length_s 8; waits 3; length_s 5; waits 9; length_s 4; t1/2.0.2; length_s 6; quantum; length_s 6;"
+        "quantum 1; quantum 0; length_s 0",
+    ),
     # requests that end, and those that lose their memory
     "a request that is cancelled between two quanta ends at once": (
         Line,
         "t0 a1; quantum -> a:1; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1",
+    ),
+    "a preempted request begins anew behind those that wait, and reads again what it held": (
+        lambda: Line(share=12),
+        "t0; a1; u2/0.1.8; quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0;"
+        "length_s 6.5",
+    ),
+    "the shell says what a preempted request has to do and needs": (
+        Line,
+        "t0/2.3.6.3; a1; quantum; preempted 0 4 1 6 5; leased 0; images; leased 5; length_s 5",
+    ),
+    "requests whose batch failed begin anew and alone, and one that fails alone is the only one to blame": (
+        Line,
+        "a9; t0/0.3.4 t1/0.3.4 t2/0.3.4; images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1;"
+        "left 0 2 4 -> t:0; left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12;"
+        "breaks -> failed 0 t:2; leased 8",
     ),
     "requests that have begun with an expert in quarantine end when their quantum is over": (
         Line,
@@ -270,23 +305,6 @@ def test_quanta_are_longer_where_no_images_may_come():
     assert line.running[0].quantum_s == QUANTUM_S
 
 
-def test_a_quantum_counts_for_as_long_as_it_may_last_and_what_is_left_after_it_counts_too():
-    line = Line()
-    line.ask(0, "t")  # B 1 + 2 * 0.5 + 3 * 2 = 8 s, of which a quantum is 4
-    assert line.length_s == 8.0
-    line.wait(until_s=3.0)
-    assert line.length_s == 1.0 + 4.0
-    line.wait(until_s=9.0)
-    assert line.length_s == 4.0
-    line.ask(1, "t", Work(2, 0, 2))
-    assert line.length_s == 4.0 + 1.0 + 1.0
-    line.quantum_ends()
-    assert line.length_s == 1.0 + 2 * 2.0 + 1.0  # both run: B, what the first has left, what the second is
-    line.quantum_ends(finished=[1])
-    line.quantum_ends(finished=[0])
-    assert line.length_s == 0.0
-
-
 def test_a_request_is_assigned_by_its_work():
     line = Line(executors=2)
     line.ask(0, "t", Work(0, 20, 20))
@@ -337,30 +355,6 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
 
 
 # -- what ends, and what is lost --
-
-
-def test_the_shell_says_what_somebody_preempted_has_to_do_and_needs():
-    line = Line()
-    line.ask(0, "t", Work(2, 3, 6, lease=3))
-    line.ask(1, "a")
-    line.quantum_ends()
-    line.tell(events.Preempted(0, Work(4, 1, 6, lease=5)))
-    assert line.leased == 0
-    line.images_end()
-    assert line.leased == 5
-    assert line.length_s == 1.0 + 4 * 0.5 + 1 * 2.0
-
-
-def test_whoever_ends_makes_room_for_the_larger_leases_of_its_own_batch_the_oldest_first():
-    line = Line(share=9)
-    for request in (0, 1, 2):
-        line.now += 1.0
-        line.ask(request, "t", Work(2, 3, 6, lease=3))
-    line.quantum_ends(left=Work(0, 2, 6, lease=3, held=3))
-    assert line.running[0].requests == (0, 1, 2)
-    line.quantum_ends(finished=[1], left=Work(0, 2, 6, lease=5, held=3))
-    assert line.preempted == [(2, 0)]
-    assert (line.running[0].requests, line.leased) == ((0,), 5)
 
 
 def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
@@ -424,73 +418,17 @@ def test_no_less_is_leased_than_what_anybody_may_need_who_was_taken_and_nobody_i
     assert line.preempted == []
 
 
-def test_a_preempted_request_begins_anew_behind_those_that_wait():
-    line = Line(share=12)
-    line.ask(0, "t")
-    line.ask(1, "a")
-    line.ask(2, "u", Work(0, 1, 8))
-    line.play("quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0")
-    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0  # what it held is read again, what is written stays written
-
-
-def test_a_request_without_room_for_a_larger_lease_gives_it_back_and_waits_for_that_one():
-    line = Line(share=10)
-    line.ask(0, "t", Work(2, 3, 6, lease=3))
-    line.ask(1, "u", Work(2, 3, 6))
-    line.play("left 0 2 6 3 3 -> u:1; leased 9; quantum -> t:0; leased 9; left 0 2 6 5 3 -> u:1; leased 6")
-    line.play("quantum 1 -> done 1 t:0; leased 5")
-    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0
-
-
-def test_requests_whose_batch_failed_begin_anew_and_alone():
-    line = Line()
-    line.ask(9, "a")
-    for request in (0, 1, 2):
-        line.ask(request, "t", Work(0, 3, 4))
-    line.play("images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1; left 0 2 4 -> t:0")
-    line.play("left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12")
-    line.play("breaks -> failed 0 t:2; leased 8")  # it ran alone: no other request is to blame
-
-
 # -- families --
 
 
-def parts(line, executor=0):
-    """Whom the running batch is for, by expert."""
-    return {part.expert: part.requests for part in line.running[executor].all_portions}
-
-
-def kin(**options):
-    """Texts of t and u may run together."""
-    return Line(family="f", **options)
-
-
-def both_begun(**options):
-    """A line of a family whose t has request 0 and whose u has request 1, both of which have begun."""
-    line = kin(**options)
-    line.ask(9, "a")
-    line.ask(0, "t")
-    line.ask(1, "u")
-    line.images_end()
-    return line
-
-
 def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_guilty_expert_is_blamed():
-    line = both_begun()
-    line.quantum_ends()
-    assert line.breaks() == [("t", (0,))]
-    assert line.preempted == [(0, 0), (1, 0)]
-    line.quantum_ends(finished=[0])
-    assert parts(line) == {"u": (1,)}
-    line.breaks()
-    statistics = line.engine.statistics()
-    assert line.reason == "u: broke"
-    assert (statistics.on_probation, statistics.quarantined) == ({}, {})
-    for request in (2, 3):
-        line.ask(request, "u")
-        line.breaks()
+    line = Line(family="f")
+    line.play(
+        "a9; t0; u1; images; quantum; breaks -> t:0; preempts 0 1; quantum 0 -> done 0 u:1; breaks; because u: broke"
+    )
+    assert line.engine.statistics().on_probation == {}
+    line.play("u2; breaks; u3; breaks; t4 -> t:4")
     assert list(line.engine.statistics().on_probation) == ["u"]
-    assert line.ask(4, "t") == [("t", (4,))]
 
 
 @settings(deadline=None, max_examples=50)
