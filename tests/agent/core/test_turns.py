@@ -96,7 +96,7 @@ class Line:
         """Steps of a script, divided by semicolons; after `->`, what starts and ends because of the last one.
 
         `t0` asks t for request 0, `t0/2.3.6` with this work. `quantum 0 1`: a quantum is over, and these requests are
-        done. `images`: a batch of images is over. `t:0,1 u:2` starts, `done 0` ends well, `failed 0` does not. `leased`: bytes in all.
+        done. `images`: a batch of images is over. `t:0,1 u:2` starts, `done 0` ends well, `failed 0` does not.
         """
         for step in script.split(";"):
             did, _, wanted = (part.strip() for part in step.partition("->"))
