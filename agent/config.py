@@ -1,7 +1,7 @@
 """A line file (YAML) and the environment -> one frozen, typed configuration. The only reader of the environment.
 
 Precedence: environment > file > default: `COSERVE__SCHEDULING__MAX_OVERTAKE_S=2` is `scheduling: {max_overtake_s: 2}`.
-Everything wrong is reported at once, with file, line and key or with the variable's name, and nothing starts.
+All mistakes are reported at once, each with file, line and key or with the variable's name; nothing starts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from pydantic import BaseModel, Field
@@ -39,7 +38,6 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from agent.line_file.intake import CameraSection
     from agent.line_file.machine import GivenPrecision
     from agent.line_file.values import SecretSection
     from experts.document import KeyPath
@@ -50,7 +48,7 @@ PACKED = "packed"  # folder of packed weights in the state folder
 AUTOMATIC = frozenset(
     {"memory.host", "memory.device", "memory.workspace", "memory.images", "precision", "executors", "texts.kv"}
 )  # None: auto
-CREDENTIALS = "CREDENTIALS_DIRECTORY"  # where systemd puts what LoadCredential= names
+CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's folder of LoadCredential=
 
 
 class LineSections(CatalogSections):
@@ -58,37 +56,36 @@ class LineSections(CatalogSections):
 
     line: Name = Field(description="name of this installation: letters, digits, `_`, `.`, `-`")
     state: FilePath = Field(description="folder of databases and packed weights, relative to this file")
-    boards: dict[Name, BoardSection] = Field(
-        {}, description="board types: quantities give usage probabilities and the board verdict; default none"
-    )
-    memory: MemorySection = Field(MemorySection(), description="memory budgets; default auto")
+    boards: dict[Name, BoardSection] = Field({}, description="board types: quantities give usage and the board verdict")
+    memory: MemorySection = Field(MemorySection(), description="memory budgets")
     precision: OptionalPrecision = Field(
         None,
-        description="auto (the fastest that the device profile found to agree with fp32; without one fp32, language "
-        "models as they are stored), fp32, bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or "
+        description="auto (the fastest that agrees with fp32 by the device profile; without one fp32, language models "
+        "as they are stored), fp32, bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or "
         "onednn-int8 (by oneDNN, fused; eight bits for experts that `coserve profile` calibrated), onnxruntime-int8 "
-        "(the same by ONNX Runtime), these five on CPU executors, or int8, of language models alone; default auto",
+        "(the same by ONNX Runtime), these five on CPU executors, or int8, of language models alone",
     )
-    device: Device = Field("auto", description="auto, cpu, cuda, mps, emulated or integrated; default auto")
+    device: Device = Field("auto", description="auto, cpu, cuda, mps, emulated or integrated")
     executors: ExecutorCounts = Field(
         None,
-        description="auto (the device profile's; without one a rule) or executors per processor, {cuda: 3, cpu: 1}; "
-        "default auto",
+        description="auto (the device profile's; without one a rule) or executors per processor, {cuda: 3, cpu: 1}",
     )
     policy: PolicyName = Field(
-        "coserve", description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve"
+        "coserve", description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra"
     )
     scheduling: SchedulingSection = Field(SchedulingSection(), description="bounds of the scheduler")
     texts: TextsSection = Field(TextsSection(), description="texts for language models: their memory, time and routes")
-    intake: IntakeSection = Field(IntakeSection(), description="where images come from")
-    api: ApiSection = Field(ApiSection(), description="addresses of the APIs; default none")
-    records: RecordsSection = Field(RecordsSection(), description="what is kept, and for how long")
-    outbox: OutboxSection = Field(OutboxSection(), description="to whom verdicts are told; default nobody")
+    intake: IntakeSection = Field(IntakeSection(), description="sources of images")
+    api: ApiSection = Field(ApiSection(), description="addresses of the APIs")
+    records: RecordsSection = Field(RecordsSection(), description="records that are kept, and for how long")
+    outbox: OutboxSection = Field(OutboxSection(), description="receivers of verdicts")
 
 
 @dataclass(frozen=True, slots=True)
 class LineConfig:
-    """One line, as configured. Sizes in bytes; None stands for auto. ``document`` finds the place of any key."""
+    """One line as configured: the sections of its file, resolved. Sizes in bytes; None: auto. ``layouts``: by board
+    type, of those that have one. ``is_profile_strict``: a device profile of another box is an error instead of an
+    alarm."""
 
     line: str
     state: Path
@@ -105,9 +102,9 @@ class LineConfig:
     api: ApiSection
     records: RecordsSection
     outbox: OutboxSection
-    layouts: Mapping[str, LayoutSections]  # board type -> where its parts lie, of those that have a layout
+    layouts: Mapping[str, LayoutSections]
     document: Document
-    is_profile_strict: bool = False  # a device profile of another box is an error, not an alarm
+    is_profile_strict: bool = False
 
     @property
     def results_file(self) -> Path:
@@ -122,7 +119,7 @@ class LineConfig:
         return self.state / "profile.db"
 
     def precision_beside(self, expert: Expert) -> Precision | None:
-        """Precision of the file for an expert without its own; None: auto."""
+        """The file's precision for an expert that sets none; None: auto."""
         return None if expert.is_automatic else self.precision
 
     def having(
@@ -133,14 +130,14 @@ class LineConfig:
         executors: Mapping[str, int] | None = None,
         precision: GivenPrecision | None = None,
     ) -> LineConfig:
-        """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
+        """The line with these values instead of the file's; None: the file's. ``memory``: bytes by name.
         ``precision``: as in a line file. Raises ConfigError for an unknown policy or memory."""
         policies = get_args(PolicyName)
         if policy is not None and policy not in policies:
             raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
         unknown = sorted((memory or {}).keys() - MemorySection.model_fields.keys())
         if unknown:
-            raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device, workspace or images")
+            raise ConfigError(f"unknown memory {', '.join(unknown)} - use host, device, workspace or images")
         return replace(
             self,
             policy=self.policy if policy is None else cast("PolicyName", policy),
@@ -151,7 +148,7 @@ class LineConfig:
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """Read and validate a line file (``environment``: the process's own). Raises ConfigError with all ``problems``."""
+    """Read and validate a line file. ``environment``: None for the process's. Raises ConfigError, with ``problems``."""
     return line_of(read_document(path.absolute()), environment)
 
 
@@ -159,48 +156,35 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
     """``read_line`` for a document in memory."""
     document = overlay(document, os.environ if environment is None else environment)
     sections = document.validate(LineSections)
+    problems: list[ConfigError] = []
+    layouts: dict[str, LayoutSections] = {}
+    for name, board in sections.boards.items():
+        if board.layout is not None:
+            try:
+                layouts[name] = _read_layout(board.layout, board, sections.routes)
+            except ConfigError as error:
+                problems += error.problems
     problems = [
         *catalog_problems(sections, document),
         *text_problems(sections.texts, sections, document),
         *_precision_problems(sections, document),
         *_board_problems(sections, document),
-        *_folder_problems(sections, document),
+        *_folder_problems(sections, layouts, document),
         *_camera_problems(sections, document),
+        *problems,
     ]
-    layouts: dict[str, LayoutSections] = {}
-    for name, board in sections.boards.items():
-        if board.layout is not None:
-            try:
-                layouts[name] = read_layout(board.layout, board, sections.routes)
-            except ConfigError as error:
-                problems += error.problems
-    problems += _size_problems(sections, layouts, document)
     if problems:
         raise ConfigError.of(problems)
-    return LineConfig(
-        line=sections.line,
-        state=sections.state,
-        catalog=build_catalog(sections, document, text_routes_of(sections.texts, sections), sections.state / PACKED),
-        boards=MappingProxyType(sections.boards),
-        memory=sections.memory,
-        precision=sections.precision,
-        device=sections.device,
-        executors=None if sections.executors is None else MappingProxyType(sections.executors),
-        policy=sections.policy,
-        scheduling=sections.scheduling,
-        texts=sections.texts,
-        intake=sections.intake,
-        api=sections.api.with_local_door(sections.state),
-        records=sections.records,
-        outbox=sections.outbox,
-        layouts=MappingProxyType(layouts),
-        document=document,
-    )
+    catalog = build_catalog(sections, document, text_routes_of(sections.texts, sections), sections.state / PACKED)
+    taken_over = LineSections.model_fields.keys() & {field.name for field in fields(LineConfig)}
+    values: dict[str, Any] = {name: getattr(sections, name) for name in taken_over}
+    values["api"] = sections.api.with_local_door(sections.state)
+    return LineConfig(**values, catalog=catalog, layouts=layouts, document=document)
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value that takes effect; no secrets in addresses. ``origin``: FILE:LINE, a variable, or `default`."""
+    """One effective value, without secrets in addresses. ``origin``: FILE:LINE, a variable, or `default`."""
 
     key: str
     value: object
@@ -236,13 +220,13 @@ def _resolved(value: object, document: Document, path: tuple[str | int, ...]) ->
 
 
 def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = None) -> str:
-    """A password or a token, without the end of its line. Raises SecretMissing, which says where it was looked for."""
+    """A password or a token, without its line end. Raises SecretMissing with the place that was searched."""
     if secret.file is not None:
         file = secret.file
     else:
         folder = (os.environ if environment is None else environment).get(CREDENTIALS)
         if folder is None:
-            raise SecretMissing(f"credential {secret.credential}", "no credentials: systemd gives them to a unit")
+            raise SecretMissing(f"credential {secret.credential}", "no credentials here: systemd gives them to a unit")
         file = Path(folder) / str(secret.credential)
     try:
         text = file.read_text(encoding="utf-8").rstrip("\r\n")
@@ -255,7 +239,7 @@ def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = N
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """Given by systemd. ``watchdog_s``: longest silence; ``takes_levels``: stderr lines begin with a level."""
+    """Settings from systemd. ``watchdog_s``: longest silence; ``takes_levels``: stderr lines begin with a level."""
 
     notify_socket: str | None = None
     watchdog_s: float | None = None
@@ -263,18 +247,18 @@ class ServiceManager:
 
 
 def service_manager(environment: Mapping[str, str] | None = None) -> ServiceManager:
-    told = os.environ if environment is None else environment
-    watchdog_us, process = told.get("WATCHDOG_USEC", ""), told.get("WATCHDOG_PID", str(os.getpid()))
+    given = os.environ if environment is None else environment
+    watchdog_us, process = given.get("WATCHDOG_USEC", ""), given.get("WATCHDOG_PID", str(os.getpid()))
     watches_us = watchdog_us.isdigit() and int(watchdog_us) > 0 and process == str(os.getpid())
     return ServiceManager(
-        told.get("NOTIFY_SOCKET") or None,
+        given.get("NOTIFY_SOCKET") or None,
         int(watchdog_us) / 1_000_000 if watches_us else None,
-        takes_levels=_is_journal(told.get("JOURNAL_STREAM", "")),
+        takes_levels=_is_journal(given.get("JOURNAL_STREAM", "")),
     )
 
 
 def _is_journal(stream: str) -> bool:
-    """Whether stderr is the stream DEVICE:INODE that systemd reads."""
+    """Whether stderr is systemd's stream DEVICE:INODE."""
     try:
         status = os.fstat(2)
     except OSError:
@@ -282,17 +266,14 @@ def _is_journal(stream: str) -> bool:
     return stream == f"{status.st_dev}:{status.st_ino}"
 
 
-def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
-    """Set variables for libraries that read them when they load; False where the user has set any of ``unless``."""
-    if any(name in os.environ for name in unless):
-        return False
-    for name, value in variables.items():
-        os.environ[name] = value
-    return True
+def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> None:
+    """Set variables that libraries read when they load, unless the user has set any of ``unless``."""
+    if not any(name in os.environ for name in unless):
+        os.environ.update(variables)
 
 
 def overlay(document: Document, environment: Mapping[str, str]) -> Document:
-    """The document with every `COSERVE__A__B=value` of the environment in the place of its `a: {b: ...}`."""
+    """The document, with each `COSERVE__A__B=value` of the environment replacing its `a: {b: ...}`."""
     for variable in sorted(environment):
         if variable.startswith(ENVIRONMENT_PREFIX):
             keys = tuple(variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
@@ -308,11 +289,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Usage probability of each expert from the boards' quantities (CoServe, section 4.5); 0: unused.
-
-    A component's share is its quantity over one board of each type; without boards all routes share alike. A route of
-    texts counts as one component more. ``pass_rates`` as for ``ExpertGraph.usage``.
-    """
+    """Usage probability of each expert from the boards' quantities (CoServe, section 4.5); 0: unused. A component's
+    share is its quantity over one board of each type; without boards all routes have equal shares. A route of texts
+    counts as one more component. ``pass_rates`` as for ``ExpertGraph.usage``."""
     quantities = _quantities(config) | dict.fromkeys(config.catalog.texts, 1)
     total = sum(quantities.values())
     used = dict.fromkeys(config.catalog.experts, 0.0)
@@ -323,22 +302,21 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:
-    """Share of each component's images: by quantity over one board of each type; without boards all alike."""
+    """Share of each component's images: by quantity over one board of each type; without boards, equal shares."""
     quantities = _quantities(config)
     total = sum(quantities.values())
     return {component: quantity / total for component, quantity in quantities.items()}
 
 
 def _quantities(config: LineConfig) -> dict[str, int]:
-    quantities: dict[str, int] = {}
+    quantities: Counter[str] = Counter()
     for board in config.boards.values():
-        for component, quantity in board.components.items():
-            quantities[component] = quantities.get(component, 0) + quantity
+        quantities.update(board.components)
     return quantities or dict.fromkeys(config.catalog.components, 1)
 
 
 def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) -> dict[str, float]:
-    """Usage of each expert by one request of a route; a text's rules and its rest are equally likely."""
+    """Usage of each expert by one request of a route. A text's rules and their default are equally likely."""
     texts = config.catalog.texts.get(route)
     if texts is None:
         return config.catalog.graph.usage({route: 1.0}, pass_rates)
@@ -358,8 +336,8 @@ def _precision_problems(sections: LineSections, document: Document) -> Iterator[
     if isinstance(given, Precision) and not form_of(given).packs_modules and images is not None:
         others = " and ".join(name for name, form in FORMS.items() if form.needs_calibration)
         yield document.error(
-            f"{given} is for language models alone, and {images} takes images - give it to each language model as its "
-            f"own precision: {given}; eight bits for experts of images are {others}",
+            f"{given} is for language models alone, and {images} takes images - write precision: {given} at each "
+            f"language model; eight bits for experts of images are {others}",
             "precision",
         )
 
@@ -388,38 +366,28 @@ def _board_type_problems(
         yield document.error(f"no board type {board_type!r} - {hint}", *where)
 
 
-def _folder_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
+def _folder_problems(
+    sections: LineSections, layouts: Mapping[str, LayoutSections], document: Document
+) -> Iterator[ConfigError]:
     for index, folder in enumerate(sections.intake.folders):
         where = ("intake", "folders", index)
         yield from _route_problems(folder.component, sections.routes, document, (*where, "component"))
         if folder.board_type is not None:
             yield from _board_type_problems(folder.board_type, sections, document, (*where, "board_type"))
             if (board := sections.boards.get(folder.board_type)) is not None and board.layout is None:
-                advice = f"the board type {folder.board_type!r} has no layout to cut by - add layout: to it"
-                yield document.error(advice, *where, "board_type")
+                lack = f"board type {folder.board_type!r} has no layout to cut the image by - add layout: to it"
+                yield document.error(lack, *where, "board_type")
         groups = None if folder.pattern is None or folder.shows_boards else re.compile(folder.pattern).groupindex
         if len(sections.boards) > 1 and groups is not None and TYPE_GROUP not in groups:
-            several = ", ".join(sections.boards)
-            yield document.error(
-                f"which of {several} is a file's board? - add a group (?P<type>...)", *where, "pattern"
-            )
+            lack = f"the board type of a file is unclear: {', '.join(sections.boards)} - add a group (?P<type>...)"
+            yield document.error(lack, *where, "pattern")
         others = [other.path for other in sections.intake.folders[:index]]
         if any(folder.path.is_relative_to(other) or other.is_relative_to(folder.path) for other in others):
-            yield document.error("lies in, or around, another watched folder - watch each file once", *where, "path")
-
-
-def _size_problems(
-    sections: LineSections, layouts: Mapping[str, LayoutSections], document: Document
-) -> Iterator[ConfigError]:
-    for index, folder in enumerate(sections.intake.folders):
+            yield document.error("is inside or around another watched folder - watch each file once", *where, "path")
         layout = layouts.get(folder.board_type or "")
         if layout is not None and layout.size[0] * layout.size[1] > folder.max_pixels:
-            height_px, width_px = layout.size
-            yield document.error(
-                f"images of {width_px} x {height_px} pixels, as its layout is for, are more than {folder.max_pixels} - "
-                "raise max_pixels",
-                "intake", "folders", index, "max_pixels",
-            )  # fmt: skip
+            frame = f"images of {layout.size[1]} x {layout.size[0]} pixels, as in its layout,"
+            yield document.error(f"{frame} are more than {folder.max_pixels} - raise max_pixels", *where, "max_pixels")
 
 
 def _camera_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
@@ -427,42 +395,38 @@ def _camera_problems(sections: LineSections, document: Document) -> Iterator[Con
     for index, camera in enumerate(sections.intake.cameras):
         where = ("intake", "cameras", index)
         if names[camera.name] > 1:
-            yield document.error("two cameras have this name - give each its own", *where, "name")
+            yield document.error("two cameras have this name - name each differently", *where, "name")
         yield from _route_problems(camera.component, sections.routes, document, (*where, "component"))
         if camera.board_type is not None and camera.board_type not in sections.boards:
             yield from _board_type_problems(camera.board_type, sections, document, (*where, "board_type"))
         elif camera.component is None and camera.board_type is None and len(sections.boards) > 1:
             several = ", ".join(sections.boards)
-            yield document.error(f"which of {several} does it see? - add board_type:", *where)
-        elif camera.component is None and not _has_layout(camera, sections):
-            yield document.error(
-                "what does a frame show? - add component:, or a layout: to its board, by which frames are cut", *where
-            )
+            yield document.error(f"the board type of its frames is unclear: {several} - add board_type:", *where)
+        elif camera.component is None:
+            boards = [sections.boards[camera.board_type]] if camera.board_type else list(sections.boards.values())
+            if not boards or any(board.layout is None for board in boards):
+                lack = "a frame has neither a component nor a layout to cut it by"
+                yield document.error(f"{lack} - add component:, or a layout: to its board", *where)
 
 
-def _has_layout(camera: CameraSection, sections: LineSections) -> bool:
-    names = [camera.board_type] if camera.board_type else list(sections.boards)
-    return bool(names) and all(sections.boards[name].layout is not None for name in names)
-
-
-def read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> LayoutSections:
-    """Read the layout of one board type. Raises ConfigError, whose ``problems`` are all that was found."""
+def _read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> LayoutSections:
+    """Read the layout of one board type. Raises ConfigError with all ``problems``."""
     document = read_document(file)
     layout = document.validate(LayoutSections)
-    problems = [*_part_problems(layout, document, routes)]
+    problems: list[ConfigError] = []
+    height_px, width_px = layout.size
+    for ref, part in layout.parts.items():
+        problems += _route_problems(part.component, routes, document, ("parts", ref, "component"))
+        if part.box[2] > width_px or part.box[3] > height_px:
+            problems.append(
+                document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")
+            )
     counts = Counter(part.component for part in layout.parts.values())
     for component in sorted(board.components.keys() | counts.keys()):
-        wanted, there = board.components.get(component, 0), counts[component]
-        if wanted != there:
-            problems.append(document.error(f"{there} parts of {component!r}, where its board has {wanted}", "parts"))
+        expected, found = board.components.get(component, 0), counts[component]
+        if expected != found:
+            lack = f"the layout has {found} parts of {component!r}, its board {expected} - correct one of them"
+            problems.append(document.error(lack, "parts"))
     if problems:
         raise ConfigError.of(problems)
     return layout
-
-
-def _part_problems(layout: LayoutSections, document: Document, routes: Collection[str]) -> Iterator[ConfigError]:
-    height_px, width_px = layout.size
-    for ref, part in layout.parts.items():
-        yield from _route_problems(part.component, routes, document, ("parts", ref, "component"))
-        if part.box[2] > width_px or part.box[3] > height_px:
-            yield document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")

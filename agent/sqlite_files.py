@@ -20,7 +20,7 @@ JOURNALS = ("-wal", "-shm", "-journal")
 
 
 def refuse_shared(path: Path, advice: str) -> None:
-    """Raises ConfigError on a network share, where SQLite's locks and log are not safe."""
+    """Raises ConfigError on a network share, where SQLite's locks and log are unsafe."""
     kind = filesystem_type(path)
     if is_shared(kind):
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - {advice}")
@@ -37,12 +37,12 @@ def migrate(database: Database, migrations: Migrations, path: Path, advice: str)
 
 
 def primary_code(error: BaseException) -> int | None:
-    """Primary result code; None for errors that Python itself raises."""
+    """Primary result code; None for Python's own errors."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & PRIMARY
 
 
 def remove_database(path: Path) -> None:
-    """Remove a file and its journals. A journal that stayed would be replayed into the next file of the name."""
+    """Remove a file and its journals. SQLite would replay a journal that stays into the next file of the name."""
     for suffix in ("", *JOURNALS):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 from agent.line_file.api import SOCKET_PATH_BYTES, UNIX
 from experts.errors import AddressUnusable
 
-OWNERS, GROUPS = 0o600, 0o660  # mode: for the owner alone, for the group too
+OWNERS, GROUPS = 0o600, 0o660  # mode: for the owner, for the group too
 
 
 class UnixSocket:
-    """Path to serve at, locked for this process."""
+    """Path of a socket, locked for this process."""
 
     def __init__(self, address: str, mode: int = GROUPS) -> None:
         """Raises AddressUnusable if another process serves there, or the path cannot be used."""
@@ -28,12 +28,12 @@ class UnixSocket:
         self._path = Path(address.removeprefix(UNIX))
         self._hidden = Path(f"{self._path}~")  # bound here, then renamed
         if (size := len(os.fsencode(self._path))) > SOCKET_PATH_BYTES:
-            raise AddressUnusable(address, f"{size} bytes of path, where {SOCKET_PATH_BYTES} are the most")
+            raise AddressUnusable(address, f"the path has {size} bytes, and at most {SOCKET_PATH_BYTES} are possible")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._check_place()
-            self._hidden.unlink(missing_ok=True)  # of a process that died before ``show``
+            self._hidden.unlink(missing_ok=True)  # left by a process that died before ``show``
         except OSError as error:  # the folder, or another user's lock file
             raise AddressUnusable(address, f"{error.filename or self._path}: {error.strerror or error}") from error
 
@@ -41,11 +41,11 @@ class UnixSocket:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._path.exists() and not stat.S_ISSOCK(self._path.stat().st_mode):
-                raise AddressUnusable(self._address, "something lies there that is no socket")
+                raise AddressUnusable(self._address, "the file there is not a socket")
         except BlockingIOError:
             os.close(self._lock)
             raise AddressUnusable(
-                self._address, "another agent answers there", "stop it, or give this line another address"
+                self._address, "another agent answers there", "stop that agent, or give this line another address"
             ) from None
         except AddressUnusable:
             os.close(self._lock)

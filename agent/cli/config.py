@@ -4,66 +4,82 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import CONFIGURATION, FAILED, explained, say
-from experts.errors import ConfigError
+from experts.errors import ConfigError, LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agent.config import LineConfig
+
+PROBE_S = 15.0
+SHOWN_WIDTH = 72
+
+config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
 
 
+@config_app.command("show")
 def show_config(
     line: LineFile,
     resolved: Annotated[bool, typer.Option("--resolved", help="every key, defaults included")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Keys that take effect, and their origin: the file's line, a variable, or the default."""
-    from agent.commands.configuration import shown_lines, shown_rows
     from agent.config import resolved_keys
 
     with explained():
         keys = [key for key in resolved_keys(line) if resolved or key.origin != "default"]
-    say(as_json, {"keys": shown_rows(keys)}, shown_lines(keys))
+    values = [key.value if isinstance(key.value, str) else json.dumps(key.value, default=str) for key in keys]
+    texts = [f"{key.key}: {value}" for key, value in zip(keys, values, strict=True)]
+    width = min(max(map(len, texts), default=0), SHOWN_WIDTH)
+    lines = [f"{text:<{width}}  # {key.origin}" for text, key in zip(texts, keys, strict=True)]
+    say(as_json, {"keys": [asdict(key) for key in keys]}, lines)
 
 
+@config_app.command("check")
 def check_config(
     line: LineFile,
-    probe: Annotated[bool, typer.Option("--probe", help="also ask each camera for a frame")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="also read a frame from each camera")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read a line file as ``serve`` would; every mistake with file, line and key."""
-    from agent.commands.configuration import silent_cameras, weights_problems
     from agent.config import read_line
 
     try:
         config = read_line(line)
-        if problems := list(weights_problems(config)):
+        if problems := list(_weights_problems(config)):
             raise ConfigError.of(problems)
     except ConfigError as error:
-        if not as_json:
-            sys.stderr.write(f"{error}\n")
-        else:
-            print(json.dumps({"ok": False, "problems": [_problem(each) for each in error.problems]}))
-        raise typer.Exit(CONFIGURATION) from error
+        _refuse(as_json, [_problem(each) for each in error.problems], str(error), CONFIGURATION)
     with explained():
-        silent = list(silent_cameras(config)) if probe else []
+        silent = list(_silent_cameras(config)) if probe else []
     if silent:
-        if as_json:
-            print(json.dumps({"ok": False, "problems": [{"message": text} for text in silent]}))
-        else:
-            sys.stderr.write("".join(f"{text}\n" for text in silent))
-        raise typer.Exit(FAILED)
+        _refuse(as_json, [{"message": text} for text in silent], "\n".join(silent), FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
     text = f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found"
     say(as_json, {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}, [text])
 
 
+@config_app.command("schema")
 def config_schema(as_json: AsJson = False) -> None:
     """The JSON Schema of a line file, for editors; usable offline. (``--json`` changes nothing: it is JSON anyway.)"""
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+def _refuse(as_json: bool, problems: list[dict[str, Any]], text: str, code: int) -> NoReturn:
+    if as_json:
+        print(json.dumps({"ok": False, "problems": problems}))
+    else:
+        sys.stderr.write(f"{text}\n")
+    raise typer.Exit(code)
 
 
 def _problem(error: ConfigError) -> dict[str, Any]:
@@ -75,3 +91,29 @@ def _problem(error: ConfigError) -> dict[str, Any]:
         "key": place.key if place else None,
         "message": error.message,
     }
+
+
+def _silent_cameras(config: LineConfig) -> Iterator[str]:
+    """Cameras without a frame in time, with the fault. Raises SecretMissing."""
+    from agent.config import read_secret
+    from agent.sources.cameras.probe import probe
+
+    for camera in config.intake.cameras:
+        password = None if camera.password is None else read_secret(camera.password)
+        if (fault := probe(camera, password, PROBE_S)) is not None:
+            yield f"camera {camera.name}: {fault}"
+
+
+def _weights_problems(config: LineConfig) -> Iterator[ConfigError]:
+    """Weights files of ONNX experts that cannot be served; ``serve`` goes on without these experts."""
+    from experts.backends.onnx.layouts import require_served
+
+    for name, expert in config.catalog.experts.items():
+        if expert.architecture != "onnx":
+            continue
+        try:
+            require_served(expert)
+        except (WeightsMismatch, WeightsCorrupt) as error:
+            yield config.document.error(error.message, "experts", name, "weights")
+        except (WeightsMissing, LoadError):
+            pass  # weights may come later

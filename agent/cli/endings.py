@@ -1,4 +1,4 @@
-"""Ends of a command: log and output, exit codes, errors as text, and exit at once if threads hang."""
+"""Output, log and exit of a command: exit codes, errors as text, and an exit at once if threads hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experts.errors import AgentCrashed, AlreadyRunning, BackendUnavailable, ConfigError, CoServeError, DeviceMissing
+from experts.errors import AgentCrashed, ConfigError, CoServeError, DeviceMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,8 +20,8 @@ FAILED, USAGE, CONFIGURATION = 1, 2, 78
 
 
 def say(as_json: bool, row: object, lines: Iterable[str]) -> None:
-    """Print one JSON object for scripts, else lines for people."""
-    for line in [json.dumps(row)] if as_json else lines:
+    """Print one JSON object for scripts, or lines for people. A value that JSON lacks, such as a path, becomes text."""
+    for line in [json.dumps(row, default=str)] if as_json else lines:
         print(line)
 
 
@@ -30,15 +30,12 @@ def explained() -> Iterator[None]:
     """Print CoServe's errors as plain text on stderr, and exit with the code of their kind."""
     try:
         yield
-    except (ConfigError, AlreadyRunning) as error:
-        sys.stderr.write(f"{error}\n")
-        is_mistake = isinstance(error, ConfigError) and not isinstance(error, DeviceMissing)
-        raise typer.Exit(CONFIGURATION if is_mistake else FAILED) from error
-    except (BackendUnavailable, CoServeError) as error:
+    except CoServeError as error:
         sys.stderr.write(f"{error}\n")
         if isinstance(error, AgentCrashed) and error.leaves_threads:
             leave_at_once(FAILED)
-        raise typer.Exit(FAILED) from error
+        is_mistake = isinstance(error, ConfigError) and not isinstance(error, DeviceMissing)
+        raise typer.Exit(CONFIGURATION if is_mistake else FAILED) from error
 
 
 def leave_at_once(code: int) -> None:

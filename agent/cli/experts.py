@@ -1,19 +1,28 @@
-"""`coserve experts list`, `compare`, `promote` and `verify`."""
+"""`coserve experts`: list, compare, promote, import, add and verify. The profiler adds `threshold`."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import FAILED, explained, say
+from agent.cli.endings import FAILED, explained, log_to_stderr, say
 
-ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the expert that serves, kind/name", show_default=False)]
+NEXT = "Name it as `weights:` of an expert in the line file."
+ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving expert, kind/name", show_default=False)]
 VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
 
+experts_app = typer.Typer(
+    help="The experts of a line: list, add, import, verify, compare, promote.", no_args_is_help=True
+)
 
+
+@experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
     from agent.commands.experts import expert_rows, print_experts
@@ -27,6 +36,7 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
         print_experts(rows)
 
 
+@experts_app.command("compare")
 def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
     """An expert and the version in its shadow: agreement, flips each way, scores, times, images that differ."""
     from agent.commands.experts import comparison_of, comparison_row, print_comparison
@@ -41,24 +51,145 @@ def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) 
         print_comparison(comparison, config.state / "images")
 
 
+@experts_app.command("promote")
 def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
     """Swap an expert with the version in its shadow, in the line file; the next reload serves it."""
     from agent.commands.experts import promote
 
     with explained():
-        done = promote(line, expert)
-    swapped = ", ".join(done.keys) or "nothing: both entries say the same"
+        shadow, keys = promote(line, expert)
+    swapped = ", ".join(keys) or "nothing: both entries are equal"
     lines = [
-        f"{line}: {done.expert} and {done.shadow} have changed places ({swapped}).",
-        "A reload serves it; the earlier version goes on in its shadow, and `promote` again takes it back.",
+        f"{line}: {expert} and {shadow} are swapped ({swapped}).",
+        "Reload to serve it. The earlier version becomes the shadow; `promote` again swaps them back.",
     ]
-    say(as_json, {"expert": done.expert, "shadow": done.shadow, "swapped": list(done.keys)}, lines)
+    say(as_json, {"expert": expert, "shadow": shadow, "swapped": keys}, lines)
 
 
+@experts_app.command("import")
+def import_expert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help=".safetensors, .onnx, a checkpoint .pt/.pth/.ckpt, or a DeepSpeed folder", show_default=False
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(help="the .safetensors or .onnx to write; for a folder, a new folder", show_default=False)
+    ],
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arg", metavar="NAME=VALUE", help="DeepSpeed folder: an argument of its trainer that the folder lacks"
+        ),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="DeepSpeed folder: its tokenizer.json, to be copied")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert weights to a format that is safe to serve. A checkpoint is read as data, in a separate process."""
+    if source.is_dir():
+        _import_folder(source, destination, dict(map(_argument, argument or ())), tokenizer, as_json)
+        return
+    if argument or tokenizer is not None:
+        raise typer.BadParameter(f"{source} is not a DeepSpeed folder - leave out --arg and --tokenizer")
+    from experts.checkpoints.importing import bring
+
+    with explained():
+        imported = bring(source, destination)
+    size_bytes, said = destination.stat().st_size, imported.said
+    row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
+    told = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
+    say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *told, NEXT])
+
+
+@experts_app.command("add")
+def add_expert(
+    line: LineFile,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="a model: .pt, .ckpt, .safetensors or .onnx", show_default=False)
+    ],
+    expert: Annotated[
+        str | None, typer.Option("--id", help="the expert's id, kind/name; default: from its kind and file")
+    ] = None,
+    component: Annotated[
+        list[str] | None, typer.Option(help="component type whose route gets the expert as its last step; repeatable")
+    ] = None,
+    task: Annotated[
+        Literal["multiclass", "multilabel"] | None,
+        typer.Option(help="multiclass: one label is the answer; multilabel: any of them"),
+    ] = None,
+    labels: Annotated[str | None, typer.Option(help="labels of its outputs, in order: ok,missing")] = None,
+    otherwise: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="multilabel: the answer if no label holds")
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="HEIGHTxWIDTH", help="image size in pixels")] = None,
+    normalize: Annotated[
+        str | None,
+        typer.Option(help="how pixels are scaled: imagenet, unit or '{mean: [0.5, 0.5, 0.5], std: [...]}'"),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="how images are resized: stretched, or '{resize: 256, crop: 224, interpolation: ...}'"),
+    ] = None,
+    kind: Annotated[
+        Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default: as the file shows")
+    ] = None,
+    architecture: Annotated[str | None, typer.Option(help="the required architecture, such as resnet18")] = None,
+    passing: Annotated[
+        str | None, typer.Option("--pass", help="labels with which a route goes on; default: the one that means ok")
+    ] = None,
+    min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="anomaly: the score from which a part is NG; multilabel: the threshold of all labels"),
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="image file to try it on; default: a synthetic image")] = None,
+    prints: Annotated[
+        bool, typer.Option("--print", help="print the lines that would be added, and write nothing")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add a model to a line: describe it, try it on an image, write its weights and its entry.
+
+    Give by option what the model's file does not contain.
+    """
+    given: dict[str, Any] = {
+        "id": expert,
+        "components": tuple(component or ()),
+        "kind": kind,
+        "architecture": architecture,
+        "task": task,
+        "labels": _words(labels),
+        "otherwise": otherwise,
+        "size": _size(size),
+        "passing": _words(passing),
+        "min_score": min_score,
+        "threshold": threshold,
+        "image": image,
+        "prints": prints,
+    }
+    given |= {key: _of_input(key, text) for key, text in (("normalize", normalize), ("fit", fit)) if text}
+    log_to_stderr(logging.WARNING)
+    with explained():
+        from agent.commands.adding import Wishes, add_model, told_lines  # loads torch
+
+        added = add_model(line, file, Wishes(**given))
+    if as_json:
+        print(json.dumps(added.as_json()))
+        return
+    told = "\n".join(told_lines(line, file, added))
+    if prints:
+        sys.stderr.write(f"{told}\n")
+        print(added.lines, end="")
+    else:
+        print(told)
+
+
+@experts_app.command("verify")
 def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
-    """Hash every packed byte of a line against what was recorded; exit code 1 if anything is not as it was packed.
+    """Hash every packed byte of a line and compare with the recorded digests; exit code 1 if any differs.
 
-    Changes nothing, also beside a running agent; what is not packed yet is told, and is no failure.
+    Changes nothing, also beside a running agent. An expert that is not packed yet is reported, and is no failure.
     """
     from agent.commands.inspection import verify_line
     from agent.commands.progress import progress_on_stderr
@@ -72,3 +203,55 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
     say(as_json, {"experts": rows}, lines)
     if any(row["ok"] is False for row in rows):
         raise typer.Exit(FAILED)
+
+
+def _import_folder(
+    source: Path, destination: Path, given: dict[str, Any], tokenizer: Path | None, as_json: bool
+) -> None:
+    from experts.llm.importing.deepspeed import import_deepspeed  # loads torch
+
+    with explained():
+        imported = import_deepspeed(source, destination, given, tokenizer)
+    row: dict[str, Any] = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
+    row |= {"size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}
+    size = f"{imported.size_bytes / 1e6:.1f} MB"
+    lines = [f"{imported.directory}  {size}, experts of its layers {list(imported.moe_experts)}"]
+    if not imported.has_tokenizer:
+        lines.append("The folder has no tokenizer.json yet, and the model needs one to read text: copy it there.")
+    say(as_json, row, [*lines, NEXT])
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--arg")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+def _of_input(key: str, text: str) -> object:
+    from experts.catalog import PreparationSection
+    from experts.document import parse_document
+    from experts.errors import ConfigError
+
+    try:
+        document = parse_document(Path(f"--{key}"), f"{key}: {text}".encode())
+        document.validate(PreparationSection)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint=f"--{key}") from error
+    return document.values[key]
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdigit() for side in sides):
+        raise typer.BadParameter(f"{text!r} is not a size - write 224x224, height first", param_hint="--size")
+    return int(sides[0]), int(sides[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +19,10 @@ def serve(
     as_json: AsJson = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log every decision")] = False,
     strict_profile: Annotated[
-        bool, typer.Option(help="end where the device profile is not of this box, instead of a probe with an alarm")
+        bool, typer.Option(help="stop if the device profile is of another box, instead of probing with an alarm")
     ] = False,
 ) -> None:
-    """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
+    """Run the agent: watch the line's folders and judge new images, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line, service_manager
     from agent.deployment.openmp import set_spinning
@@ -49,7 +49,7 @@ def inspect(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files", show_default=False)],
     component: Annotated[str, typer.Option(help="component type of all of them")],
     picture: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="draw each image there, with the anomalies and boxes in it")
+        Path | None, typer.Option(metavar="FOLDER", help="draw each image there, with its anomalies and boxes")
     ] = None,
     target: Target = None,
     ca: Authority = None,
@@ -58,7 +58,7 @@ def inspect(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
+    """Judge images now, without the agent, or with --target by a running one. No file is moved, nothing is stored."""
     from agent.commands.judged_images import outputs_sha256
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
@@ -80,20 +80,19 @@ def inspect(
 
                 results = inspect_images(config, images, component, progress, picture)
     row = {"results": results, "outputs_sha256": outputs_sha256(result["label"] for result in results)}
-    scores = ["" if result["score"] is None else f" {result['score']:.3f}" for result in results]
-    lines = (
-        f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}"
-        for result, score in zip(results, scores, strict=True)
-    )
+    lines = []
+    for result in results:
+        score = "" if result["score"] is None else f" {result['score']:.3f}"
+        lines.append(f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}")
     say(as_json, row, lines)
 
 
 def doctor(
     line: LineFile,
-    cameras: Annotated[bool, typer.Option(help="ask each camera for a frame")] = True,
+    cameras: Annotated[bool, typer.Option(help="read a frame from each camera")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Check all that this line needs of this box; exit code 1 for any problem, with its remedy."""
+    """Check everything that this line needs of this box; exit code 1 for any problem, with its remedy."""
     from agent.config import read_line
 
     log_to_stderr(logging.ERROR)
@@ -101,57 +100,49 @@ def doctor(
         config = read_line(line)
         from agent.commands.doctor import examine  # loads torch
 
-        diagnosis = examine(config, cameras=cameras)
+        checks = examine(config, cameras=cameras)
     lines = []
-    for check in diagnosis.checks:
+    for check in checks:
         lines.append(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
         lines += [] if check.fix is None else [f"    -> {check.fix}"]
-    say(as_json, diagnosis.as_json(), [*lines, f"{diagnosis.problems} problems"])
-    if diagnosis.problems:
+    problems = sum(not check.is_well for check in checks)
+    row = {"problems": problems, "checks": [asdict(check) for check in checks]}
+    say(as_json, row, [*lines, f"{problems} problems"])
+    if problems:
         raise typer.Exit(FAILED)
 
 
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
+    directory: Annotated[Path, typer.Option("--dir", help="folder of the demo line")] = Path("demo"),
     data: Annotated[Path | None, typer.Option(help="real crops instead: DATA/<component>/<label>/*.png")] = None,
     llm: Annotated[bool, typer.Option("--llm", help="language models instead: two experts on one backbone")] = False,
-    seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of all random numbers")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
     if llm and data is not None:
-        raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+        raise typer.BadParameter("--data is for image experts - leave out --data or --llm")
+    from agent.commands.progress import progress_on_stderr
     from agent.deployment.openmp import set_spinning
-
-    log_to_stderr(logging.WARNING)
-    set_spinning()
-    if llm:
-        _demo_texts(directory, seed, as_json=as_json)
-        return
-    from agent.commands.progress import progress_on_stderr
-    from agent.demo.demo import run_demo, show_report
-
-    with explained():
-        with progress_on_stderr() as progress:
-            report = run_demo(directory, data, seed, progress)
-        if as_json:
-            print(json.dumps(report.as_json()))
-        else:
-            show_report(report)
-
-
-def _demo_texts(directory: Path, seed: int, *, as_json: bool) -> None:
-    from agent.commands.progress import progress_on_stderr
-    from agent.demo.text_demo import run_text_demo, show_text_report
 
     def show(text: str) -> None:
         if not as_json:
             print(text, end="", flush=True)
 
+    log_to_stderr(logging.WARNING)
+    set_spinning()
     with explained():
+        from agent.demo.demo import run_demo, show_report  # loads torch
+        from agent.demo.text_demo import run_text_demo, show_text_report
+
         with progress_on_stderr() as progress:
-            report = run_text_demo(directory, seed, progress, show)
+            if llm:
+                texts = run_text_demo(directory, seed, progress, show)
+            else:
+                images = run_demo(directory, data, seed, progress)
         if as_json:
-            print(json.dumps(report.as_json()))
+            print(json.dumps((texts if llm else images).as_json()))
+        elif llm:
+            show_text_report(texts)
         else:
-            show_text_report(report)
+            show_report(images)

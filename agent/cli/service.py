@@ -10,18 +10,20 @@ import typer
 from agent.cli.arguments import AsJson
 from agent.cli.endings import explained
 
+service_app = typer.Typer(help="The agent as a systemd service.", no_args_is_help=True)
 
+
+@service_app.callback()
 def service() -> None:
     """The agent as a systemd service."""
 
 
+@service_app.command("install")
 def service_install(
-    prints: Annotated[
-        bool, typer.Option("--print", help="the shell script that would be run, and run nothing")
-    ] = False,
+    prints: Annotated[bool, typer.Option("--print", help="print the shell script, and run nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the units of this very agent, with their user and folders, and tell systemd. Needs root."""
+    """Write the units of this very agent, with their user and folders, and load them into systemd. Needs root."""
     from agent.commands.unit_files import install, unit_files
 
     with explained():

@@ -1,7 +1,7 @@
-"""Brings a model to a line: `coserve experts add`.
+"""Add a model to a line: `coserve experts add`.
 
-Guarantees: each key of the new entry comes from the model's file or an option. The expert has answered to an image,
-packed and run as in the agent, before any file is written, and its weights are there before the line file names them.
+Guarantees: each key of the new entry comes from the model's file or an option. Before any file is written, the expert
+has judged an image, packed and run as in the agent. Its weights are in place before the line file names them.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "a
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = ("architecture", "task", "labels", "otherwise", "size", "normalize", "fit", "stem")  # order of their lines
-ONE_LABEL_OF_TWO = "one output says how sure it is of one label: --otherwise LABEL, of what it is else (ok, ng, ...)"
+ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
-LABELS_TOLD = 100  # of a file, where the line calls them by other names
+LABELS_TOLD = 100  # of a file, if the line has other names
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Facts about a model that the user gives; None: as its file tells. ``size``: (height, width).
+    """Facts about a model from the user; None: as in its file. ``size``: (height, width).
 
-    ``task``: "multiclass" or "multilabel"; of the latter ``otherwise`` is the label where none holds. ``components``:
-    whose routes ask it; ``passing``: labels that let them go on. ``threshold``: of anomaly experts, and of each label
-    of multilabel ones. ``prints``: write nothing.
+    ``task``: "multiclass" or "multilabel"; for the latter ``otherwise`` is the label if none holds. ``components``:
+    their routes get the expert; ``passing``: labels with which they go on. ``threshold``: of an anomaly expert, or of
+    each label of a multilabel one. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -80,7 +80,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The trial on one image; ``image``: which, in words."""
+    """The trial on one image; ``image``: its name in words."""
 
     image: str
     prediction: Prediction
@@ -89,10 +89,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An expert that was added, or would be. ``entry``: its keys; ``lines``: the YAML of expert and routes.
-
-    ``sure``: evidence by key. ``weights``: the file that serves; None where nothing was written.
-    """
+    """An expert that was added, or would be. ``entry``: its keys; ``lines``: the YAML of expert and routes. ``sure``:
+    evidence by key. ``weights``: the file to serve; None if nothing was written."""
 
     expert: str
     kind: str
@@ -127,10 +125,8 @@ class Added:
 
 
 def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
-    """Add a model's file to a line. After an error nothing is left that was not there before.
-
-    Raises ConfigError, ImageError, WeightsError; WeightsUnclear says what to ask.
-    """
+    """Add a model's file to a line. After an error, no new file is left. Raises ConfigError, ImageError, WeightsError;
+    WeightsUnclear names the missing facts."""
     content = content_of(line)
     described = describe_file(file, wishes.architecture, wishes.kind)
     settled = _Settled.of(line, described, wishes, content)
@@ -155,10 +151,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """An expert of which all is known.
-
-    ``is_in_place``: its weights are served from where they lie. ``found``: remarks on its file.
-    """
+    """An expert with all facts known. ``is_in_place``: served from its present path. ``found``: remarks on its file."""
 
     line: Path
     expert: str
@@ -176,12 +169,19 @@ class _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
         _refuse_other_labels(described, wishes)
         known = _known(described, wishes)
-        passing = wishes.passing or _good_labels(known, wishes)
+        named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
+        good = tuple(label for label in named if label.lower() in GOOD_LABELS)
+        passing = wishes.passing or (good if len(good) == 1 else ())
         missing = _missing_facts(described, known, wishes)
-        missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
+        if not wishes.components and not parse_document(line, content).values.get("routes"):
+            missing["component"] = "the line has no routes yet: name with --component whose images the expert judges"
+        elif wishes.components and known.labels and not passing:
+            missing["pass"] = "no label clearly means a good part: --pass label,... with which a route goes on"
         if missing:
             raise WeightsUnclear(str(described.file), missing)
-        expert = wishes.id or _id_of(known)
+        stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
+        name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
+        expert = wishes.id or f"{FOLDERS[str(known.kind)]}/{name}"
         folder, file = line.absolute().parent, described.file.absolute()
         is_in_place = described.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
         own = folder / "weights" / f"{expert}{served_suffix(described)}"
@@ -195,14 +195,14 @@ class _Settled:
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, described.file.name, said)
 
     def bound(self, evidence: str) -> _Settled:
-        """A threshold is followed by the ``evidence`` of its weights and input."""
+        """The expert with the ``evidence`` of weights and input after its threshold."""
         entry: dict[str, Any] = {}
         for key, value in self.entry.items():
             entry |= {key: value, "threshold_of": evidence} if key == "threshold" else {key: value}
         return replace(self, entry=entry)
 
     def on_trial(self, text: str, weights: Path) -> str:
-        """``edited`` with weights that lie elsewhere, and any threshold where an anomaly expert lacks one."""
+        """``edited`` with the weights on trial, and with a threshold if an anomaly expert lacks one."""
         entry = {**self.entry, "weights": str(weights)}
         return replace(self, entry={"threshold": 0.0, **entry} if self.lacks_threshold else entry).edited(text)
 
@@ -211,7 +211,7 @@ class _Settled:
         if not self.lacks_threshold:
             return self.found
         learn = f"coserve experts threshold {self.line} {self.expert} --samples DATA"
-        return (*self.found, f"it judges nothing until it has a threshold: learn it with `{learn}`")
+        return (*self.found, f"the expert judges nothing without a threshold: learn it with `{learn}`")
 
     @property
     def lacks_threshold(self) -> bool:
@@ -243,7 +243,7 @@ def _missing_facts(described: ModelDescription, known: ModelDescription, wishes:
         missing.pop("fit", None)
     elif known.fit is not None and described.size not in {None, known.size}:
         told = f"{rendered(known.fit)} ({described.sure['fit']})"
-        missing["fit"] = f"the file has {told}, which is for another size: {FIT_OPTIONS}"
+        missing["fit"] = f"the file has {told}, for another size: {FIT_OPTIONS}"
     if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
         missing["otherwise"] = ONE_LABEL_OF_TWO
     return missing
@@ -268,7 +268,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
 
 
 def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
-    """Evidence by key: the file, or an option, with what the file says instead."""
+    """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
     for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
         given, told = getattr(wishes, key), getattr(described, key, None)
@@ -281,22 +281,22 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
 
 
 def _refuse_other_labels(described: ModelDescription, wishes: Wishes) -> None:
-    """Refuse another number of labels, or the file's own in another order; ``_renamed`` tells of other names."""
+    """Refuse another number of labels, or the file's own in another order."""
     given, names, count = wishes.labels, described.labels, described.label_count
     if given is not None and count is not None and len(given) != count:
         if count == 1:
             raise ConfigError(
-                f"{described.file} has one output, and --labels names {len(given)}: --labels LABEL, of what a high "
-                "value says, and --otherwise OTHER, of what a low one does"
+                f"{described.file} has one output, and --labels names {len(given)}: give --labels LABEL for a high "
+                "value, and --otherwise OTHER for a low one"
             )
-        raise ConfigError(f"{described.file} tells {count} labels apart, and --labels names {len(given)}: name each")
+        raise ConfigError(f"{described.file} has {count} labels, and --labels names {len(given)}: name each label")
     if given is None or names is None:
         return
     moved = [label for label, name in zip(given, names, strict=True) if label != name and label in names]
     if moved:
         raise ConfigError(
             f"{described.file} has {_shown(list(names))} in this order, and --labels has {moved[0]} in another place: "
-            "leave --labels out, or give each output a name of your own"
+            "leave out --labels, or give each output a new name"
         )
 
 
@@ -306,34 +306,12 @@ def _renamed(described: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
     pairs = zip(described.labels or (), wishes.labels, strict=True)
     shown = [f"{name} is {given}" for name, given in pairs if name != given]
     cut = [*shown[:LABELS_SHOWN], "..."] if len(shown) > LABELS_SHOWN else shown
-    return (f"labels go by the names of --labels: {', '.join(cut)}",)
-
-
-def _good_labels(known: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
-    named = [*(known.labels or ()), *([wishes.otherwise] if wishes.otherwise else ())]
-    good = tuple(label for label in named if label.lower() in GOOD_LABELS)
-    return good if len(good) == 1 else ()
-
-
-def _missing_of_routes(
-    known: ModelDescription, wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]
-) -> dict[str, str]:
-    if not wishes.components and not values.get("routes"):
-        return {"component": "the line has no routes yet: say with --component whose images it judges"}
-    if wishes.components and known.labels and not passing:
-        return {"pass": "no label is plainly that of a good part: --pass label,... which let a route go on"}
-    return {}
-
-
-def _id_of(known: ModelDescription) -> str:
-    stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
-    name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
-    return f"{FOLDERS[str(known.kind)]}/{name}"
+    return (f"labels are renamed by --labels: {', '.join(cut)}",)
 
 
 @contextmanager
 def _weights_for_trial(described: ModelDescription, settled: _Settled) -> Iterator[Path]:
-    """A temporary file of the weights as they are served; the file itself where it is served in place."""
+    """A temporary file of the weights as they are served; the file itself if it is served in place."""
     if settled.is_in_place:
         yield settled.weights
         return
@@ -348,14 +326,11 @@ def _weights_for_trial(described: ModelDescription, settled: _Settled) -> Iterat
 
 @contextmanager
 def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
-    """The weights where the line file is going to name them; gone again after an error.
-
-    Raises ConfigError where other weights lie there.
-    """
+    """Weights at the path for the line file; removed after an error. Raises ConfigError for other weights there."""
     if settled.is_in_place or settled.weights.exists():
         if not settled.is_in_place and file_sha256(settled.weights) != file_sha256(weights):
-            there = f"{settled.weights} is there already, and is another file"
-            raise ConfigError(f"{there}: choose another --id, or remove it")
+            there = f"{settled.weights} exists already, and is another file"
+            raise ConfigError(f"{there}: choose another --id, or remove that file")
         yield
         return
     settled.weights.parent.mkdir(parents=True, exist_ok=True)

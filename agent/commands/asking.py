@@ -1,6 +1,6 @@
-"""Commands that ask a running agent: status, inspect with --target, generate. No model is loaded here.
+"""Requests to a running agent: status, inspect with --target, generate. No model is loaded here.
 
-Guarantees: text of a model cannot act on a terminal: there, control characters are shown escaped.
+Guarantees: a model's text cannot act on a terminal: control characters are shown escaped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import TextEnd, TextOrder
 from agent.api.client import Access, AgentClient
-from agent.commands.judged_images import JudgedImage
 from agent.config import read_secret
 from agent.line_file.api import UNIX
 from experts.errors import ConfigError, GenerationInvalid, OrderRefused, Refusing
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import StatusView, VerdictView
+    from agent.api.calls.desk import AnomalyView, StatusView, VerdictView
     from agent.config import LineConfig
 
 
 KEPT = frozenset("\n\t")
 ENDINGS = {
-    Ending.STOP: "it had no more to say",
-    Ending.LENGTH: "it is as long as it may be",
-    Ending.DEADLINE: "its time was over",
+    Ending.STOP: "the model ended the text",
+    Ending.LENGTH: "the length limit was reached",
+    Ending.DEADLINE: "the deadline passed",
 }
 
 
@@ -57,9 +56,9 @@ def ask_to_inspect(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order, as ``inspect_images`` has them; a file that cannot be read is UNKNOWN. ``pictures``:
-    folder to draw each image in. Raises as ``generated``."""
-    from agent.commands.judged_pictures import judged_rows  # loads Pillow
+    """One row per image, in order, as of ``inspect_images``; an unreadable file is UNKNOWN. ``pictures``: folder to
+    draw each image in. Raises as ``generated``."""
+    from agent.commands.judged_images import JudgedImage, judged_rows  # loads Pillow
 
     unreadable: dict[int, str] = {}
 
@@ -76,31 +75,30 @@ def ask_to_inspect(
                 unreadable[number] = f"{image}: the file is empty"
 
     with _client(config, access) as client:
-        parts = []
+        parts: list[VerdictView] = []
         for part in client.inspect(contents(), component, with_maps=pictures is not None):
             parts.append(part)
             progress("inspect", len(parts) + len(unreadable), len(images))
     answers = iter(parts)
-    judged = [
-        JudgedImage(Verdict.UNKNOWN, reason=unreadable[number])
-        if number in unreadable
-        else _judged_image(next(answers))
-        for number in range(len(images))
-    ]
+    judged = []
+    for number in range(len(images)):
+        if number in unreadable:
+            judged.append(JudgedImage(Verdict.UNKNOWN, reason=unreadable[number]))
+            continue
+        part = next(answers)
+        judged.append(
+            JudgedImage(
+                part.verdict, part.label, part.score, part.reason, part.experts, part.seconds, part.boxes,
+                tuple((each.expert, _measured(each)) for each in part.anomalies), part.outputs,
+            )
+        )  # fmt: skip
     return judged_rows(images, component, judged, pictures)
 
 
-def _judged_image(part: VerdictView) -> JudgedImage:
+def _measured(anomaly: AnomalyView) -> Anomaly:
     from experts.thresholds.map_pictures import map_of
 
-    anomalies = tuple(
-        (each.expert, Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png)))
-        for each in part.anomalies
-    )
-    return JudgedImage(
-        part.verdict, part.label, part.score, part.reason, part.experts, part.seconds, part.boxes, anomalies,
-        part.outputs,
-    )  # fmt: skip
+    return Anomaly(anomaly.score, anomaly.threshold, None if anomaly.map_png is None else map_of(anomaly.map_png))
 
 
 Messages = tuple[dict[str, str], ...]
@@ -128,28 +126,25 @@ def order_for(
 def generated(
     config: LineConfig | None, access: AgentAccess, order: TextOrder, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """End and whole text; ``show`` is given each piece as it comes.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """End and whole text; ``show`` gets each piece as it comes. Raises ConfigError, AgentUnreachable, OrderRefused."""
     text = ""
     with _client(config, access) as client:
-        for told in client.generate(order):
-            if isinstance(told, TextEnd):
-                return _text_row(text, told)
-            text += told.text
-            show(told.text)
-    raise OrderRefused(Refusing.NOT_NOW, "the agent ended in the middle of the text - ask again")
+        for part in client.generate(order):
+            if isinstance(part, TextEnd):
+                return _text_row(text, part)
+            text += part.text
+            show(part.text)
+    raise OrderRefused(Refusing.NOT_NOW, "the agent stopped in the middle of the text - try again")
 
 
 def for_terminal(text: str) -> str:
-    """Control characters are shown escaped: they would act on the terminal."""
+    """The text with control characters escaped, which would act on a terminal."""
     return "".join(each if each.isprintable() or each in KEPT else f"\\x{ord(each):02x}" for each in text)
 
 
 def closing_line(row: dict[str, Any]) -> str:
     rate = row["written_tokens"] / row["seconds"] if row["seconds"] else 0.0
-    why = "it ended" if row["ending"] is None else ENDINGS[Ending(row["ending"])]
+    why = "the text ended" if row["ending"] is None else ENDINGS[Ending(row["ending"])]
     return (
         f"{row['expert']}: {row['read_tokens']} tokens read, {row['written_tokens']} written in "
         f"{row['seconds']:.2f} s ({rate:.1f}/s); {why}"
@@ -159,35 +154,33 @@ def closing_line(row: dict[str, Any]) -> str:
 def _text_row(text: str, end: TextEnd) -> dict[str, Any]:
     row = {"text": text, **asdict(replace(end, failure=None)), "ending": end.ending and str(end.ending)}
     del row["failure"]
-    times = {name: row[name] for name in ("seconds", "queue_s", "first_token_s")}
-    return row | {name: None if value is None else round(value, 6) for name, value in times.items()}
+    for name in ("seconds", "queue_s", "first_token_s"):
+        row[name] = None if row[name] is None else round(row[name], 6)
+    return row
 
 
 def _client(config: LineConfig | None, access: AgentAccess) -> AgentClient:
     target = access.target
     if not target:
         if config is None or not config.api.grpc:
-            raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
+            raise ConfigError("the line file has no address of an agent - add api: {grpc: ...}, or use --target")
         target = config.api.grpc[0]
     return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, access))
 
 
 def _access(config: LineConfig | None, files: AgentAccess) -> Access:
-    api = config and config.api
-    authority = files.authority or (api and api.tls and api.tls.certificate)
+    api = None if config is None else config.api
+    authority = files.authority or (None if api is None or api.tls is None else api.tls.certificate)
     token = read_secret(api.token) if api and api.token and not files.token else None
-    if files.token:
-        token = _bytes(files.token).decode("utf-8", "replace").rstrip("\r\n")
+    if given := _bytes(files.token):
+        token = given.decode("utf-8", "replace").rstrip("\r\n")
     return Access(
-        token=token,
-        authority=_bytes(authority) if authority else None,
-        certificate=_bytes(files.certificate) if files.certificate else None,
-        key=_bytes(files.key) if files.key else None,
+        token=token, authority=_bytes(authority), certificate=_bytes(files.certificate), key=_bytes(files.key)
     )
 
 
-def _bytes(file: Path) -> bytes:
+def _bytes(file: Path | None) -> bytes | None:
     try:
-        return file.read_bytes()
+        return file.read_bytes() if file else None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror} - name a file that can be read") from error

@@ -1,14 +1,14 @@
-"""A line's records and measurements, copied to a folder and brought back: `coserve backup` and `restore`.
+"""A line's records and measurements, copied to a folder and restored: `coserve backup` and `restore`.
 
 Guarantees: a backup appears whole, with the sha256 of each file; results are copied as of one moment, also beside a
-running agent. A restore overwrites nothing: what was there lies beside it. Restored results have a new identity, as
-sequence numbers repeat: a reader must not take new results for old ones.
+running agent. A restore overwrites nothing: it renames the earlier files. Restored results have a new identity: their
+sequence numbers repeat, and a reader must not take new results for old ones.
 
     DEST/backup.json   its format, the line, the time, and each file's sha256
-    DEST/line.yaml     the line file, with thresholds; not the weights that it names, nor kept images, nor secrets
+    DEST/line.yaml     the line file, with thresholds; without its weights, kept images and secrets
     DEST/results.db    results, boards, the journal and the outbox
-    DEST/profile.db    the device profile, where there is one
-    DEST/calibrations/ what int8 forms were calibrated with
+    DEST/profile.db    the device profile, if there is one
+    DEST/calibrations/ calibrations of int8 forms
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Restored:
 
 
 def back_up(config: LineConfig, destination: Path) -> Backup:
-    """Copy a line's state to a new folder. Raises ConfigError for what cannot be read or written."""
+    """Copy a line's state to a new folder. Raises ConfigError for a file that cannot be read or written."""
     if destination.exists():
-        raise ConfigError(f"{destination} is there already - name a new folder")
+        raise ConfigError(f"{destination} exists already - name a new folder")
     draft = destination.with_name(f".{destination.name}.unfinished")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -80,8 +80,8 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
 
 
 def restore(line_file: Path, source: Path) -> Restored:
-    """Bring a backup back to the line of this file; without the file, the backup's own is taken. Raises ConfigError for
-    an invalid or damaged backup, AlreadyRunning while an agent serves the line."""
+    """Restore a backup to the line of this file; without the file, the backup's line file is copied there. Raises
+    ConfigError for an invalid or damaged backup, AlreadyRunning while an agent serves the line."""
     backup = _read_manifest(source)
     is_kept, is_done = line_file.exists(), False
     try:
@@ -94,7 +94,7 @@ def restore(line_file: Path, source: Path) -> Restored:
             aside = tuple(_put_back(config, source, backup))
         is_done = True
     except OSError as error:
-        raise ConfigError(f"{error.filename or source}: {error.strerror or error} - see to the disk") from error
+        raise ConfigError(f"{error.filename or source}: {error.strerror or error} - check the disk") from error
     finally:
         if not is_kept and not is_done:
             with suppress(OSError):
@@ -109,7 +109,7 @@ def _read_line(line_file: Path, copied_from: Path | None) -> LineConfig:
     except ConfigError as error:
         if copied_from is None:
             raise
-        advice = f"{line_file} was copied from {copied_from} and is removed: put a correct one there, and restore again"
+        advice = f"{line_file} was copied from {copied_from} and is removed again: correct that file, and restore again"
         raise ConfigError(f"{error}\n{advice}") from error
 
 
@@ -118,7 +118,7 @@ def _copy_state(config: LineConfig, draft: Path) -> None:
     if config.results_file.exists():
         _copy_database(config.results_file, draft / RESULTS)
     if config.profile_file.exists():
-        _copy(config.profile_file, draft / PROFILE)  # a finished profile is replaced whole, never written to
+        _copy(config.profile_file, draft / PROFILE)  # a finished profile is replaced, never written to
     for path in _files(_calibrations(config)):
         _copy(path, draft / CALIBRATIONS / path.relative_to(_calibrations(config)))
 
@@ -131,17 +131,17 @@ def _copy_database(source: Path, target: Path) -> None:
     except sqlite3.DatabaseError as error:
         damage = str(error)
     if damage is not None:
-        raise ConfigError(f"{source} is damaged ({damage}): there is nothing sound to back up - see `coserve doctor`")
+        raise ConfigError(f"{source} is damaged ({damage}), so it cannot be backed up - run `coserve doctor`")
 
 
 def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path]:
-    """Yields the new paths of replaced files. All files are copied before the first is replaced."""
+    """Yield the new paths of replaced files. All files are copied before the first is replaced."""
     places = {RESULTS: config.results_file, PROFILE: config.profile_file}
     ready = []
     for name, sha256 in backup.files.items():
         place = places.get(name, _calibrations(config) / name.removeprefix(f"{CALIBRATIONS}/"))
         is_there = place.exists() and file_sha256(place) == sha256
-        if name == LINE_FILE or (is_there and name != RESULTS):  # beside results may lie a log of newer ones
+        if name == LINE_FILE or (is_there and name != RESULTS):  # results may have a log of newer rows
             continue
         fresh = fresh_place(place, "restoring")
         _copy(source / name, fresh)
@@ -155,22 +155,24 @@ def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path
 
 
 def _read_manifest(source: Path) -> Backup:
-    """Raises ConfigError, naming the file, for all that is not as it was written."""
+    """Raises ConfigError, naming the file, for any difference from the written backup."""
     try:
         backup = Backup(**json.loads((source / MANIFEST).read_bytes()))
         files = {str(name): str(sha256) for name, sha256 in backup.files.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is no backup of a line: {MANIFEST} cannot be read ({error})") from error
+        raise ConfigError(f"{source} is not a backup of a line: {MANIFEST} cannot be read ({error})") from error
     if backup.format != FORMAT:
         raise ConfigError(f"{source} is a backup of format {backup.format}; this CoServe reads {FORMAT}")
     for name, sha256 in files.items():
         path = source / name
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise ConfigError(f"{source / MANIFEST} names {name!r}, which is no file of a backup")
+            raise ConfigError(
+                f"{source / MANIFEST} names {name!r}, which is not a file of a backup - use another backup"
+            )
         if not path.is_file() or file_sha256(path) != sha256:
-            raise ConfigError(f"{path} is missing or not as it was written - take another backup")
+            raise ConfigError(f"{path} is missing or was changed - use another backup")
     if LINE_FILE not in files:
-        raise ConfigError(f"{source / MANIFEST} names no {LINE_FILE} - take another backup")
+        raise ConfigError(f"{source / MANIFEST} names no {LINE_FILE} - use another backup")
     return backup
 
 

@@ -1,6 +1,7 @@
-"""`coserve doctor`: whether this box can serve this line.
+"""`coserve doctor`: checks that this box can serve this line.
 
-Guarantees: each check says what it found, and what to do; no check stops another; a running agent is not disturbed.
+Guarantees: each check reports a finding, and what to do if it is bad; no check stops another; a running agent is not
+disturbed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import socket
 import sqlite3
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agent.config import read_secret
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
 
 READ_BYTES = 256 * MEBIBYTE
-SLOW_DISK_BYTES_PER_S = 200_000_000  # a load of a ResNet101 takes a second then
+SLOW_DISK_BYTES_PER_S = 200_000_000  # a ResNet101 then loads in about a second
 LEAST_FREE_BYTES = 2**30
-LEAST_WATCHES = 8192  # of inotify: one for each folder and subfolder
+LEAST_WATCHES = 8192  # of inotify, one per folder and subfolder
 CAMERA_S = 10.0
 CONNECT_S = 3.0
-RESULTS_S = 60.0  # of reading the results; damage behind that is found by the agent
-BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # no clock that is right shows less
+RESULTS_S = 60.0  # longest check of the results; the agent finds damage in the rest
+BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # a correct clock shows a later time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +66,7 @@ class Check:
         return self.fix is None
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    checks: tuple[Check, ...]
-
-    @property
-    def problems(self) -> int:
-        return sum(not check.is_well for check in self.checks)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"problems": self.problems, "checks": [asdict(check) for check in self.checks]}
-
-
-def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
+def examine(config: LineConfig, *, cameras: bool = True) -> list[Check]:
     """Make every check. ``cameras``: also probe cameras, some seconds each."""
     is_running = is_state_held(config.state)
     parts: list[Iterable[Check]] = [
@@ -89,16 +78,16 @@ def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
         _receivers(config),
         *([_cameras(config, is_running)] if cameras else []),
     ]
-    return Diagnosis(tuple(check for part in parts for check in _safely(part)))
+    return [check for part in parts for check in _safely(part)]
 
 
 def _safely(part: Iterable[Check]) -> list[Check]:
     try:
         return list(part)
     except CoServeError as error:
-        return [Check("check", str(error).splitlines()[0], "see the message")]
+        return [Check("check", str(error).splitlines()[0], "do as the message says")]
     except OSError as error:
-        return [Check("check", f"{error.filename or ''} {error.strerror}".strip(), "see to the file or the disk")]
+        return [Check("check", f"{error.filename or ''} {error.strerror}".strip(), "check the file and the disk")]
 
 
 def _device(config: LineConfig) -> Iterator[Check]:
@@ -110,7 +99,7 @@ def _device(config: LineConfig) -> Iterator[Check]:
     yield Check("device", f"{box.name} ({box.model}), processors {', '.join(box.processors)}, {box.cores} cores")
     yield Check("libraries", ", ".join(f"{name} {version}" for name, version in box.versions))
     for name, fault in check_runtimes(box).items():
-        fix = "install a pair of torch and torchvision that belong together, and the driver"
+        fix = "install matching versions of torch and torchvision, and the driver"
         yield Check(name, "works") if fault is None else Check(name, fault, fix)
 
 
@@ -121,7 +110,7 @@ def _forms(config: LineConfig) -> Iterator[Check]:
         if name in here:
             continue
         is_given = config.precision is name
-        fix = f"write `precision: auto`, or fp32: until then it runs as {form.plain}" if is_given else None
+        fix = f"write `precision: auto`, or fp32: until then the agent runs {form.plain}" if is_given else None
         yield Check(f"form {name}", f"does not run on this CPU: {form.why_absent()}", fix)
 
 
@@ -133,7 +122,7 @@ def _memory(config: LineConfig) -> Iterator[Check]:
         found = f"{size_text(size.available_bytes)} of {size_text(size.total_bytes)} available"
         fix = None
         if wanted is not None and wanted > size.available_bytes:
-            found += f", the line file wants {size_text(wanted)}"
+            found += f", the line file asks for {size_text(wanted)}"
             fix = f"lower memory.{pool}, or write auto"
         yield Check(f"memory {pool}", found, fix)
     images_bytes = prepared_bytes(config, pool_budgets(config, box)[HOST])
@@ -159,7 +148,7 @@ def _weights(config: LineConfig) -> Iterator[Check]:
     missing = [name for name, expert in experts.items() if not is_there(expert)]
     packed = sum(bool(manifests) for manifests in packed_manifests(config).values())
     if missing:
-        yield Check("weights", f"missing of {', '.join(missing[:5])} ({len(missing)} in all)", "put the files there")
+        yield Check("weights", f"missing of {', '.join(missing[:5])} ({len(missing)} in all)", "copy the files there")
     for name, expert in experts.items():
         if expert.threshold_of is not None and is_there(expert) and is_bound_elsewhere(expert, sha256_of(expert)):
             learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
@@ -176,7 +165,7 @@ def _state(config: LineConfig) -> Iterator[Check]:
         return
     free_bytes = shutil.disk_usage(above).free
     wanted = max(LEAST_FREE_BYTES, config.records.keep.free or 0)
-    fix = None if free_bytes >= wanted else "make room, or set records.keep so that old images go"
+    fix = None if free_bytes >= wanted else "free some space, or set records.keep so that old images are deleted"
     yield Check("free space", f"{size_text(free_bytes)} in {above}", fix)
     per_s = _read_bytes_per_s(above)
     slow = "experts load slowly: put the state on an SSD" if per_s < SLOW_DISK_BYTES_PER_S else None
@@ -193,10 +182,12 @@ def _results(config: LineConfig) -> Iterator[Check]:
         yield Check("results", f"{config.results_file}: {error}", "run this as the agent's user")
         return
     is_whole = time.monotonic() - since_s < RESULTS_S
-    told = damage or ("sound" if is_whole else f"sound as far as {RESULTS_S:.0f} s of reading go")
-    fix = f"the agent puts the file aside: then coserve restore {config.document.file} BACKUP, and see to the disk"
+    found = damage or ("sound" if is_whole else f"sound as far as {RESULTS_S:.0f} s of reading go")
+    fix = (
+        f"at its start the agent renames it: then run coserve restore {config.document.file} BACKUP, and check the disk"
+    )
     size = size_text(config.results_file.stat().st_size)
-    yield Check("results", f"{config.results_file}, {size}: {told}", damage and fix)
+    yield Check("results", f"{config.results_file}, {size}: {found}", damage and fix)
 
 
 def _read_bytes_per_s(folder: Path) -> float:
@@ -218,7 +209,7 @@ def _folders(config: LineConfig) -> Iterator[Check]:
     for folder in config.intake.folders:
         name, there = f"folder {folder.path}", _existing(folder.path)
         kind = filesystem_type(there)
-        seen = "changes are told at once" if tells_changes(kind) else f"looked at every {folder.poll_s:g} s"
+        seen = "changes are reported at once" if tells_changes(kind) else f"scanned every {folder.poll_s:g} s"
         if not os.access(there, os.R_OK | os.W_OK | os.X_OK) and folder.after != "keep":
             fix = f"let the agent's user write there, in a unit also ReadWritePaths={folder.path}"
             yield Check(name, f"{there} may not be written", fix)
@@ -234,7 +225,7 @@ def _clock() -> Iterator[Check]:
     now = time.gmtime()
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
     is_known = Path("/run/systemd/timesync/synchronized").exists()
-    word = "synchronized" if is_known else "whether it is synchronized is not known"
+    word = "synchronized" if is_known else "synchronization unknown"
     yield Check("clock", f"{text}, {word}", "set the clock: results are dated by it" if now < BUILT else None)
 
 
@@ -252,7 +243,7 @@ def _secrets(config: LineConfig) -> Iterator[Check]:
         try:
             read_secret(secret)
         except ConfigError as error:
-            yield Check(f"secret {name}", error.message, "put it there; a unit gives it by LoadCredential=")
+            yield Check(f"secret {name}", error.message, "write the secret there; in a unit use LoadCredential=")
         else:
             yield Check(f"secret {name}", "can be read")
 
@@ -260,14 +251,18 @@ def _secrets(config: LineConfig) -> Iterator[Check]:
 def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:
     for address in (*config.api.grpc, *config.api.http):
         if is_running:
-            yield Check(f"address {address}", "the running agent's: not tried")
+            yield Check(f"address {address}", "in use by the running agent: not tried")
         elif address.startswith(UNIX):
             folder = _existing(Path(address.removeprefix(UNIX)).parent)
             fix = None if os.access(folder, os.W_OK) else f"let the agent's user write into {folder}"
             yield Check(f"address {address}", f"in {folder}", fix)
         else:
             fault = _cannot_bind(address)
-            yield Check(f"address {address}", fault or "free", fault and "end who listens there, or take another port")
+            yield Check(
+                f"address {address}",
+                fault or "free",
+                fault and "stop the program that listens there, or use another port",
+            )
 
 
 def _cannot_bind(address: str) -> str | None:
@@ -292,7 +287,7 @@ def _receivers(config: LineConfig) -> Iterator[Check]:
         try:
             socket.create_connection(where, CONNECT_S).close()
         except OSError as error:
-            fix = "start it, or correct the url: until then messages wait in the outbox"
+            fix = "start the receiver, or correct the url: until then messages wait in the outbox"
             yield Check(name, f"{where[0]}:{where[1]}: {error.strerror or error}", fix)
         else:
             yield Check(name, f"{where[0]}:{where[1]} answers")
@@ -302,13 +297,13 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
     for camera in config.intake.cameras:
         name = f"camera {camera.name}"
         if is_running:
-            yield Check(name, "the running agent has it: see coserve status")
+            yield Check(name, "in use by the running agent: see coserve status")
             continue
         fault = None
-        with suppress(ConfigError):  # told above
+        with suppress(ConfigError):  # reported by _secrets
             password = None if camera.password is None else read_secret(camera.password)
             fault = probe(camera, password, CAMERA_S)
-        yield Check(name, fault or "a frame came", fault and f"see to {shown_url(camera.url)}")
+        yield Check(name, fault or "a frame came", fault and f"check {shown_url(camera.url)}")
 
 
 def _existing(path: Path) -> Path:

@@ -1,9 +1,9 @@
-"""The experts of a line, for people and scripts: `coserve experts list`, `compare` and `promote`."""
+"""Experts of a line: `coserve experts list`, `compare` and `promote`."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STAYING = frozenset({"shadow", "pin"})  # keys of an entry's place on the line, not of its version
+STAYING = frozenset({"shadow", "pin"})  # keys of the place on the line, not of the version
 SHOWN_IMAGES = 20
 
 
@@ -40,8 +40,8 @@ def packed_bytes(manifests: Iterable[Manifest]) -> int:
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first. ``usage``: the device profile's, computed without one; ``size_bytes``:
-    what is packed; ``weights_bytes``: the file or directory it comes from. None: not there."""
+    """One row per expert, the most used first. ``usage``: the device profile's, computed without one. ``size_bytes``:
+    packed; ``weights_bytes``: of the source file or directory; None: missing."""
     manifests = packed_manifests(config)
     profile = _profile(config)
     usage, scaled = usage_of(config, profile), scaled_experts(profile)
@@ -89,15 +89,6 @@ def _profile(config: LineConfig) -> StoredProfile | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Promoted:
-    """Entries that were swapped. ``keys``: the keys that differed."""
-
-    expert: str
-    shadow: str
-    keys: tuple[str, ...]
-
-
 def comparison_of(config: LineConfig, expert: str) -> Comparison:
     """Answers of an expert and its shadow on the same images. Raises ConfigError without any."""
     shadow = _shadow_of(config, expert)
@@ -106,7 +97,7 @@ def comparison_of(config: LineConfig, expert: str) -> Comparison:
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
     if comparison is None:
-        raise ConfigError(f"{shadow} was shown nothing yet that {expert} judged - serve the line for a while first")
+        raise ConfigError(f"{shadow} has no image in common with {expert} yet - serve the line for a while first")
     return comparison
 
 
@@ -134,7 +125,7 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Comparison, images: Path) -> None:
-    """Print the figures, then the latest images that differ. ``images``: the folder where images are kept."""
+    """Print the figures, then the latest images with different answers. ``images``: folder of kept images."""
     console = console_page()
     for line in _figures(comparison):
         console.print(line)
@@ -154,16 +145,16 @@ def print_comparison(comparison: Comparison, images: Path) -> None:
     console.print(table)
 
 
-def promote(file: Path, expert: str) -> Promoted:
-    """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version.
-
-    Raises ConfigError; then the file is unchanged.
-    """
+def promote(file: Path, expert: str) -> tuple[str, tuple[str, ...]]:
+    """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version. Returns
+    the shadow and the keys that differed. Raises ConfigError; then the file is unchanged."""
     config = line_of(read_document(file.absolute()))
     shadow = _shadow_of(config, expert)
     entries = read_document(file.absolute()).root.value["experts"]
     if expert not in entries or shadow not in entries:
-        raise ConfigError(f"{file}: {expert} and {shadow} do not both stand in it - promote where they are written")
+        raise ConfigError(
+            f"{file}: {expert} and {shadow} are not both in this file - promote in the file that has them"
+        )
     keys = _differing_keys(entries[expert], entries[shadow])
 
     def swapped(text: str) -> str:
@@ -174,7 +165,7 @@ def promote(file: Path, expert: str) -> Promoted:
         return text
 
     edit_file(file, swapped)
-    return Promoted(expert, shadow, keys)
+    return shadow, keys
 
 
 def _shadow_of(config: LineConfig, expert: str) -> str:
@@ -182,7 +173,7 @@ def _shadow_of(config: LineConfig, expert: str) -> str:
         raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
     shadow = config.catalog.graph.shadows.get(expert)
     if shadow is None:
-        raise ConfigError(f"{expert} has no shadow - name another version of it as `shadow:` of its entry first")
+        raise ConfigError(f"{expert} has no shadow - first name its other version as `shadow:` of its entry")
     return shadow
 
 
@@ -200,7 +191,7 @@ def _with(text: str, expert: str, key: str, entry: Mapping[str, Any], file: Path
 
 def _figures(comparison: Comparison) -> list[str]:
     pair, images = comparison.pair, comparison.images
-    missing = f"{comparison.failed} it could not judge, {comparison.dropped} there was no time or room for"
+    missing = f"the shadow failed on {comparison.failed}, and had no time or room for {comparison.dropped}"
     lines = [f"{pair.expert}, and {pair.shadow} in its shadow: {images} images seen by both; {missing}"]
     if comparison.last_reason is not None:
         lines.append(f"last reason     {comparison.last_reason}")
@@ -220,7 +211,7 @@ def _figures(comparison: Comparison) -> list[str]:
 
 
 def _processors(comparison: Comparison) -> list[str]:
-    """Times on different processors say little: tell the reader."""
+    """A note for different processors, whose times are not comparable."""
     expert, shadow = (sorted({each.processor for each in ran}) for ran in (comparison.ran_on, comparison.shadow_ran_on))
     if expert == shadow:
         return []

@@ -1,4 +1,4 @@
-"""One-off work on a line without its agent: judging given images, hashing packed weights."""
+"""One-off work on a line without its agent: judge given images, hash packed weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.commands.judged_images import JudgedImage
-from agent.commands.judged_pictures import judged_rows
-from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
+from agent.commands.judged_images import JudgedImage, judged_rows
+from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import refuse_root_beside_another, state_held
 from experts.errors import AlreadyRunning, ConfigError, ExpertError
@@ -38,15 +37,13 @@ def inspect_images(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order; ``pictures``: folder to draw each image in, as the row's ``picture`` says.
-
-    An agent may run on this line meanwhile. A fault of an image is its row's reason. Raises ConfigError for a component
-    without a route, and AgentCrashed.
-    """
+    """One row per image, in order. ``pictures``: folder for a picture of each image, the row's ``picture``. An agent
+    may run on this line meanwhile. A fault of an image is its row's reason. Raises ConfigError for a component without
+    a route, and AgentCrashed."""
     if component not in config.catalog.components:
         if component in config.catalog.texts or component in config.catalog.experts:
-            raise ConfigError(f"{component} is no component - ask language models with `coserve generate`")
-        known = ", ".join(sorted(config.catalog.components)) or "none, as no expert of it takes images"
+            raise ConfigError(f"{component} is not a component - use `coserve generate` for language models")
+        known = ", ".join(sorted(config.catalog.components)) or "none, as no expert takes images"
         raise ConfigError(f"no route for component {component!r} - this line knows {known}")
     with _packed_weights(config, progress) as packed:
         judged = _judged(config, images, component, progress, packed)
@@ -54,7 +51,7 @@ def inspect_images(
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    """Hash all that is packed, change nothing. ``ok`` is None for an expert that is not packed yet."""
+    """Hash all packed weights, change nothing. ``ok`` is None for an expert that is not packed yet."""
     rows = []
     folder = ManifestFolder(config.packed_folder / "manifests")
     with closing(SegmentStore(config.packed_folder)) as segments:
@@ -83,7 +80,7 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
         now = folder.read(packed.expert, packed.precision)
         if now == manifest:
             return error.message
-        return None if now is None else _damage(now, folder, segments)  # an agent that starts just now packed it again
+        return None if now is None else _damage(now, folder, segments)  # packed again by an agent that is starting
     return None
 
 
@@ -93,9 +90,9 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:
             with state_held(config.state):
-                pack_as_served(config, segments, progress)
+                packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)
         except AlreadyRunning:
-            log.info("inspecting beside a running agent: what it has packed stays as it is")
+            log.info("inspecting beside a running agent: its packed weights stay unchanged")
         with snapshot(segments) as packed:
             yield packed
 

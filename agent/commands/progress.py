@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Report = Callable[[str, int, int], None]  # stage, done, total
 
 PAGE_WIDTH = 160
-PLAIN_EVERY_S = 5.0  # between two lines of one stage where there is no terminal
+PLAIN_EVERY_S = 5.0  # between two lines of one stage, without a terminal
 
 
 def console_page() -> Console:
@@ -27,7 +27,7 @@ def console_page() -> Console:
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Report]:
-    """``report(stage, done, total)``, shown as suits where stderr goes."""
+    """Show ``report(stage, done, total)``: bars on a terminal, lines elsewhere."""
     if sys.stderr.isatty():
         with _bars() as report:
             yield report
@@ -50,7 +50,7 @@ def _bars() -> Iterator[Report]:
 
 
 def _plain() -> Report:
-    shown: dict[str, tuple[float, float]] = {}  # stage -> when it began, when it was last shown
+    shown: dict[str, tuple[float, float]] = {}  # stage -> start, last line
 
     def report(stage: str, done: int, total: int) -> None:
         now = time.monotonic()

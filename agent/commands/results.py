@@ -1,4 +1,4 @@
-"""Stored verdicts and boards as rows, for people and scripts: `coserve results`."""
+"""`coserve results`: stored verdicts and boards as rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def result_rows(
     config: LineConfig, since: datetime | None, verdict: Verdict | None, limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Stored results, oldest first. Raises ConfigError when this line has none yet."""
+    """Stored results, oldest first. Raises ConfigError if this line has none yet."""
     for row in _reader(config).query(since=since, verdict=verdict, limit=limit):
         yield plain_result(row)
 
@@ -37,7 +37,7 @@ def board_rows(
 
 
 def with_maps(config: LineConfig, rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Rows with ``maps``: anomaly pictures written to ``folder``. Raises ConfigError for what the disk refuses."""
+    """Rows with ``maps``: anomaly pictures written to ``folder``. Raises ConfigError if the disk refuses."""
     reader = _reader(config)
     for row in rows:
         yield row | {"maps": [_write_map(folder, row["seq"], each) for each in reader.maps(row["seq"])]}
@@ -55,7 +55,7 @@ def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
 
 
 def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path) -> int:
-    """Write rows to a file that appears whole or not at all; how many. Raises ConfigError for what the disk refuses."""
+    """Write rows to a file that appears whole or not at all, and count them. Raises ConfigError if the disk refuses."""
     try:
         with whole_text_file(path) as stream:
             return write_rows(rows, output, stream)

@@ -1,10 +1,9 @@
-"""`coserve status`: state of a running agent, for people and scripts."""
+"""`coserve status`: state of a running agent, as a page."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
@@ -16,13 +15,7 @@ from experts.sizes import mib
 if TYPE_CHECKING:
     from agent.api.calls.desk import StatusView, TextsView
 
-EXPERTS_SHOWN = 8  # of a memory, on a line for people
-
-
-def status_row(status: StatusView) -> dict[str, Any]:
-    row = asdict(status)
-    row["verdicts"] = {str(verdict): count for verdict, count in status.verdicts.items()}
-    return row
+EXPERTS_SHOWN = 8  # per memory
 
 
 def print_status(status: StatusView) -> None:
@@ -34,7 +27,7 @@ def print_status(status: StatusView) -> None:
             console.print()
             console.print(table)
     troubles = [f"alarm: {alarm}" for alarm in status.alarms]
-    troubles += [f"expert {expert} is not asked: {why}" for expert, why in sorted(status.standing.items())]
+    troubles += [f"expert {expert} gets no requests: {why}" for expert, why in sorted(status.standing.items())]
     if troubles:
         console.print()
     for trouble in troubles:

@@ -1,6 +1,6 @@
-"""The units of an agent that was installed with pip, as a shell script: `coserve service install`.
+"""`coserve service install`: the units of an agent that was installed with pip, as a shell script.
 
-Guarantees: what is printed is what is run; steps are idempotent. `make bundle` has its own install.sh.
+Guarantees: the printed script is the script that runs; its steps are idempotent. `make bundle` has another install.sh.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experts.errors import CoServeError
 
-HOME = Path("/opt/coserve")  # where install.sh installs; from there the shipped units fit as they are
+HOME = Path("/opt/coserve")  # where install.sh installs; the shipped units name it
 INSTALLED_COMMAND = HOME / "current" / "bin" / "coserve"
 HIDDEN = ("/home", "/root", "/run/user")  # ProtectHome=
 DESTINATIONS = {
@@ -44,22 +44,22 @@ class UnitFiles:
 
 
 def unit_files(command: Path | None = None) -> UnitFiles:
-    """Units that run ``command``. Raises CoServeError without the shipped files, or if no service could run it."""
+    """Units that run ``command``. Raises CoServeError without the shipped files, or if no service can run it."""
     runs = command or _itself()
     folder = _shipped()
     texts = {path: (folder / name).read_text(encoding="utf-8") for name, path in DESTINATIONS.items()}
     if runs.is_relative_to(HOME):
         return UnitFiles(texts)
     if hidden := next((home for home in HIDDEN if runs.is_relative_to(home)), None):
-        raise CoServeError(f"{runs}: a service does not see {hidden} - install CoServe elsewhere, as in /opt")
+        raise CoServeError(f"{runs}: a service does not see {hidden} - install CoServe elsewhere, for example in /opt")
     return UnitFiles({path: text.replace(str(INSTALLED_COMMAND), str(runs)) for path, text in texts.items()})
 
 
 def install(units: UnitFiles) -> None:
-    """Run the script. Raises CoServeError when a step fails, or is not allowed."""
+    """Run the script. Raises CoServeError if a step fails, or is not allowed."""
     done = subprocess.run(["/bin/sh"], input=units.script(), text=True, check=False)
     if done.returncode != 0:
-        raise CoServeError(f"a step failed, see above; it needs root: sudo {_itself()} service install")
+        raise CoServeError(f"a step failed, see above; this needs root: sudo {_itself()} service install")
 
 
 def _itself() -> Path:

@@ -1,1 +1,1 @@
-"""From a line file, a box and its device profile to what an Engine is built with, and to an agent."""
+"""From a line file, a box and its device profile to the arguments of an Engine, and to an agent."""

@@ -1,7 +1,7 @@
-"""From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
+"""A line file becomes an agent that is ready to start: pack, profile or probe, split the memories, assemble.
 
-Guarantees: a line that must not start raises ConfigError here. A faulty expert is quarantined with the reason; the
-others are served. With a device profile only experts that differ from it are probed.
+Guarantees: a line that must not start raises ConfigError here. A faulty expert is quarantined with the reason, and the
+others are served. With a device profile, only experts that differ from it are probed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import psutil
 
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
-from agent.deployment.families import with_families
-from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds, with_forms
-from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import changed_experts, changes_told, scaled_experts, unproven, usable_profile
+from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
+from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
+from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -59,11 +58,9 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Options of ``build_agent``. ``packed``: folder of weights instead of the line's own.
-
-    ``profile``: "auto" takes the line's own, or probes with an alarm where it does not hold; one that is given is not
-    checked; None probes. ``decider`` may wrap the Engine, such as with a clock.
-    """
+    """Options of ``build_agent``. ``packed``: folder of weights instead of the line's. ``profile``: "auto" takes the
+    line's, or probes with an alarm if it is not valid here; a given profile is trusted; None probes. ``decider`` may
+    wrap the Engine, for example with a clock."""
 
     loop: LoopOptions = field(default_factory=LoopOptions)
     packed: Path | None = None
@@ -77,7 +74,7 @@ AS_SERVED = AgentOptions()
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A line's agent. ``setup``: what its Engine decides with; ``packed``: what it may load, by copy."""
+    """A line's agent. ``setup``: arguments of its Engine; ``packed``: weights that it may load, by copy."""
 
     config: LineConfig
     box: Box
@@ -86,14 +83,14 @@ class Agent:
     packed: Mapping[str, PackedExpert]
     loop: AgentLoop
     segments: SegmentStore
-    templates: Templates  # of all copies, held so that no module is constructed beside batches
-    rss_before_bytes: int  # of this process, before weights
-    copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all that the matrix mentions
-    experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's names, by the line's, where these differ
+    templates: Templates  # of all copies, so that no module is constructed during batches
+    rss_before_bytes: int  # of this process, before weights are loaded
+    copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all of the matrix
+    experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's name by the line's, if they differ
     retired: frozenset[str] = frozenset()  # the Engine's names of experts of earlier lines
     changes: int = 0  # of the line, since the start
-    heard: frozenset[str] = frozenset()  # what experts of earlier lines were called in the line file
-    alarms: tuple[str, ...] = ()  # what of the device profile does not hold
+    heard: frozenset[str] = frozenset()  # names of earlier lines' experts in the line file
+    alarms: tuple[str, ...] = ()  # why the device profile is not used, or not for all experts
 
     def expert(self, name: str) -> str:
         return self.experts.get(name, name)
@@ -104,7 +101,7 @@ class Agent:
             self.loop.quarantine(expert, reason)
 
     def stop(self) -> None:
-        """End; requests under way stay without an outcome. Raises AgentCrashed, after everything has ended."""
+        """End; requests under way get no outcome. Raises AgentCrashed, after all threads have ended."""
         try:
             self.loop.stop()
         finally:
@@ -117,10 +114,11 @@ def build_agent(
     progress: Progress,
     options: AgentOptions = AS_SERVED,
 ) -> Agent:
-    """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for too small given pools."""
+    """An agent, not started. Raises ConfigError for a line that must not start, MemoryExceeded for too small given
+    pools."""
     for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
-        with suppress(BackendUnavailable):  # packing reports it
-            backend_for(architecture)  # imports runtimes before memory is measured
+        with suppress(BackendUnavailable):  # reported by packing
+            backend_for(architecture)  # import runtimes before memory is measured
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
@@ -155,7 +153,7 @@ def build_agent(
 def agent_with_requests(
     config: LineConfig, progress: Progress, options: AgentOptions = AS_SERVED, requests: Requests | None = None
 ) -> Iterator[tuple[Agent, Requests]]:
-    """An agent to start, and requests to it; stopped in the end. Raises as ``build_agent`` does."""
+    """An agent to start, and requests to it; stopped at the end. Raises as ``build_agent``."""
     requests = requests or Requests()
     agent = build_agent(config, requests.tell, progress, options)
     requests.watch(agent.loop)
@@ -165,19 +163,15 @@ def agent_with_requests(
         agent.stop()
 
 
-def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
-    return packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)[1]
-
-
 def packed_as_proven(
     ground: Groundwork, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
 ) -> tuple[Groundwork, PackingReport]:
-    """Pack a line as profiled; experts that differ from their profile are packed again in fp32, with an alarm."""
+    """Pack a line as profiled; pack experts that differ from their profile again in fp32, with an alarm."""
     config, profile, in_use = ground.config, ground.profile, tuple(in_use)
     report = pack(config, segments, ground.precisions, progress, in_use)
     copies = copies_of(config, ground.precisions, report.packed)
     packed = [copy.packed for listed in copies.values() for copy in listed]
-    ground = replace(ground, alarms=(*ground.alarms, *_thresholds_told(config, packed)))
+    ground = replace(ground, alarms=(*ground.alarms, *_threshold_alarms(config, packed)))
     if profile is None or ground.takes_any:
         return ground, report
     changed = changed_experts(config, profile, packed)
@@ -186,22 +180,22 @@ def packed_as_proven(
     precisions = unproven(config, ground.precisions, changed)
     if precisions != ground.precisions:
         report = pack(config, segments, precisions, progress, in_use)
-    alarms = (*ground.alarms, *changes_told(config, changed))
+    alarms = (*ground.alarms, *change_alarms(config, changed))
     proven = tuple(each for each in profile.decodings if each.expert not in changed)
     profile = replace(profile, decodings=proven)
     return replace(ground, profile=profile, precisions=precisions, alarms=alarms, changed=changed), report
 
 
-def _thresholds_told(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """Alarms of experts that judge nothing: their thresholds belong to other weights."""
-    told = [
+def _threshold_alarms(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
+    """Alarms for experts whose threshold belongs to other weights: they judge nothing."""
+    alarms = [
         f"expert {name}: {OTHER_THRESHOLD}, so every image is UNKNOWN - run `coserve experts threshold "
         f"{config.document.file} {name} --samples DATA`, then reload"
         for name in other_thresholds(config, packed)
     ]
-    for each in told:
-        log.warning("threshold_of_others %s", each)
-    return told
+    for alarm in alarms:
+        log.warning("threshold_of_others %s", alarm)
+    return alarms
 
 
 def pack(
@@ -211,54 +205,54 @@ def pack(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Pack what is new. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
+    """Pack new experts. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
     try:
         return pack_line(
             config.catalog.experts.values(), lambda expert: {column[expert] for column in precisions.values()},
             segments, lambda step: progress("pack", step.number, step.total), in_use,
         )  # fmt: skip
     except BackendUnavailable as error:
-        raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
+        raise ConfigError(f"{error} - install it, or remove the experts that need it from the line") from error
     finally:
         end_team()
 
 
 def detect_box(config: LineConfig) -> Box:
-    """This box, as the line file wants it seen. Raises DeviceMissing."""
+    """This box, as the line file wants it. Raises DeviceMissing."""
     try:
         return detect(config.device)
     except BackendUnavailable as error:
-        told = config.document.error(str(error), "device")
-        raise DeviceMissing(told.message, told.place) from error
+        found = config.document.error(str(error), "device")
+        raise DeviceMissing(found.message, found.place) from error
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
-    """Reasons why a profile may not hold for an agent that starts now. Packs and hashes nothing."""
+    """Reasons why a profile may be invalid for an agent that starts now. Packs and hashes nothing."""
     try:
         box = detect_box(config)
     except ConfigError as error:
         return (str(error),)
-    packed = lying_packed(config, config.packed_folder)
+    packed = packed_experts(config, config.packed_folder)
     written = [
-        f"the weights of {name} were written to after they were packed: if they are others now, run "
+        f"the weights file of {name} was written after packing: if the weights are new, run "
         f"`coserve profile {config.document.file} --expert {name}`"
         for name in changed_sources(config, config.packed_folder)
     ]
-    told = changes_told(config, changed_experts(config, profile, packed))
-    return (*box_mismatches(profile, identity_of(box)), *told, *written)
+    changes = change_alarms(config, changed_experts(config, profile, packed))
+    return (*box_mismatches(profile, identity_of(box)), *changes, *written)
 
 
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     box = detect_box(config)
     stored, alarms = usable_profile(config, box) if options.profile == "auto" else (options.profile, ())
-    lying = [] if stored is None else lying_packed(config, packed)
-    ground = groundwork(config, box, stored, lying, options.given)
+    found = [] if stored is None else packed_experts(config, packed)
+    ground = groundwork(config, box, stored, found, options.given)
     ground = replace(ground, alarms=alarms, takes_any=options.profile != "auto")
     return replace(ground, precisions=_calibrated(config, packed, _executable(ground.precisions)))
 
 
 def _executable(precisions: Precisions) -> Precisions:
-    """Replace forms that do not run on this CPU by torch's, with a warning each."""
+    """Replace forms that do not run on this CPU by torch's form, with a warning for each."""
     wanted = {name for column in precisions.values() for name in column.values() if form_of(name).is_cpu_only}
     reasons = {name: reason for name in sorted(wanted) if (reason := form_of(name).why_absent()) is not None}
     for name, reason in reasons.items():
@@ -270,7 +264,7 @@ def _executable(precisions: Precisions) -> Precisions:
 
 
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
-    """Replace calibrated forms by plain ones for experts without a calibration of their weights, and warn of each."""
+    """Replace calibrated forms by plain ones for experts whose weights have no calibration, with a warning for each."""
     given = {pair for column in precisions.values() for pair in column.items()}
     reasons: dict[tuple[str, Precision], str] = {}
     for expert, name in sorted(pair for pair in given if form_of(pair[1]).needs_calibration):
@@ -284,25 +278,23 @@ def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Pre
 
 
 def held_copies(ground: Groundwork, copies: Copies) -> Copies:
-    """The copies as they are held: see Groundwork.sized."""
-
-    def times(copies: Copies) -> PerformanceMatrix:
-        if ground.profile is None:
-            return estimated_matrix(ground.box, copies, ground.usage)
-        return matrix(ground.profile, ground.box, copies, ground.usage, ground.executors)
-
-    return ground.sized(copies, times)
+    """The copies, with as many moe_experts as there is room for."""
+    profile = ground.profile
+    if profile is None:
+        return ground.sized(copies, lambda sized: estimated_matrix(ground.box, sized, ground.usage))
+    return ground.sized(copies, lambda sized: matrix(profile, ground.box, sized, ground.usage, ground.executors))
 
 
 def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, progress: Progress) -> EngineSetup:
     """Setup by the times of the profile, or of a probe."""
-    profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))
-    if profile is not None:
-        timed = _profiled(ground, profile, copies)
+    profile = ground.profile
+    timed = PerformanceMatrix({}, ground.usage) if profile is None else _profiled(ground, profile, copies)
     untimed = _untimed(ground, timed, copies)
     probed = Probed(PerformanceMatrix({}), {})
     if profile is None or any(untimed.values()):
-        ground.setup(estimated_matrix(ground.box, untimed, ground.usage))  # what cannot fit is not even probed
+        ground.setup(
+            estimated_matrix(ground.box, untimed, ground.usage)
+        )  # refuse experts that cannot fit before the probe
         progress("probe", 0, 1)
         probed = probe(ground.box, untimed, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
         progress("probe", 1, 1)
@@ -317,7 +309,7 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
 
 
 def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
-    """Copies to probe: without a profile all, else new and changed experts without times."""
+    """Copies to probe: all without a profile, else new and changed experts without times."""
     measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
     return {
         processor: [

@@ -1,6 +1,6 @@
 """Setup of a line's Engine: executors, precisions, performance matrix, memory split, limits and policy.
 
-Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing is run.
+Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from agent.core.engine import Engine
 from agent.core.performance import DEVICE, HOST
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
-from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches
-from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
-from agent.deployment.performance_matrix import in_form, matrix, unmeasured
+from agent.deployment.packed_copies import by_precision, copies_of, packed_experts, with_forms
+from agent.deployment.performance_matrix import in_form, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
@@ -43,8 +42,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Replaces what line file and profile say; None: as they say. ``form``: precision to plan experts of images in,
-    where their kind was measured in it. For keys of a line file see ``LineConfig.having``."""
+    """Values that replace those of line file and profile; None: theirs. ``form``: precision to plan experts of images
+    in, if their kind was measured in it. For keys of a line file see ``LineConfig.having``."""
 
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
@@ -78,7 +77,8 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Groundwork:
-    """Settled before packing: executors, precisions, usage."""
+    """Decisions before packing. ``alarms``: why the profile is not used, or not for all experts. ``pools``: if given.
+    ``changed``: experts that differ from the profile, and how; not compared if ``takes_any``."""
 
     config: LineConfig
     box: Box
@@ -86,10 +86,10 @@ class Groundwork:
     executors: tuple[ExecutorSpec, ...]
     precisions: Precisions
     usage: Mapping[str, float]
-    pools: Sequence[PoolSpec] | None  # where they are given
-    alarms: tuple[str, ...] = ()  # why a profile is not used, or not for every expert
-    changed: Mapping[str, str] = field(default_factory=dict)  # experts that are not as they were profiled, and how
-    takes_any: bool = True  # the profile is taken for these experts however they are
+    pools: Sequence[PoolSpec] | None
+    alarms: tuple[str, ...] = ()
+    changed: Mapping[str, str] = field(default_factory=dict)
+    takes_any: bool = True
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
         """The copies with as many moe_experts as there is room for; unchanged in given memories."""
@@ -98,7 +98,7 @@ class Groundwork:
         return MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
-        """The whole of it, by these times. Raises ConfigError naming each expert that can never fit."""
+        """The setup by these times. Raises ConfigError naming each expert that can never fit."""
         config = self.config
         pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, self._allocation))
         limits = limits_of(config, pools)
@@ -113,16 +113,14 @@ def groundwork(
     config: LineConfig,
     box: Box,
     profile: StoredProfile | None,
-    lying: Sequence[PackedExpert],
+    packed: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """Groundwork by line file and profile. ``lying``: packed experts, which tell kinds of ONNX graphs.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
+    """Decisions by line file and profile. ``packed``: experts packed so far, which tell kinds of ONNX graphs apart.
+    Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
-    precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(lying))
+    precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(packed))
     usage = given.usage or usage_of(config, profile)
     return Groundwork(config, box, profile, executors, precisions, usage, given.pools)
 
@@ -134,16 +132,13 @@ def planned(
     given: Given = AS_CONFIGURED,
     without: Mapping[str, str] = NOTHING,
 ) -> EngineSetup:
-    """Setup that an agent of this line on this box would have, by this profile and the packed experts.
-
-    ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
-    was not profiled.
-    """
+    """Setup of an agent of this line on this box, by this profile and the packed experts. ``without``: experts not
+    servable, and why. Raises ConfigError for other experts that are not packed, or whose kind was not profiled."""
     again = f"run `coserve profile {config.document.file}`"
-    lying = lying_packed(config, config.packed_folder)
-    packed = by_precision(lying)
-    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
-    ground = groundwork(config, box, profile, lying, given)
+    found = packed_experts(config, config.packed_folder)
+    packed = by_precision(found)
+    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(found).items()}
+    ground = groundwork(config, box, profile, found, given)
     ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
@@ -151,22 +146,22 @@ def planned(
         copies_of(config, ground.precisions, able),
         lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
     )
-    found = matrix(profile, box, copies, ground.usage, ground.executors)
+    times = matrix(profile, box, copies, ground.usage, ground.executors)
     if given.form is not None:
-        found = in_form(found, profile, given.form, kinds, ground.executors)
-    found = with_families(found, chain.from_iterable(copies.values()))
-    broken = unmeasured(found, kinds) | dict(without)
-    known = {expert for expert, _ in profile.packed}  # to the profiler: without a row the expert is broken, not new
+        times = in_form(times, profile, given.form, kinds, ground.executors)
+    times = with_families(times, chain.from_iterable(copies.values()))
+    broken = unmeasured(times, kinds) | dict(without)
+    known = {expert for expert, _ in profile.packed}  # without a row, a known expert is broken, not new
     if problems := [
         config.document.error(f"the device profile has no times of its kind - {again}", "experts", name)
         for name in sorted(broken.keys() - without.keys() - known)
     ]:
         raise ConfigError.of(problems)
-    return ground.setup(found, broken)
+    return ground.setup(times, broken)
 
 
 def profiled_box(profile: StoredProfile) -> Box:
-    """The box that a profile was measured on, with the memory that its allocation shares out."""
+    """The box of a profile, with the memory that its allocation shares out."""
     identity, budgets = profile.box, profile.allocation.budget_bytes
 
     def size(pool: str, total_bytes: int) -> MemorySize:
@@ -191,7 +186,8 @@ def _as_packed(
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """``precisions`` without those where an expert fails: the profile chose none. ``kinds``: of packed experts."""
+    """The precisions without pairs that the profile chose none for: there the expert fails. ``kinds``: of packed
+    experts."""
     return {
         processor: {
             name: form
@@ -208,7 +204,7 @@ def _refuse_unpacked(
     packed: Mapping[str, Mapping[Precision, PackedExpert]],
     without: Mapping[str, str],
 ) -> None:
-    """Profiling packs what the line file asks for: another precision has to be written there first."""
+    """Profiling packs in the line file's precision: another one must be written there first."""
     profiling = f"`coserve profile {config.document.file}`"
     written = config.document.values.get("precision")
     problems = []

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from agent.device_profile.records import Allocation
     from agent.runtime.machine.box import Box
 
-CORES_PER_CPU_EXECUTOR = 4  # beyond that one image's operators hardly run faster
+CORES_PER_CPU_EXECUTOR = 4  # one image's operators hardly run faster on more cores
 SPLIT_DEVICE_EXECUTORS = 3  # section 5.2, on NUMA devices
-UNIFIED_DEVICE_EXECUTORS = 2  # and on UMA devices
+UNIFIED_DEVICE_EXECUTORS = 2  # section 5.2, on UMA devices
 EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first. Raises ConfigError for a processor that it lacks."""
+    """Executors of a line on this box, the device's first. Raises ConfigError for a processor that the box lacks."""
     if config.executors is not None:
         counts = config.executors
     else:
@@ -35,7 +35,7 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
     if PRESETS[config.policy].assigning is Assigning.FIRST:
         processors = processors[:1]
     if not processors:
-        raise config.document.error("no executor at all - give one at least", "executors")
+        raise config.document.error("there is no executor - give one at least", "executors")
     return executors_on(box, processors)
 
 

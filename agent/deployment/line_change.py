@@ -1,8 +1,8 @@
-"""Change of a running agent to a line file that was read anew.
+"""Change of a running agent to a line file that was read again.
 
-Guarantees: the running agent is not changed here; a line that cannot be served is a ConfigError. An unchanged expert
-keeps its place in memory. A replaced expert gets a new name for the Engine; the old one finishes its requests and is
-forgotten by the next change.
+Guarantees: nothing here changes the running agent; a line that cannot be served is a ConfigError. An unchanged expert
+keeps its place in memory. A replaced expert gets a new name in the Engine; under its old name it finishes its requests,
+and the next change removes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agent.core.events import LineChanged
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, packed_as_proven
 from agent.deployment.engine_setup import Given
-from agent.deployment.families import with_families
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
+from agent.deployment.performance_matrix import with_families
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from experts.errors import ExpertError
     from experts.packed.weights import PackedExpert
 
-GENERATION = "+"  # between an expert's name and how often it was replaced, in the Engine's names; in no line file's
+GENERATION = (
+    "+"  # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
+)
 LIVE_KEYS = ("experts", "routes", "boards")
 TEXTS = "texts"
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
@@ -47,7 +49,7 @@ GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """``copies``: new ones; ``agent``: afterwards; ``quarantined``: by the Engine's names, and why."""
+    """``copies``: new ones. ``agent``: after the change. ``quarantined``: by the Engine's names, with reasons."""
 
     agent: Agent
     event: LineChanged
@@ -90,8 +92,8 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
         raise
     except (CoServeError, OSError) as error:
         raise ConfigError(
-            f"what is new cannot be prepared beside what runs: {with_line_names(str(error))} - mend that and reload, "
-            "or start anew"
+            f"new experts cannot be prepared beside the running ones: {with_line_names(str(error))} - correct that and "
+            "reload, or restart"
         ) from error
 
 
@@ -106,11 +108,16 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
         processor: [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
         for processor, listed in copies.items()
     }
-    proofs_apart = None if ground.profile is None else replace(ground.profile, decodings=())  # of others by these names
-    found = measured_setup(replace(ground, profile=proofs_apart), new, agent.segments, progress)
+    without_proofs = (
+        None if ground.profile is None else replace(ground.profile, decodings=())
+    )  # the old ones of these names
+    found = measured_setup(replace(ground, profile=without_proofs), new, agent.segments, progress)
     threads = threads_per_executor(agent.box, agent.setup.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
-    fresh = _renamed(new, names)
+    fresh: dict[str, ExpertCopy] = {}
+    for copy in chain.from_iterable(new.values()):
+        name = copy_name(names[copy.expert.id], Precision(copy.packed.precision))
+        fresh[name] = replace(copy, name=name)
     setup = _setup_after(agent, config, names, found, ground.usage, fresh)
     unpacked = {name: error.message for name, error in report.failed.items()}
     broken = dict(templates.failed) | unpacked | dict(found.broken)
@@ -119,7 +126,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:
-    """Raises ConfigError for weights that do not fit their line any more, such as labels in another order."""
+    """Refuse weights that no longer fit their line, for example with labels in another order."""
     if problems := [
         config.document.error(str(error), "experts", name)
         for name, error in failed.items()
@@ -152,7 +159,7 @@ def _setup_after(
         setup.engine()
     except MemoryExceeded as error:
         reason = with_line_names(str(error))
-        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
+        raise ConfigError(f"{reason} - restart with a larger memory:, or remove the expert") from error
     return setup
 
 
@@ -193,17 +200,8 @@ def _change(
     )
 
 
-def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) -> dict[str, ExpertCopy]:
-    renamed = {
-        copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
-        for listed in new.values()
-        for copy in listed
-    }
-    return {name: replace(copy, name=name) for name, copy in renamed.items()}
-
-
 def _unfinished(agent: Agent) -> set[str]:
-    """Retired experts that accepted requests may need, or that lie in a memory."""
+    """Retired experts that accepted requests may need, or whose copies are in a memory."""
     engine = agent.loop.statistics().engine
     if engine.serves_earlier_lines:
         return set(agent.retired)
@@ -216,7 +214,7 @@ def _served(agent: Agent) -> frozenset[str]:
 
 
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    """The Engine's name of each expert of the new line: the old name where the expert is the same."""
+    """The Engine's name of each expert of the new line: the old name for an unchanged expert."""
     names = {}
     known = agent.heard | agent.config.catalog.experts.keys()
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
@@ -261,7 +259,7 @@ def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]
 
 
 def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) -> None:
-    """Memory for keys and values is taken at the start only, for the language models of that time."""
+    """Memory for keys and values is taken at the start, for the language models of that time."""
     leases = {pool.name: pool.lease_bytes for pool in setup.pools}
     for spec in setup.executors:
         for name, row in setup.matrix.experts.get(spec.processor, {}).items():
@@ -269,5 +267,5 @@ def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) 
             if has_none or row.performance.lease_bytes > leases[spec.pool]:
                 raise ConfigError(
                     f"{line_name(name)} takes texts, and no memory was kept for their keys and values when the agent "
-                    "started - start anew"
+                    "started - restart it"
                 )

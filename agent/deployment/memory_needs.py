@@ -1,7 +1,7 @@
-"""Memory needs: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
+"""Memory needs: experts against workspaces in one memory (CoServe, section 4.4).
 
 Guarantees: an Engine accepts every share: the largest expert fits beside the pinned ones, and each executor has the
-workspace of one image. Keys and values of texts have a part of their own; the parts are the whole budget.
+workspace of one image. Keys and values of texts have a separate part; the parts add up to the whole budget.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 WORKSPACE_FRACTION = 0.25  # of a memory, for batches, by default (section 5.2)
 LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, by default
-LEAST_LEASED_TOKENS = 256  # of the model with the largest: a question and an answer
-LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
+LEAST_LEASED_TOKENS = 256  # a question and an answer, of the model with the largest tokens
+LIMITED_FRACTION = 0.1  # of the budget; larger maximum batches are "a substantial portion of the memory"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """One memory with so many executors. ``held_bytes[n - 1]``: of the n most used copies together.
+    """Needs of one memory with its executors. ``held_bytes[n - 1]``: bytes of the n most used copies together.
 
-    ``budget_bytes``: for experts and workspaces; each device that runs texts has an arena of ``lease_bytes`` beside.
-    ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most room beside the pinned
-    ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
+    ``budget_bytes``: for experts and workspaces; each of the ``arenas``, one per device that runs texts, has
+    ``lease_bytes`` beside. ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most
+    room beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
     """
 
     pool: str
@@ -58,7 +58,7 @@ class MemoryNeeds:
 
     @property
     def is_limited(self) -> bool:
-        """Whether maximum batches are so small that experts get the rest. The paper: "limited processors"."""
+        """Whether maximum batches are small, so that experts get the rest. The paper: "limited processors"."""
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property
@@ -76,14 +76,14 @@ class MemoryNeeds:
         return self.count_in(self.largest_bytes)
 
     def misfits(self, expert_bytes: int) -> dict[str, int]:
-        """Experts that never fit into so many bytes, and what each needs beside the pinned ones."""
+        """Experts that never fit into these bytes, and the bytes that each needs beside the pinned ones."""
         return misfits(self.footprints, expert_bytes)
 
     def count_in(self, expert_bytes: int) -> int:
         return bisect_right(self.held_bytes, expert_bytes)
 
     def keeping(self, experts: int) -> PoolSpec:
-        """Room for so many of the most used copies, at least 1; the rest is workspace."""
+        """Room for this many of the most used copies, at least 1; the rest is workspace."""
         held = self.held_bytes[min(experts, self.most) - 1] if self.held_bytes else 0
         return self.leaving(self.budget_bytes - held)
 
@@ -103,11 +103,9 @@ def memory_needs(
     pinned: frozenset[str],
     kv_bytes: int | None = None,
 ) -> dict[str, MemoryNeeds]:
-    """Needs of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
-
-    A memory holds copies that run from it, and caches copies for memories behind it; a mere cache has no least size.
-    ``kv_bytes``: for keys and values, per memory that language models run from; None: a share.
-    """
+    """Needs of each memory. ``budgets``: bytes by memory, nearest to the SSD first. A memory holds the copies that run
+    from it, and caches copies for the memories behind it; a mere cache has no least size. ``kv_bytes``: for keys and
+    values, per memory that language models run from; None: a share."""
     pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
     found = {}
@@ -143,10 +141,8 @@ def memory_needs(
 def _lease_bytes(
     columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None, arenas: int
 ) -> int:
-    """Each arena's bytes for keys and values: 0 without a language model, else its part of ``kv_bytes``.
-
-    By default LEASE_FRACTION, or what the largest expert and an image on each executor leave; at least a short text.
-    """
+    """Each arena's bytes for keys and values: 0 without a language model, else its part of ``kv_bytes``. Default:
+    LEASE_FRACTION, or less if the largest expert and an image on each executor leave less; at least a short text."""
     token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
     if not token_bytes or kv_bytes is not None:
         return (kv_bytes or 0) // arenas if token_bytes else 0

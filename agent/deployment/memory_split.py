@@ -1,8 +1,8 @@
-"""Split of the memories into weights and workspaces, where the line file says auto.
+"""Split of the memories into weights and workspaces, for keys that are auto in the line file.
 
-Keys and values of texts have their part first. Workspaces are the line file's, else the device profile's searched ones,
-else the paper's casual choice (section 5.2), bounded by the maximum batches; experts get the rest. In a smaller budget
-than searched, experts keep their room until batches have no more than the casual choice.
+Keys and values of texts get their part first. A workspace is the line file's, else the device profile's searched one,
+else the paper's casual choice (section 5.2), at most the maximum batches; experts get the rest. In a smaller budget
+than searched, experts keep their room until batches have only the casual choice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
-PREPARED_FRACTION = 0.05  # of experts and batches in host memory, and beside them
+FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of the available bytes; the rest is for the system, images and the page cache
+PREPARED_FRACTION = 0.05  # of the host memory of experts and batches, and beside it
 MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224
 CASUAL = "casual"
 
@@ -42,8 +42,9 @@ class MemoryShare:
 
 
 def casual_allocation(box: Box, budgets: Mapping[str, int]) -> Allocation:
-    """CoServe casual (section 5.2): three quarters of each memory for experts, the rest for batches; executors alike.
-    ``budgets``: bytes by memory. The paper gives the split for a GPU's memory; a CPU's is split alike."""
+    """CoServe casual (section 5.2): three quarters of each memory for experts, the rest for batches; executors by the
+    same section. ``budgets``: bytes by memory. The paper gives the split for a GPU's memory; a CPU's memory is split
+    alike."""
     pools = []
     for pool, budget_bytes in budgets.items():
         workspace_bytes = int(budget_bytes * WORKSPACE_FRACTION)
@@ -88,8 +89,8 @@ def shares_of(
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
     given_s = config.texts.quantum_s
-    shares = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
-    host_bytes = sum(shares)
+    host = (pool for pool in pools if pool.name == HOST)
+    host_bytes = sum(pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in host)
     return Limits(
         pools,
         config.scheduling.max_overtake_s,
@@ -108,7 +109,7 @@ def prepared_bytes(config: LineConfig, host_bytes: int) -> int:
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
-    """Budget of each memory, weights and workspaces; nearest to the SSD first."""
+    """Budget of each memory for weights and workspaces, nearest to the SSD first."""
     given = {HOST: config.memory.host, DEVICE: config.memory.device}
     return {
         pool: size if (size := given[pool]) is not None else int(box.size_of(pool).available_bytes * FRACTIONS[pool])
@@ -135,7 +136,7 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
 
 
 def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: int) -> int:
-    """The search's workspace in today's budget (see the module); the casual one if the largest expert would not fit."""
+    """The searched workspace in today's budget (see the module); the casual one if the largest expert would not fit."""
     budget_bytes = needs.budget_bytes
     beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
     quarter_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)

@@ -1,4 +1,4 @@
-"""Caches of moe_experts: how many of them a language model holds at a time.
+"""Caches of moe_experts: the number that a language model holds at a time.
 
 ``moe_cache`` of the line file comes first. Without it a model holds all, or as many as its memory has room for beside
 texts, batches and pinned experts.
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAST_PLACES = 1
-ROUNDS = 8  # of making caches smaller until all fits; the second is rarely needed
+ROUNDS = 8  # of shrinking caches until all fits; rarely more than one
 
 
 def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | None:
-    """moe_experts that fit into the line file's ``moe_cache``; None: all. Raises ConfigError for less than one."""
+    """moe_experts that fit into the line file's ``moe_cache``; None: all. Raises ConfigError if none fits."""
     cache_bytes = config.catalog.experts[expert].moe_cache_bytes
     if cache_bytes is None:
         return None
     where = ("experts", expert, "moe_cache")
     block_bytes = moe_block_bytes(packed)
     if not block_bytes:
-        raise config.document.error("the model has no experts inside - remove it", *where)
+        raise config.document.error("the model has no experts inside - remove this key", *where)
     if cache_bytes < block_bytes:
         raise config.document.error(
             f"{mib(cache_bytes)} is too little - one of the experts inside takes {mib(block_bytes)}", *where
@@ -74,7 +74,7 @@ class MoeCaches:
         return _having(found, places)
 
     def _fitting(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """Places by expert, where memory limits them."""
+        """Places by expert, for experts that memory limits."""
         block_bytes: dict[str, int] = {}
         for copy in (copy for listed in copies.values() for copy in listed if not copy.is_offloaded):
             block_bytes[copy.expert.id] = max(copy.block_bytes, block_bytes.get(copy.expert.id, 0))
@@ -95,12 +95,14 @@ class MoeCaches:
         return places
 
     def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """By expert: bytes lacking in its memories; negative: bytes left."""
+        """By expert: bytes that its memories lack; negative: bytes left."""
         found: dict[str, int] = {}
         is_settled = self._allocation is not None or self._config.memory.workspace is not None
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
             budget_bytes = share.needs.budget_bytes
-            kept_bytes = 0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)  # a probe may find larger batches
+            kept_bytes = (
+                0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)
+            )  # room for larger batches that a probe may find
             room_bytes = min(share.expert_bytes, budget_bytes - kept_bytes)
             for expert, needed_bytes in share.needs.misfits(-1).items():
                 lack = needed_bytes - room_bytes

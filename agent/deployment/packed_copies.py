@@ -1,4 +1,4 @@
-"""The copies of a line: which of its experts lie packed in which precision. Nothing but manifests is read."""
+"""Copies of a line: its packed experts, by precision. Reads nothing but manifests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from experts.expert import Expert
-    from experts.packed.manifests import Manifest, PackedSource
+    from experts.packed.manifests import Manifest
     from experts.packed.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
 
 
 def with_forms(precisions: Precisions, form_of: Callable[[str, Precision], Precision]) -> Precisions:
-    """``form_of``: the expert's precision in the place of the one it has."""
+    """The precisions, with ``form_of(expert, precision)`` in place of each."""
     return {
         processor: {name: form_of(name, form) for name, form in column.items()}
         for processor, column in precisions.items()
@@ -47,7 +46,7 @@ def copies_of(
 
 
 def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
-    """An expert in one precision, without a threshold of other weights. Raises ConfigError for a small moe_cache."""
+    """An expert in one precision; a threshold of other weights is dropped. Raises ConfigError for a small moe_cache."""
     served = config.catalog.experts[expert]
     if is_bound_elsewhere(served, packed.source_sha256):
         served = replace(served, threshold=None)
@@ -55,7 +54,7 @@ def copy_of(config: LineConfig, expert: str, precision: Precision, packed: Packe
 
 
 def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """Experts whose threshold was learned with other weights or another input."""
+    """Experts whose threshold belongs to other weights or another input."""
     experts = config.catalog.experts
     return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
 
@@ -64,26 +63,24 @@ def copy_name(expert: str, precision: Precision) -> str:
     return f"{expert}@{precision}"
 
 
-def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
+def packed_experts(config: LineConfig, directory: Path) -> list[PackedExpert]:
     """Packed experts of the line by manifest, in known precisions."""
-    known = {str(precision) for precision in Precision}
-    found = (manifest.packed for manifest in ManifestFolder(directory / "manifests").read_all())
-    return [each for each in found if each.expert in config.catalog.experts and each.precision in known]
+    found = (manifest.packed for manifest in _manifests(directory))
+    return [each for each in found if each.expert in config.catalog.experts and each.precision in set(Precision)]
 
 
 def changed_sources(config: LineConfig, directory: Path) -> list[str]:
     """Packed experts whose weights file has changed since."""
-    found: dict[str, PackedSource] = {
-        manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
-    }
-    return [name for name, source in sorted(found.items()) if not _is_source(config.catalog.experts.get(name), source)]
+    experts, found = config.catalog.experts, []
+    for name, source in sorted({each.packed.expert: each.source for each in _manifests(directory)}.items()):
+        expert = experts.get(name)
+        if expert is not None and is_there(expert) and stamp_of(expert) != source.stamp:
+            found += [name] if sha256_of(expert) != source.sha256 else []
+    return found
 
 
-def _is_source(expert: Expert | None, source: PackedSource) -> bool:
-    """True for an expert that left the line: nothing to compare."""
-    if expert is None or not is_there(expert):
-        return True
-    return stamp_of(expert) == source.stamp or sha256_of(expert) == source.sha256
+def _manifests(directory: Path) -> list[Manifest]:
+    return ManifestFolder(directory / "manifests").read_all()
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:
@@ -94,8 +91,8 @@ def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, Pa
 
 
 def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
-    """Manifests of each expert of a line, one per precision; none if not packed."""
+    """Manifests of each expert of a line, one per precision; an empty list if not packed."""
     found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
-    for manifest in ManifestFolder(config.packed_folder / "manifests").read_all():
+    for manifest in _manifests(config.packed_folder):
         found.get(manifest.packed.expert, []).append(manifest)
     return found

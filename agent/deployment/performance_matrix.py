@@ -1,10 +1,11 @@
 """The performance matrix of a line from its box's device profile: no probe, no model, no clock.
 
-An expert takes the times of its kind; its footprint is exact, from what is packed. Pure functions of records.
+An expert takes the times of its kind; its footprint is exact, from the packed bytes. Pure functions of records.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,11 @@ from agent.core.performance import (
 )
 from agent.deployment.packed_copies import copy_name
 from agent.deployment.profile_in_use import scaled_experts
-from agent.runtime.expert_copy import prepared_form
+from agent.runtime.expert_copy import SHORT_SHA256, prepared_form
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec
     from agent.device_profile.records import KindProfile, StoredProfile
@@ -40,11 +41,9 @@ def matrix(
     usage: Mapping[str, float],
     executors: Sequence[ExecutorSpec] | None = None,
 ) -> PerformanceMatrix:
-    """The matrix of these copies, by processor. An expert whose kind was not measured there has no row.
-
-    ``executors``: None for as many as were measured. Where executors share the CPU's cores otherwise than measured, K
-    and B are scaled (``core_share``). Executors of an accelerator interfere depending on what runs: no scaling.
-    """
+    """The matrix of these copies, by processor. An expert whose kind was not measured there has no row. ``executors``:
+    None for the measured number. If executors share the CPU's cores otherwise than measured, K and B are scaled
+    (``core_share``). Executors of an accelerator interfere depending on their batches: no scaling."""
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
     links, reduced = profile.link_bytes_per_s, scaled_experts(profile)
     experts: dict[str, dict[str, ExpertProfile]] = {}
@@ -75,10 +74,8 @@ def in_form(
     kinds: Mapping[str, str],
     executors: Sequence[ExecutorSpec],
 ) -> PerformanceMatrix:
-    """The matrix with every expert of images in ``form`` where its kind was measured in it. ``kinds``: by expert.
-
-    Nothing need lie packed in that form: bytes are scaled as those of the kind's measured expert.
-    """
+    """The matrix with every expert of images in ``form`` if its kind was measured in it. ``kinds``: by expert. Needs no
+    weights packed in that form: bytes are scaled as those of the kind's measured expert."""
     measured = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds if not kind.lease_bytes}
 
     def row_in_form(processor: str, expert: str, row: ExpertProfile) -> ExpertProfile:
@@ -88,7 +85,9 @@ def in_form(
             return row
         ratio = kind.weight_bytes / max(now.weight_bytes, 1)
         shared = [SharedTensors(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
-        footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))  # another form shares other parts
+        footprint = Footprint(
+            round(row.footprint.own_bytes * ratio), tuple(shared)
+        )  # the parts of another form are others
         factor = core_share(profile, kind, executors)
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
         performance = _performance(kind, factor)
@@ -112,11 +111,9 @@ def unmeasured(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str,
 
 
 def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> float:
-    """Slowdown of a kind by executors that share the cores.
-
-    n executors with a speedup of S(n) each take n / S(n) times as long (``StoredProfile.speedups``, the last value
-    beyond its end; 1 without). A kind was measured as one of cores / threads executors.
-    """
+    """Slowdown of a kind by executors that share the cores. n executors with a speedup of S(n) each take n / S(n) times
+    as long (``StoredProfile.speedups``; 1 without, and the last value beyond its end). A kind was measured as one of
+    cores / threads executors."""
     if torch_device(kind.processor) != "cpu":
         return 1.0
     now = max(sum(torch_device(spec.processor) == "cpu" for spec in executors), 1)
@@ -126,11 +123,9 @@ def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[Ex
 
 
 def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:
-    """Seconds to load an expert's own bytes; shared ones are usually there already.
-
-    The kind's measured time plus the difference in bytes over the link's speed. Without that speed, in proportion to
-    bytes; for a source that was not measured, the link alone.
-    """
+    """Seconds to load an expert's own bytes; shared bytes are usually loaded already. The kind's measured time plus the
+    difference in bytes over the link's speed. Without that speed, in proportion to the bytes; for a source that was not
+    measured, the link alone."""
     measured_s, speed = kind.load_s.get(source), links.get(source)
     if speed is None:
         if measured_s is None:
@@ -156,3 +151,33 @@ def _performance(kind: KindProfile, factor: float) -> Performance:
         K_output_s=kind.K_output_s * factor,
         lease_bytes=kind.lease_bytes,
     )
+
+
+def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
+    """Family of each copy that has one: language models on one backbone, whose texts may share a quantum. Copies of one
+    family have the same kind and precision, and share a segment of weights; of several the largest."""
+    texts = {copy.name: copy for copy in copies if copy.expert.takes_texts}
+    holders: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for copy in texts.values():
+        for segment in copy.packed.shared:
+            holders[_key(copy, segment.sha256)].add(copy.name)
+    found = {}
+    for name, copy in texts.items():
+        common = [segment for segment in copy.packed.shared if len(holders[_key(copy, segment.sha256)]) > 1]
+        if common:
+            largest = max(common, key=lambda segment: (segment.size_bytes, segment.sha256))
+            found[name] = " ".join((copy.kind, copy.packed.precision, largest.sha256[:SHORT_SHA256]))
+    return found
+
+
+def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
+    named: Mapping[str, str] = families(copies)
+    experts = {
+        processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}
+        for processor, column in matrix.experts.items()
+    }
+    return PerformanceMatrix(experts, matrix.usage)
+
+
+def _key(copy: ExpertCopy, segment: str) -> tuple[str, str, str]:
+    return copy.kind, copy.packed.precision, segment

@@ -1,4 +1,4 @@
-"""How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
+"""A line's use of its box's device profile: the file, its validity, and its values for each expert.
 
 Guarantees: the line file comes before the profile. A profile of another box, other libraries or more memory is not
 used. An expert with other weights than profiled keeps its kind's times and sizes, runs in fp32, decodes JPEGs in full.
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCELERATORS = frozenset({"cuda", "mps", "integrated"})
-NAMED = 5  # experts in one alarm, after the first
+NAMED = 5  # experts in one alarm beside the first
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
-    """The profile of this line's box; None without a finished one. Raises ConfigError for an unreadable file."""
+    """The finished profile of this line; None without one. Raises ConfigError for an unreadable file."""
     path = config.profile_file
     if path.exists():
         return read_profile(path)
@@ -55,16 +55,17 @@ def find_profile(config: LineConfig) -> StoredProfile | None:
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
-    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError if it is strict."""
+    """The line's profile if it is valid for this box; else None, and the alarm. Raises ConfigError if the line is
+    strict."""
     try:
         profile = find_profile(config)
         if profile is not None and (reasons := box_mismatches(profile, identity_of(box))):
             path = config.profile_file
             replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
             profiling = f"`coserve profile {config.document.file}{replacing}`"
-            told = "".join(f"\n  - {reason}" for reason in reasons)
+            listed = "".join(f"\n  - {reason}" for reason in reasons)
             advice = f"run {profiling}, or move {path} away to serve with a quick probe"
-            raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
+            raise ConfigError(f"{path} is not valid for this box as it is now:{listed}\n{advice}")
     except ConfigError as error:
         if config.is_profile_strict:
             raise
@@ -74,8 +75,8 @@ def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, 
 
 
 def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:
-    """Packed experts that differ from their profile, and how. A form that was not profiled is accepted where its kind
-    was timed in it and the weights are the same."""
+    """Packed experts that differ from their profile, and how. A form that was not profiled is accepted if the expert's
+    kind was timed in it and the weights are the same."""
     listed = tuple(packed)
     timed = {(kind.kind, kind.precision) for kind in profile.kinds}
     experts = config.catalog.experts
@@ -88,7 +89,7 @@ def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable
     digests = {(each.expert, each.precision): packed_sha256(each) for each in listed}
     there = {each.expert for each in listed}
     judged = {
-        name: "is judged by other thresholds or routes than those that its form was proven by"
+        name: "has other thresholds or routes than in the proof of its form"
         for (name, _), own in profile.forms.items()
         if name in there and config.precision is None and own.precision != Precision.FP32
         if own.verdict_sha256 != verdict_sha256(config.catalog.graph, experts[name])
@@ -96,20 +97,20 @@ def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable
     return judged | expert_mismatches(profile, digests | sources)
 
 
-def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, ...]:
-    """Alarm of experts that differ from their profile; empty without any."""
+def change_alarms(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, ...]:
+    """Alarm for experts that differ from their profile; empty without any."""
     if not changed:
         return ()
     (first, how), *others = sorted(changed.items())
     more = f" (and {len(others)} more: {', '.join(name for name, _ in others[:NAMED])})" if others else ""
     return (
-        f"device profile: expert {first} {how}{more}: times are its kind's, usage and proofs are of what it was, "
+        f"device profile: expert {first} {how}{more}: times are its kind's, usage and proofs the earlier ones, "
         f"`precision: auto` runs it in fp32 - `coserve profile {config.document.file} --expert {first}`, then reload",
     )
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
-    """Usage probability of each expert: counted or served ones as profiled, computed ones from today's quantities."""
+    """Usage probability of each expert: counted or served as profiled, computed from today's quantities."""
     if profile is None:
         return usage_probabilities(config)
     usage = profile.usage
@@ -133,11 +134,9 @@ def precisions_of(
 def precision_of(
     config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
 ) -> Precision:
-    """The line file's; for auto the profile's for the expert, else for its kind, else its own.
-
-    Its own: fp32, or a language model's checkpoint's where the processor multiplies that. ONNX graphs and fakes ignore
-    the line file. A form of the CPU only becomes torch's on other processors.
-    """
+    """The line file's precision; for auto the profile's for the expert, else for its kind, else the default. The
+    default is fp32, or a language model's stored precision if the processor multiplies in it. ONNX graphs and fakes
+    ignore the line file. A form that only CPUs run becomes torch's on other processors."""
     described = config.catalog.experts[expert]
     if described.precision is not None:
         return described.precision
@@ -156,7 +155,7 @@ def precision_of(
 
 
 def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str]) -> Precisions:
-    """Precisions with fp32 for ``changed`` experts in forms of the profile; the line file's stay."""
+    """Precisions with fp32 for ``changed`` experts in forms of the profile; forms of the line file stay."""
 
     def is_chosen(expert: str, processor: str) -> bool:
         return expert in changed and precision_of(config, expert, processor, None, None) is Precision.FP32
@@ -174,5 +173,5 @@ def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
 
 
 def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:
-    """Experts with JPEGs decoded smaller, proven to answer the same."""
+    """Experts whose JPEGs may be decoded smaller, with proof that answers stay the same."""
     return frozenset() if profile is None else frozenset(each.expert for each in profile.decodings if each.agrees)

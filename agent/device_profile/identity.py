@@ -1,4 +1,4 @@
-"""Identity of the box and the experts that a profile was measured on, and differences since."""
+"""Identity of a profile's box and experts, and their differences from the present ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from experts.backends.forms import FORMS
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agent.runtime.machine.box import Box
     from experts.expert import Expert
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """Identity that a profile of this box holds for. Forms of the box are tried; others depend on library versions."""
+    """Identity of this box. Forms that depend on the box are tried; others depend on library versions."""
+    forms = (name for name, form in FORMS.items() if form.is_of_the_box and form.why_absent() is None)
     return BoxIdentity(
         device=box.name,
         model=box.model,
@@ -31,16 +32,12 @@ def identity_of(box: Box) -> BoxIdentity:
         host_bytes=box.host.total_bytes,
         device_bytes=None if box.device is None else box.device.total_bytes,
         versions=dict(box.versions),
-        forms=", ".join(sorted(_forms_of_the_box())),
+        forms=", ".join(sorted(forms)),
     )
 
 
-def _forms_of_the_box() -> Iterator[str]:
-    return (name for name, form in FORMS.items() if form.is_of_the_box and form.why_absent() is None)
-
-
 def packed_sha256(packed: PackedExpert) -> str:
-    """Digest of source file, program and tensors. Sharing is left out: it changes with other experts."""
+    """Digest of source file, program and tensors, without sharing, which depends on other experts."""
     tensors = sorted(
         [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
         for segment in packed.segments
@@ -51,19 +48,19 @@ def packed_sha256(packed: PackedExpert) -> str:
 
 
 def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
-    """Digest of an expert's entry and its routes' steps; weights and calibration are in ``packed_sha256``."""
-    asking = sorted(
+    """Digest of an expert's entry and its steps on routes. ``packed_sha256`` covers weights and calibration."""
+    steps = sorted(
         (component, number, sorted(step.passing), step.min_score, sorted(step.then.items()))
-        for component, steps in graph.routes.items()
+        for component, route in graph.routes.items()
         for number in graph.turns(component, expert.id)
-        for step in [steps[min(number, len(steps) - 1)]]
+        for step in [route[min(number, len(route) - 1)]]
     )
-    told = replace(expert, weights=Path(), calibration=None, pin=False)
-    return hashlib.sha256(repr((told, asking)).encode()).hexdigest()
+    entry = replace(expert, weights=Path(), calibration=None, pin=False)
+    return hashlib.sha256(repr((entry, steps)).encode()).hexdigest()
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """Reasons why a profile does not hold for a box. Memory counts only below the profile's budget."""
+    """Reasons why a profile is not valid for a box. Memory counts only below the profile's budget."""
     budgets = profile.allocation.budget_bytes
     return (*differences(profile.box, box), *_shrunken(budgets, box))
 
@@ -72,27 +69,22 @@ def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
     return any(differences(replace(then, versions={}, forms=""), replace(now, versions={}, forms="")))
 
 
-def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
-    """Differences of two boxes, without memory."""
-    if then.device != now.device:
-        yield f"the device is {now.device} now, {then.device} in the profile"
-    if then.model != now.model:
-        yield f"the device's model is {now.model!r} now, {then.model!r} in the profile"
-    if then.processors != now.processors:
-        here, there = (" and ".join(box.processors) for box in (now, then))
-        yield f"the processors are {here} now, {there} in the profile"
-    if then.cores != now.cores:
-        yield f"the cores are {now.cores} now, {then.cores} in the profile"
-    for library in sorted({*then.versions, *now.versions}):
-        here, there = (box.versions.get(library, "not installed") for box in (now, then))
-        if here != there:
-            yield f"{library} is {here} now, {there} in the profile"
-    if then.forms != now.forms:
-        yield f"oneDNN's forms on this CPU are {now.forms or 'none'} now, {then.forms or 'none'} in the profile"
+def differences(then: BoxIdentity, now: BoxIdentity) -> tuple[str, ...]:
+    """Differences of two boxes in sentences, without memory."""
+    libraries, missing = sorted({*then.versions, *now.versions}), "not installed"
+    facts: Sequence[tuple[str, object, object]] = (
+        ("the device is", then.device, now.device),
+        ("the device's model is", repr(then.model), repr(now.model)),
+        ("the processors are", " and ".join(then.processors), " and ".join(now.processors)),
+        ("the cores are", then.cores, now.cores),
+        *((f"{name} is", then.versions.get(name, missing), now.versions.get(name, missing)) for name in libraries),
+        ("oneDNN's forms on this CPU are", then.forms or "none", now.forms or "none"),
+    )
+    return tuple(f"{fact} {here} now, {there} in the profile" for fact, there, here in facts if here != there)
 
 
 def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
-    """Memories smaller than their budget; an emulated device's memory is part of the host's."""
+    """Memories smaller than their budget. An emulated device has no memory of its own, so it is skipped."""
     sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
     for pool, budget_bytes in budgets.items():
         size_bytes = sizes.get(pool)
@@ -101,11 +93,9 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
 
 
 def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Experts that differ from their profile, and how. Their proofs do not hold any more.
-
-    ``packed``: (expert, precision) -> ``packed_sha256`` of every expert on the line. (expert, SOURCE) -> sha256 of the
-    owner's file excuses a form that was not profiled, where the file is the same.
-    """
+    """Experts that differ from their profile, and how: their proofs are void. ``packed``: (expert, precision) ->
+    ``packed_sha256`` of every expert on the line, and (expert, SOURCE) -> sha256 of the owner's file. An equal source
+    makes up for a form that was not profiled."""
     known = {expert for expert, _ in profile.packed}
     found = {expert: "is not in the profile" for expert, _ in packed if expert not in known}
     for (expert, precision), sha256 in packed.items():

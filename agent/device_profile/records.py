@@ -1,31 +1,49 @@
-"""Records of a device profile, frozen."""
+"""Records of a device profile, frozen. A field's type is its column's type, with its text for a refusal.
+
+SQLite columns take text as well, and text compares above any number: so the types are strict.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Any
 
-from agent.device_profile.columns import (
-    Count,
-    Form,
-    MaybeCount,
-    Number,
-    NumberByName,
-    Numbers,
-    Positive,
-    PositiveCount,
-    Text,
-    TextByName,
-    Texts,
-)
+from pydantic import Field
+
+from experts.expert import Precision
 
 SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
+SHARE_ROUNDING = 1e-9  # shares are sums of quotients
+
+
+def one_of(*words: str) -> Any:  # noqa: ANN401  # as pydantic types its fields
+    return Field(strict=True, pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
+
+
+Text = Annotated[str, Field(strict=True, description="text")]
+MaybeText = Annotated[Text | None, Field(description="text, or nothing")]
+Count = Annotated[int, Field(strict=True, ge=0, description="a whole number from 0")]
+MaybeCount = Annotated[Count | None, Field(description="a whole number from 0, or nothing")]
+PositiveCount = Annotated[int, Field(strict=True, ge=1, description="a whole number from 1")]
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False, description="a finite number from 0")]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False, description="a finite number above 0")]
+Share = Annotated[float, Field(strict=True, ge=0, le=1 + SHARE_ROUNDING, description="a number from 0 to 1")]
+MaybeShare = Annotated[Share | None, Field(description="a number from 0 to 1, or nothing")]
+Form = Annotated[str, one_of(*Precision)]
+
+# JSON in the file.
+Texts = Annotated[tuple[Text, ...], Field(min_length=1, description="a list, each text")]
+Numbers = Annotated[tuple[Number, ...], Field(min_length=1, description="a list, each a finite number from 0")]
+Positives = Annotated[tuple[Positive, ...], Field(min_length=1, description="a list, each a finite number above 0")]
+TextByName = Annotated[Mapping[str, Text], Field(description="names, each with text")]
+NumberByName = Annotated[Mapping[str, Number], Field(description="names, each with a finite number from 0")]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """``versions``: libraries that run experts. ``forms``: oneDNN's that run on the CPU, joined by commas."""
+    """The box of a profile. ``versions``: of the libraries that run experts. ``forms``: oneDNN's on this CPU."""
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -39,7 +57,7 @@ class BoxIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """One batch size: seconds of each repeat, and the most bytes beside the weights."""
+    """Measurement of one batch size: seconds of each repeat, and the largest workspace."""
 
     batch_size: PositiveCount
     seconds: Numbers
@@ -50,12 +68,12 @@ class BatchTimes:
 class KindProfile:
     """One kind of experts on one processor in one precision (CoServe, section 4.5).
 
-    ``kind``: experts that run alike (``kind_name``). A batch of n takes ``K_s * n + B_s``; ``fit_error``: largest
-    relative distance of a size's mean from that line, up to ``max_batch``. ``load_s``: of all its bytes, shared ones
-    too, by source: "ssd", and where memory is split "host". ``samples``: what was run.
+    ``kind``: name of experts that run alike (``kind_name``). A batch of n takes ``K_s * n + B_s``. ``fit_error``: the
+    largest relative distance of a mean from that line, up to ``max_batch``. ``load_s``: seconds to load all bytes,
+    shared ones too, by source: "ssd", and with split memory "host". ``samples``: the images or texts that ran.
 
-    Language models: seconds per token read and written, bytes of its keys and values; ``batches`` are iterations of so
-    many texts that write a token each.
+    Language models: seconds per token read and written, bytes of a token's keys and values. One of their ``batches``
+    is an iteration in which each text writes a token.
     """
 
     kind: Text
@@ -80,11 +98,9 @@ class KindProfile:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Comparison of one expert in a precision on one processor with fp32, on the same samples.
-
-    ``labels_differ``: images whose labels, boxes or way along a route differ. ``least``: images that a proof takes.
-    ``of_sha256``: the samples and how they were judged (``verdict_sha256``).
-    """
+    """Comparison of one expert's precision on one processor with fp32, on the same samples. ``labels_differ``: images
+    whose labels, boxes or next steps differ. ``least``: images that a proof needs. ``of_sha256``: digest of the samples
+    and of ``verdict_sha256``."""
 
     expert: Text
     kind: Text
@@ -108,8 +124,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """The form of ``precision: auto`` for one expert on one processor. With another ``verdict_sha256``, of thresholds
-    and routes, it is not proven."""
+    """The form of ``precision: auto`` for one expert on one processor. Proven for this ``verdict_sha256`` alone."""
 
     expert: Text
     processor: Text
@@ -129,7 +144,7 @@ class UsageOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageProfile:
-    """Usage probabilities. ``pass_rates``: how often a request passed on. ``requests``: how many were counted."""
+    """Usage probabilities by expert. ``pass_rates``: share of requests that passed on. ``requests``: number counted."""
 
     probabilities: Mapping[str, float]
     pass_rates: Mapping[str, float]
@@ -139,7 +154,7 @@ class UsageProfile:
 
 @dataclass(frozen=True, slots=True)
 class PoolAllocation:
-    """Split of one memory (section 4.4). ``experts``: how many of the most used ones fit."""
+    """Split of one memory (section 4.4). ``experts``: number of the most used experts that fit."""
 
     pool: Text
     expert_bytes: Count
@@ -149,7 +164,7 @@ class PoolAllocation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory split and executors by processor, for budgets by pool. ``origin``: "casual", or how it was searched."""
+    """Memory split and executors by processor, for budgets by pool. ``origin``: "casual", or the kind of search."""
 
     origin: str
     budget_bytes: Mapping[str, int]
@@ -178,11 +193,9 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ImageDecoding:
-    """Decoding of one expert's samples on one thread, and its outputs on images that were decoded smaller.
-
-    ``full_s``, ``scaled_s``: all ``images`` together; ``smaller``: those large enough to decode smaller, whose outputs
-    are compared (``Agreement``). ``of_sha256``: weights and samples.
-    """
+    """Decoding of one expert's samples on one thread, and the expert's outputs on images decoded smaller. ``full_s``,
+    ``scaled_s``: seconds of all ``images``. ``smaller``: number of images large enough to decode smaller; their outputs
+    are compared as in ``Agreement``. ``of_sha256``: digest of weights and samples."""
 
     expert: Text
     images: PositiveCount
@@ -206,11 +219,9 @@ class ImageDecoding:
 
 @dataclass(frozen=True, slots=True)
 class StoredProfile:
-    """A whole profile. ``precisions``: (kind, processor) -> precision of experts without a form of their own.
-
-    ``forms``: (expert, processor) -> its own. ``packed``: (expert, precision) -> ``packed_sha256``, and (expert,
-    SOURCE) -> sha256 of the owner's file. ``speedups[processor][n - 1]``: n executors together against one alone.
-    """
+    """A whole profile. ``precisions``: (kind, processor) -> precision of experts that are not in ``forms``. ``forms``:
+    (expert, processor) -> form. ``packed``: (expert, precision) -> ``packed_sha256``, and (expert, SOURCE) -> sha256 of
+    the owner's file. ``speedups[processor][n - 1]``: throughput of n executors over that of one."""
 
     line: str
     written_at: str
@@ -224,7 +235,7 @@ class StoredProfile:
     allocation: Allocation
     speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trials: tuple[SearchTrial, ...] = ()
-    decodings: tuple[ImageDecoding, ...] = ()  # of experts that have samples
+    decodings: tuple[ImageDecoding, ...] = ()  # one for each expert with samples
     forms: Mapping[tuple[str, str], ExpertForm] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,7 @@
 """Tables of a device profile's file as migrations, and connections to write or read it.
 
-Guarantees: a written file has a rollback journal (no WAL), so once closed it is one file that may be renamed; a file
-that is read is copied into memory and migrated there.
+Guarantees: a file is written with a rollback journal (no WAL), so once closed it is one file that may be renamed. A
+file is read through a copy in memory, which is migrated there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HEADER = b"SQLite format 3\x00"
 AGAIN = "run `coserve profile LINE.yaml` again with --fresh, or move this file away to serve with a quick probe"
 CHECK_IT = "check the disk and the file's permissions, then run the command again"
-REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a file holds
+REFUSED_BY_DISK = frozenset(  # primary result codes of the disk, not of the file's content
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY}
 )
 
@@ -64,11 +64,8 @@ def version_0_1(database: Database) -> None:
 
 
 def open_for_writing(path: Path) -> Database:
-    """Database of a profile, new or existing, migrated, every commit synced.
-
-    Raises ProfileDamaged for no profile, ConfigError for another version's or a network share, sqlite3.OperationalError
-    from the disk.
-    """
+    """Database of a profile, new or existing, migrated, every commit synced. Raises ProfileDamaged for any other file,
+    ConfigError for another version's profile or a network share, and sqlite3.OperationalError from the disk."""
     refuse_shared(path, "keep the profile on a local disk")
     if path.exists():
         check_header(path)
@@ -82,15 +79,15 @@ def open_for_writing(path: Path) -> Database:
 
 
 def copy_in_memory(path: Path) -> Database:
-    """Copy of a profile in memory, migrated there. Raises ConfigError for a file that is no profile."""
+    """Copy of a profile in memory, migrated there. Raises ConfigError for any other file."""
     check_header(path)
     copy = Database(memory=True)
     try:
         with closed_on_error(copy), understood(path, "is damaged or truncated"):
-            # a finished profile is replaced, never written to, so it may be read without locks: nothing lies beside it
+            # A finished profile is replaced, never written to: it has no journal, and needs no lock.
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
                 source.backup(copy.conn)
-            _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns hold
+            _check_integrity(copy, path)  # SQLite checks nothing of a file that is only read
             _bring_up_to_date(copy, path, is_new=False)
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
@@ -108,7 +105,7 @@ def closed_on_error(database: Database) -> Iterator[None]:
 
 @contextmanager
 def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
-    """Turn errors into ProfileDamaged, naming ``path``; errors of the disk stay sqlite3's."""
+    """Turn errors into ProfileDamaged, naming ``path``; the disk's stay sqlite3.Error."""
     try:
         yield
     except sqlite3.Error as error:
@@ -116,7 +113,7 @@ def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
             raise
         raise ProfileDamaged(path, f"{damaged} ({error})", AGAIN) from error
     except ValueError as error:
-        raise ProfileDamaged(path, f"holds what no profile holds ({error})", AGAIN) from error
+        raise ProfileDamaged(path, f"has invalid content ({error})", AGAIN) from error
 
 
 def check_header(path: Path) -> None:
@@ -128,11 +125,11 @@ def check_header(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read ({error.strerror}) - correct its permissions") from error
     if header != HEADER:
         what = "is empty" if not header else "is not a SQLite file"
-        raise ProfileDamaged(path, f"{what}, so it is no device profile", AGAIN)
+        raise ProfileDamaged(path, f"{what}, so it is not a device profile", AGAIN)
 
 
 def is_refused_by_disk(error: sqlite3.Error) -> bool:
-    """Whether the disk is full, read-only, failing or locked."""
+    """Whether the disk is full, read-only or failing, or the file is locked."""
     return primary_code(error) in REFUSED_BY_DISK
 
 
@@ -144,5 +141,5 @@ def _check_integrity(database: Database, path: Path) -> None:
 
 def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
     if not is_new and not migrations.applied(database):
-        raise ProfileDamaged(path, "is a SQLite file, but no device profile", "name another file, or move it away")
+        raise ProfileDamaged(path, "is a SQLite file, but not a device profile", "name another file, or move it away")
     migrate(database, migrations, path, AGAIN)

@@ -1,7 +1,7 @@
 """Device profile: measurements of the offline phase about a box and a line, in one SQLite file on a local disk.
 
-Guarantees: a finished profile appears whole or not at all, and is only ever replaced; what is being measured lies in
-``PATH.partial``, survives a kill or a power cut, and is resumed; reading writes nothing.
+Guarantees: a finished profile appears whole or not at all, and is only ever replaced. A profile in the making is
+``PATH.partial``: it survives a kill or a power cut, and is resumed. Reading writes nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.device_profile import rows
 from agent.device_profile.identity import differences
 from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SearchTrial
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing
-from agent.device_profile.tables import TABLES
+from agent.device_profile.tables import (
+    TABLES,
+    box_in,
+    check,
+    kinds_in,
+    missing_parts,
+    profile_in,
+    put_allocation,
+    put_head,
+    put_kind,
+    put_usage,
+)
 from agent.sqlite_files import remove_database
 from experts.errors import ConfigError, ProfileDamaged
 from experts.filesystem import take_name
@@ -46,22 +56,21 @@ def partial_of(path: Path) -> Path:
 
 def read_profile(path: Path) -> StoredProfile:
     """A finished profile. Raises ConfigError, naming the file and what to do, for anything else."""
-    if not path.exists():
-        if partial_of(path).exists():
-            raise ConfigError(
-                f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
-            )
-        raise ConfigError(f"{path}: no device profile - run `coserve profile LINE.yaml`")
-    return _read_back(path)
+    if path.exists():
+        with closing(copy_in_memory(path)) as database:
+            return profile_in(database, path)
+    if partial_of(path).exists():
+        raise ConfigError(f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it")
+    raise ConfigError(f"{path}: no device profile - run `coserve profile LINE.yaml`")
 
 
 def replace_usage(path: Path, usage: UsageProfile) -> None:
-    """Replace the usage of a finished profile; the file is replaced whole. Raises ConfigError as ``read_profile``."""
-    _rewrite(path, lambda database: rows.put_usage(database, usage))
+    """Replace the usage of a finished profile, with one rename. Raises ConfigError as ``read_profile``."""
+    _rewrite(path, lambda database: put_usage(database, usage))
 
 
 def replace_proofs(path: Path, proven: StoredProfile, new_kinds: Sequence[KindProfile] = ()) -> None:
-    """Replace the proofs of a finished profile, and add kinds. Raises ConfigError as ``read_profile``."""
+    """Replace the proofs of a finished profile, and add kinds, with one rename. Raises as ``read_profile``."""
 
     def write(database: Database) -> None:
         TABLES["packed"].replace_mapping(database, proven.packed)
@@ -69,7 +78,7 @@ def replace_proofs(path: Path, proven: StoredProfile, new_kinds: Sequence[KindPr
         TABLES["forms"].replace(database, proven.forms.values())
         TABLES["agreements"].replace(database, proven.agreements)
         for kind in new_kinds:
-            rows.put_kind(database, kind)
+            put_kind(database, kind)
         chosen = TABLES["precisions"].mapping(database)
         TABLES["precisions"].replace_mapping(database, {(k.kind, k.processor): k.precision for k in new_kinds} | chosen)
 
@@ -93,11 +102,9 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
 
 
 class ProfileDraft:
-    """Profile in the making. Each save is on the disk when it returns.
-
-    The reading methods return measurements of an earlier run, which need no repeat. A processor's speedups are dropped
-    once one of its kinds is measured again or runs in another precision.
-    """
+    """Profile in the making. Each save is on the disk when it returns. Reading methods return the measurements so far,
+    those of an earlier run included. A processor's speedups are dropped once one of its kinds is measured again or gets
+    another precision."""
 
     def __init__(self, path: Path, database: Database) -> None:
         self.path = path
@@ -106,11 +113,9 @@ class ProfileDraft:
     @classmethod
     @contextmanager
     def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
-        """Take up the partial profile of this box, or begin one from a finished profile of the same box and libraries.
-
-        ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises ConfigError while another
-        process has this profile open, and on a network share.
-        """
+        """Resume the partial profile of this box, or begin one from a finished profile of the same box and libraries.
+        ``fresh``: begin from nothing. The finished profile stays until ``finish``. Raises ConfigError while another
+        process has this profile open, and on a network share."""
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         with _one_writer(path):
@@ -120,7 +125,7 @@ class ProfileDraft:
                 yield cls(path, database)
 
     def kinds(self) -> tuple[KindProfile, ...]:
-        return rows.kinds_in(self._database)
+        return kinds_in(self._database)
 
     def agreements(self) -> tuple[Agreement, ...]:
         return TABLES["agreements"].records(self._database, Agreement)
@@ -135,7 +140,6 @@ class ProfileDraft:
         return TABLES["decodings"].records(self._database, ImageDecoding)
 
     def packed(self) -> dict[tuple[str, str], str]:
-        """As saved last, by this run or the one it resumes."""
         return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[SearchTrial, ...]:
@@ -144,7 +148,7 @@ class ProfileDraft:
     def save_kind(self, kind: KindProfile) -> None:
         """Save a kind on a processor in a precision; drops the processor's speedups."""
         with self._database.atomic():
-            rows.put_kind(self._database, kind)
+            put_kind(self._database, kind)
             TABLES["speedups"].delete(self._database, processor=kind.processor)
 
     def save_agreement(self, agreement: Agreement) -> None:
@@ -153,7 +157,7 @@ class ProfileDraft:
 
     def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
         with self._database.atomic():
-            rows.put_speedups(self._database, processor, speedups)
+            TABLES["speedups"].put(self._database, {"processor": processor, "factors": speedups})
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
         with self._part("links"):
@@ -182,11 +186,11 @@ class ProfileDraft:
 
     def save_usage(self, usage: UsageProfile) -> None:
         with self._part("usage"):
-            rows.put_usage(self._database, usage)
+            put_usage(self._database, usage)
 
     def save_allocation(self, allocation: Allocation) -> None:
         with self._part("allocation"):
-            rows.put_allocation(self._database, allocation)
+            put_allocation(self._database, allocation)
 
     def save_trials(self, search: str, trials: Sequence[SearchTrial]) -> None:
         with self._database.atomic():
@@ -194,17 +198,15 @@ class ProfileDraft:
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Publish the profile, and close the draft. Raises ConfigError for missing parts; then it stays partial."""
-        missing = rows.missing_parts(self._database)
+        """Publish the profile and close the draft. Raises ConfigError for missing parts; the draft stays partial."""
         partial = partial_of(self.path)
-        if missing:
-            lacking = ", ".join(missing)
-            raise ConfigError(f"{partial} lacks {lacking} - `coserve profile LINE.yaml` measures what is missing")
+        if missing := ", ".join(missing_parts(self._database)):
+            raise ConfigError(f"{partial} lacks {missing} - `coserve profile LINE.yaml` measures what is missing")
         with self._database.atomic():
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self._database.execute("UPDATE profile SET finished_at = ?", (now,))
         self._database.close()
-        profile = _read_back(partial)
+        profile = read_profile(partial)
         take_name(partial, self.path)
         return profile
 
@@ -216,22 +218,22 @@ class ProfileDraft:
 
 
 def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
-    """The partial profile of this box; a damaged one, or another box's, is removed. Raises ConfigError or
-    sqlite3.OperationalError where the disk refuses; the file stays then."""
+    """The partial profile of this box. A damaged partial profile, or another box's, is removed. Raises ConfigError or
+    sqlite3.OperationalError if the disk refuses; the file stays then."""
     partial = partial_of(path)
     if not partial.exists():
-        remove_database(partial)  # a journal that was left without its file
+        remove_database(partial)  # a journal may be left without its file
         return None
     try:
         database = open_for_writing(partial)
         with closed_on_error(database):
-            rows.check(database, partial)
-            then = rows.box_in(database)
+            check(database, partial)
+            then = box_in(database)
             reason = "it was never begun" if then is None else "; ".join(differences(then, box))
             if not reason:
                 with database.atomic():
-                    rows.put_head(database, line, box)
-                log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(database)))
+                    put_head(database, line, box)
+                log.info("profile_resumed path=%s kinds=%d", partial, len(kinds_in(database)))
                 return database
         database.close()
     except ProfileDamaged as error:
@@ -245,14 +247,14 @@ def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> Database:
     earlier = None if fresh else _earlier(path, box)
     database = open_for_writing(partial_of(path))
     with closed_on_error(database), database.atomic():
-        rows.put_head(database, line, box)
+        put_head(database, line, box)
         if earlier is not None:
             _take_over(database, earlier)
     return database
 
 
 def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
-    """The finished profile, if it is of this box and these libraries."""
+    """The finished profile, if it was measured on this box with these libraries."""
     if not path.exists():
         return None
     try:
@@ -260,8 +262,7 @@ def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
     except ConfigError as error:
         log.warning("profile_measured_anew reason=%s", error)
         return None
-    reason = "; ".join(differences(profile.box, box))
-    if reason:
+    if reason := "; ".join(differences(profile.box, box)):
         log.info("profile_measured_anew path=%s reason=%s", path, reason)
         return None
     return profile
@@ -269,23 +270,16 @@ def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
 
 def _take_over(database: Database, earlier: StoredProfile) -> None:
     for kind in earlier.kinds:
-        rows.put_kind(database, kind)
+        put_kind(database, kind)
     TABLES["agreements"].put(database, *earlier.agreements)
-    for processor, speedups in earlier.speedups.items():
-        rows.put_speedups(database, processor, speedups)
+    TABLES["speedups"].replace_mapping(database, earlier.speedups)
     TABLES["links"].put(database, *earlier.links)
     TABLES["parts"].put(database, {"part": "links"})
     TABLES["decodings"].put(database, *earlier.decodings)
     TABLES["forms"].put(database, *earlier.forms.values())
-    TABLES["precisions"].replace_mapping(
-        database, earlier.precisions
-    )  # tells what the speedups are of; no part of the new one yet
-    TABLES["packed"].replace_mapping(database, earlier.packed)  # tells what the agreements are of; no part yet, either
-
-
-def _read_back(path: Path) -> StoredProfile:
-    with closing(copy_in_memory(path)) as database:
-        return rows.profile_in(database, path)
+    # The speedups depend on the precisions, the agreements on the packed weights; neither is a saved part yet.
+    TABLES["precisions"].replace_mapping(database, earlier.precisions)
+    TABLES["packed"].replace_mapping(database, earlier.packed)
 
 
 @contextmanager
@@ -296,8 +290,7 @@ def _one_writer(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            told = f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
-            raise ConfigError(told) from error
+            raise ConfigError(f"{path}: another `coserve profile` is running - wait for its end, or stop it") from error
         yield
     finally:
         os.close(descriptor)

@@ -1,6 +1,6 @@
 """API section: addresses, access, and limits.
 
-Guarantees: what can be reached from other machines is encrypted, or says in so many words that it is not.
+Guarantees: an address that other machines reach is encrypted, or the file says in so many words that it is not.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from experts.sizes import MEBIBYTE
 
 UNIX = "unix:"
 LOCAL_DOOR = "coserve.sock"
-SOCKET_PATH_BYTES = 106  # of Linux: sun_path has 108, less the zero at its end and the mark of one not shown yet
+SOCKET_PATH_BYTES = 106  # Linux: sun_path has 108, less the final zero and the `~` of a hidden socket
 
 
 def _address(text: str, info: ValidationInfo) -> str:
     if text.startswith(UNIX):
         path = text.removeprefix(UNIX)
         if not path:
-            raise ValueError("an address without a path - write unix:./state/coserve.sock")
+            raise ValueError("the address has no path - write unix:./state/coserve.sock")
         folder: Path = (info.context or {})["folder"]
         return f"unix:{(folder / path).absolute()}"
     _, colon, port = text.rpartition(":")
@@ -35,17 +35,13 @@ def _address(text: str, info: ValidationInfo) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    if address.startswith(UNIX):
-        return True
-    return is_loopback_name(address.rpartition(":")[0])
+    return address.startswith(UNIX) or is_loopback_name(address.rpartition(":")[0])
 
 
 def is_loopback_name(host: str) -> bool:
     host = host.removeprefix("[").removesuffix("]")
-    if host == "localhost":
-        return True
     try:
-        return ip_address(host).is_loopback
+        return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -63,27 +59,21 @@ Addresses = Annotated[
 
 
 class TlsSection(Section):
-    """Encryption of the addresses that are no unix sockets; read anew at a reload."""
+    """Encryption of HOST:PORT addresses; read again at a reload."""
 
-    certificate: FilePath = Field(description="PEM file: this box's certificate, and those above it")
+    certificate: FilePath = Field(description="PEM file: this box's certificate chain")
     key: FilePath = Field(description="PEM file: its private key")
-    client_ca: FilePath | None = Field(
-        None, description="PEM file: who asks must show a certificate of this authority (mTLS); default anybody may"
-    )
+    client_ca: FilePath | None = Field(None, description="PEM file of the authority of callers' certificates (mTLS)")
 
 
 class ApiLimitsSection(Section):
-    """Limits of the APIs; calls beyond are refused at once, with a retry hint."""
+    """Limits of the APIs; a call beyond them is refused at once, with a retry hint."""
 
     requests: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
-        1000, description="images and texts under way, of all callers together; default 1000"
+        1000, description="images and texts of all callers at once"
     )
-    memory: Size = Field(
-        320 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 320MiB"
-    )
-    message: Size = Field(
-        16 * MEBIBYTE, description="the largest message, both ways; each open stream keeps room for one; default 16MiB"
-    )
+    memory: Size = Field(320 * MEBIBYTE, description="bytes of all callers' images and texts at once; default 320MiB")
+    message: Size = Field(16 * MEBIBYTE, description="largest message; each open stream reserves one; default 16MiB")
 
 
 class ApiSection(Section):
@@ -93,21 +83,17 @@ class ApiSection(Section):
 
     grpc: Addresses = Field(
         (),
-        description="unix:PATH or HOST:PORT, one or a list; default unix:coserve.sock in the state, which the agent's "
-        "user alone may open; []: none",
+        description="unix:PATH or HOST:PORT, one or a list; default unix:coserve.sock in the state, which only the "
+        "agent's user may open; []: none",
     )
-    http: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list; default none")
-    tls: TlsSection | None = Field(None, description="certificate and key of the HOST:PORT addresses; default none")
-    token: SecretSection | None = Field(
-        None, description="what callers at HOST:PORT must show (authorization: Bearer TOKEN); default nothing"
-    )
-    insecure_ok: bool = Field(
-        False, strict=True, description="true: addresses that other machines reach may do without tls; default false"
-    )
-    limits: ApiLimitsSection = Field(ApiLimitsSection(), description="what the APIs take at once")
+    http: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list")
+    tls: TlsSection | None = Field(None, description="certificate and key of the HOST:PORT addresses")
+    token: SecretSection | None = Field(None, description="callers at HOST:PORT must send authorization: Bearer TOKEN")
+    insecure_ok: bool = Field(False, strict=True, description="true: other machines may connect without tls")
+    limits: ApiLimitsSection = Field(ApiLimitsSection(), description="limits of the APIs")
 
     def with_local_door(self, state: Path) -> ApiSection:
-        """The section with its default: gRPC at a socket in the state folder, if its path is short enough."""
+        """The section with its default: gRPC at a socket in the state folder, if the path is short enough."""
         path = state / LOCAL_DOOR
         address = f"{UNIX}{path}"
         is_free = "grpc" not in self.model_fields_set and address not in self.http
@@ -119,7 +105,7 @@ class ApiSection(Section):
 
     @property
     def has_local_door(self) -> bool:
-        """Whether gRPC is at the default socket only, which is its owner's alone."""
+        """Whether gRPC is at the default socket alone, which only its owner may open."""
         return self._has_local_door
 
     @model_validator(mode="after")
@@ -127,13 +113,13 @@ class ApiSection(Section):
         open_ = next((each for each in self.grpc if not is_loopback(each)), None)
         if open_ is not None and self.tls is None and not self.insecure_ok:
             raise ValueError(
-                f"{open_} can be reached from other machines, and unencrypted - add tls:, write 127.0.0.1, or, where "
-                "the network is trusted, insecure_ok: true"
+                f"{open_} can be reached from other machines, unencrypted - add tls:, write 127.0.0.1, or in a "
+                "trusted network insecure_ok: true"
             )
         far = next((each for each in self.http if not is_loopback(each)), None)
         if far is not None:
             raise ValueError(f"{far} can be reached from other machines - http is served at 127.0.0.1 and [::1] only")
         both = next((each for each in self.http if each in self.grpc and not each.endswith(":0")), None)
         if both is not None:
-            raise ValueError(f"{both} is given to grpc and to http - each has an address of its own")
+            raise ValueError(f"{both} is used by grpc and by http - give each another address")
         return self

@@ -1,6 +1,6 @@
 """Board types: expected parts, time limits, and layouts of frames.
 
-Guarantees: a layout that is configured fits the board that it belongs to, part by part, and no box leaves its frame.
+Guarantees: a configured layout has every part of its board, and no box leaves its frame.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Position = Annotated[int, Field(strict=True, ge=0, le=65_535)]
 
 
 class BoardSection(Section):
-    """One board type: what is expected of each board, and how long it may take."""
+    """One board type: its parts, and the time for a board."""
 
     components: dict[ComponentType, Annotated[int, Field(strict=True, ge=1, le=100_000)]] = Field(
-        min_length=1, description="component type -> how many a board has, 1 to 100000; each needs a route"
+        min_length=1, description="component type -> number on a board, 1 to 100000; each needs a route"
     )
-    takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400; default 60")
+    takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400")
     timeout_s: Seconds | None = Field(
         None,
-        description="seconds from a board's first result until what is missing makes it UNKNOWN, of those in which the "
-        "agent runs; default 2 x takt_s",
+        description="seconds from a board's first result until missing parts make it UNKNOWN, counted while the agent "
+        "runs; default 2 x takt_s",
     )
     layout: FilePath | None = Field(
         None,
-        description="YAML file that says where on a frame of the whole board each part lies (size, parts), relative to "
-        "this file; default none",
+        description="YAML file with the place of each part on a frame of the whole board (size, parts), relative to "
+        "this file",
     )
 
     @property
@@ -48,12 +48,12 @@ class PartSection(Section):
     def _is_a_box(self) -> PartSection:
         left, top, right, bottom = self.box
         if left >= right or top >= bottom:
-            raise ValueError("the box has no inside - write [left, top, right, bottom], left and top the smaller ones")
+            raise ValueError("the box is empty - write [left, top, right, bottom] with left < right and top < bottom")
         return self
 
 
 class LayoutSections(Section):
-    """A layout file: where the parts of one board type lie on a frame."""
+    """A layout file: the places of one board type's parts on a frame."""
 
-    size: tuple[Pixels, Pixels] = Field(description="[height, width] of the frames that it is for, in pixels")
+    size: tuple[Pixels, Pixels] = Field(description="[height, width] of its frames, in pixels")
     parts: dict[str, PartSection] = Field(min_length=1, description="ref -> the part's component and box")

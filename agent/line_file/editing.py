@@ -1,11 +1,13 @@
-"""Edits to a line file as text: a key set, an entry added or removed; the rest stays as it was, to the byte.
+"""Edits to a line file as text: set a key, add or remove an entry; the rest stays as it was, to the byte.
 
-Text is spliced at the parser's marks, as libraries that load and dump change long lines and comments. Guarantees: the
-result means the old text and the change, or ConfigError says where that cannot be done (behind an alias, for example).
+New text is inserted at the parser's marks: libraries that load and dump a file change long lines and comments.
+Guarantees: the result means the old text and the change; else ConfigError says where the edit failed, for example
+behind an alias.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from contextlib import contextmanager
@@ -25,21 +27,19 @@ if TYPE_CHECKING:
 
 Plain = str | int | float | bool | None | list[Any] | tuple[Any, ...] | dict[str, Any]
 
-PLAIN_WORD = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+ -]*(?<! )")  # needs no quotes, unless it reads as another type
-ESCAPED = re.compile(r"[\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]")  # no quoting carries these as they are
-UNNAMED = re.compile(r"[^\w.-]+")  # in the name of a line
-ROW_LENGTH = 80  # what is longer is written as lines below one another
+PLAIN_WORD = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+ -]*(?<! )")  # needs no quotes, unless it is also another type
+ESCAPED = re.compile(r"[\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]")  # not possible in single quotes
+UNNAMED = re.compile(r"[^\w.-]+")  # not allowed in the name of a line
+ROW_LENGTH = 80  # longer values get a line per entry
 LINE_LENGTH = 120
 STEP = "  "
 BOM = "\ufeff"
 
 
 def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: Path) -> str:
-    """The text with ``value`` at ``path``, replaced or as the last key of its mapping. Missing mappings are made.
-
-    ``comment`` goes above a new key, or into a new entry above its keys; an existing key keeps its own. ``file``: named
-    in errors. Raises ConfigError.
-    """
+    """The text with ``value`` at ``path``, replaced or as the last key of its mapping. Missing mappings are added.
+    ``comment`` goes above a new key, or into a new entry above its keys; an existing key keeps its comment. ``file``:
+    for messages. Raises ConfigError."""
     edit = _Edit.of(text, file)
     known = edit.known(path)
     if known == len(path):
@@ -49,36 +49,34 @@ def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: 
         for part in reversed(path[known + 1 :]):
             whole = {str(part): whole}
         changed = edit.with_key(path[: known + 1], whole, comment)
-    return edit.proved(changed, path, lambda values: _with_value(values, path, value))
+    return edit.proved(changed, path, lambda values: _set(values, path, value))
 
 
 def add_expert(text: str, expert: str, entry: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """The text with a new expert, last of its section. Raises ConfigError for one that is there already."""
+    """The text with a new expert, last of its section. Raises ConfigError if the expert exists."""
     edit, path = _Edit.of(text, file), ("experts", expert)
     if edit.known(path) == len(path):
-        raise edit.error("is there already - choose another name, or remove it first", path)
+        raise edit.error("exists already - choose another name, or remove it first", path)
     return set_key(text, path, dict(entry), comment, file=file)
 
 
 def remove(text: str, path: KeyPath, *, file: Path) -> str:
-    """The text without a key or an item, with the comments inside it and behind it. Raises ConfigError without it."""
+    """The text without a key or an item, and without its comments. Raises ConfigError if it is missing."""
     edit = _Edit.of(text, file)
     if edit.known(path) < len(path):
-        raise edit.error("is not there, so it cannot be removed", path)
-    return edit.proved(edit.without(path), path, lambda values: _removed(values, path))
+        raise edit.error("is missing, so it cannot be removed", path)
+    return edit.proved(edit.without(path), path, lambda values: _at(values, path[:-1]).pop(path[-1]))
 
 
 def append(text: str, path: KeyPath, value: Plain, *, file: Path) -> str:
-    """The text with an item more at the end of the list at ``path``, which may be missing."""
+    """The text with one more item at the end of the list at ``path``, which may be missing."""
     edit = _Edit.of(text, file)
     there = edit.pair(path)[1] if edit.known(path) == len(path) else None
-    if there is None or there.is_empty:
+    if there is None or there.is_empty or there.items == ():
         return set_key(text, path, [value], file=file)
     if there.items is None:
-        raise edit.error("is no list that can be added to - write it as one", path)
-    if not there.items:
-        return set_key(text, path, [value], file=file)
-    return edit.proved(edit.with_item(there, value), path, lambda values: _with_item(values, path, value))
+        raise edit.error("is not a list, so nothing can be added - write it as a list", path)
+    return edit.proved(edit.with_item(there, value), path, lambda values: _at(values, path).append(_copied(value)))
 
 
 def content_of(file: Path) -> bytes:
@@ -105,7 +103,7 @@ def begun(file: Path, content: bytes) -> Iterator[None]:
 
 
 def edit_file(file: Path, edit: Callable[[str], str]) -> None:
-    """Edit a file in place: whole or not at all, with the permissions it has. Raises ConfigError, and OSError."""
+    """Edit a file in place, whole or not at all; its permissions stay. Raises ConfigError, and OSError."""
     real = file.resolve()  # a link stays one
     content = real.read_bytes()
     parse_document(file, content)
@@ -117,7 +115,7 @@ def edit_file(file: Path, edit: Callable[[str], str]) -> None:
 
 
 def rendered(value: Plain) -> str:
-    """A value on one line, as the reader of line files reads it back."""
+    """A value on one line, in a form that the reader of line files reads back."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{rendered(key)}: {rendered(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -140,7 +138,7 @@ def _quoted(text: str) -> str:
 
 
 def _block(key: str, value: Plain, column: int, comment: str = "") -> list[str]:
-    """The lines of a key and its value, ``column`` characters in: entries below one another, small things in a row."""
+    """The lines of a key and its value, indented by ``column``: entries one per line, small values in a row."""
     indent = " " * column
     words = [f"{indent}# {line}".rstrip() for line in comment.splitlines()]
     if isinstance(value, dict) and (len(rendered(value)) > ROW_LENGTH or any(map(_has_rows, value.values()))):
@@ -167,7 +165,7 @@ class _Edit:
 
     @classmethod
     def of(cls, text: str, file: Path) -> _Edit:
-        parse_document(file, text.encode())  # an error of syntax is told as it is told everywhere
+        parse_document(file, text.encode())  # for its syntax errors
         bare = text.removeprefix(BOM)
         line_end = "\r\n" if "\r\n" in bare else "\n"
         return cls(file, bare, spans_of(bare), BOM if bare is not text else "", line_end)
@@ -176,14 +174,14 @@ class _Edit:
         return parse_document(self.file, self.text.encode()).error(message, *path)
 
     def known(self, path: KeyPath) -> int:
-        """Number of parts of a path that exist. Raises ConfigError where it goes through an alias or a plain value."""
+        """Number of parts of a path that exist. Raises ConfigError if it goes through an alias or a plain value."""
         length = 0
         for length in range(len(path) + 1):
             span = self.pair(path[:length])[1] if length else self.root
             if span is None or span.is_empty:
                 return length
             if span.alias is not None and length < len(path):
-                raise self.error(f"stands behind the alias *{span.alias} - write it out here first", path[:length])
+                raise self.error(f"is behind the alias *{span.alias} - write it out here first", path[:length])
             if length < len(path) and span.child(path[length]) is None:
                 if span.pairs is None:
                     raise self.error(f"has no place for {path[length]!r} - write a mapping", path[:length])
@@ -191,17 +189,16 @@ class _Edit:
         return length
 
     def pair(self, path: KeyPath) -> tuple[YamlSpan, YamlSpan]:
-        span = self.root
-        pair = None
+        span, pair = self.root, None
         for part in path:
             pair = None if span is None else span.child(part)
             span = None if pair is None else pair[1]
         if pair is None:
-            raise self.error("is not there", path)
+            raise self.error("is missing", path)
         return pair
 
     def replaced(self, path: KeyPath, value: Plain) -> str:
-        """The text with another value at a path that is there; of a key with lines below it, its own comment stays."""
+        """The text with another value at an existing path; a key with lines below it keeps its comment."""
         key, there = self.pair(path)
         if there.is_empty:
             return self._spliced(there.start, there.start, f" {rendered(value)}")
@@ -244,7 +241,7 @@ class _Edit:
         return changed[:at] + words + changed[at:]
 
     def _gap(self, at: int, row: str) -> str:
-        """A space, or a line end where the line would be too long."""
+        """A space, or a line end if the line would be too long."""
         start = self._line_start(at)
         line = self.text[start : self._row_end(at)]
         if len(line) + len(row) + 2 <= LINE_LENGTH:
@@ -280,15 +277,16 @@ class _Edit:
             return self._spliced(first, inside[index + 1][0].start, "")
         return self._spliced(start, self._below(there.end, column + 1), "")
 
-    def proved(self, changed: str, path: KeyPath, change: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    def proved(self, changed: str, path: KeyPath, change: Callable[[dict[str, Any]], object]) -> str:
         """``changed``, if it means the old text and the change; else ConfigError."""
-        wanted = change(_copied(parse_document(self.file, self.text.encode()).values))
+        wanted = _copied(parse_document(self.file, self.text.encode()).values)
+        change(wanted)
         try:
             means = parse_document(self.file, changed.encode()).values
         except ConfigError as error:
             raise self.error(f"cannot be edited as it is written ({error.message}) - edit it by hand", path) from error
         if means != wanted:
-            raise self.error("cannot be edited without changing what else the file says - edit it by hand", path)
+            raise self.error("cannot be edited without changing other values - edit it by hand", path)
         return changed
 
     def _spliced(self, start: int, end: int, new: str) -> str:
@@ -328,33 +326,20 @@ class _Edit:
         return next((span for span in spans if span.flow), spans[-1] if spans else self.root or YamlSpan(0, 0))
 
 
-def _parent(values: dict[str, Any], path: KeyPath) -> Any:  # noqa: ANN401  # plain YAML values
+def _at(values: Any, path: KeyPath) -> Any:  # noqa: ANN401  # plain YAML values
+    for part in path:
+        values = values[part]
+    return values
+
+
+def _set(values: Any, path: KeyPath, value: Plain) -> None:  # noqa: ANN401  # plain YAML values
     for part in path[:-1]:
-        values = values[part]  # type: ignore[index]
-    return values
+        if isinstance(values, dict) and values.get(part) is None:
+            values[part] = {}
+        values = values[part]
+    values[path[-1]] = _copied(value)
 
 
-def _with_value(values: dict[str, Any], path: KeyPath, value: Plain) -> dict[str, Any]:
-    inner: Any = values
-    for part in path[:-1]:
-        if isinstance(inner, dict) and inner.get(str(part)) is None:
-            inner[str(part)] = {}
-        inner = inner[part]
-    inner[path[-1]] = _copied(value)
-    return values
-
-
-def _with_item(values: dict[str, Any], path: KeyPath, value: Plain) -> dict[str, Any]:
-    _parent(values, path)[path[-1]].append(_copied(value))
-    return values
-
-
-def _removed(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    del _parent(values, path)[path[-1]]
-    return values
-
-
-def _copied(value: Any) -> Any:  # noqa: ANN401  # plain YAML values
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list | tuple) else value
+def _copied(value: Plain) -> Any:  # noqa: ANN401  # plain YAML values
+    """A copy in which aliases are separate values."""
+    return json.loads(json.dumps(value))

@@ -18,22 +18,22 @@ from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 ReadyMode = Literal["auto", "rename", "marker", "stable"]
 Identity = Literal["pattern", "sidecar"]
 BOARD_GROUP = "board"
-NAME_GROUPS = (BOARD_GROUP, "component", "ref")  # what a file's name must tell
-TYPE_GROUP = "type"  # and, where several board types are configured, this
+NAME_GROUPS = (BOARD_GROUP, "component", "ref")  # required in a pattern
+TYPE_GROUP = "type"  # required too if the line has several board types
 NETWORK_SCHEMES = ("rtsp", "rtsps", "http", "https")
 CAMERA_SCHEMES = (*NETWORK_SCHEMES, "file", "v4l2", "genicam")
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
-    """No message repeats more than the scheme: a password may stand in the url."""
+    """No message repeats more than the scheme: the url may contain a password."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in CAMERA_SCHEMES:
         kind = f"{scheme}:" if colon else "this"
         raise ValueError(
-            f"{kind!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
+            f"{kind!r} is not a camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
         )
     if not rest.strip("/"):
-        raise ValueError(f"{text!r} names nothing behind {scheme}: - write which camera, host or file")
+        raise ValueError(f"{text!r} has nothing after {scheme}: - write the camera, host or file")
     if scheme in NETWORK_SCHEMES:
         _check_address(text)
     if scheme == "file":
@@ -43,20 +43,20 @@ def _camera_url(text: str, info: ValidationInfo) -> str:
 
 
 def _check_address(url: str) -> None:
-    """Raises ValueError for an invalid address, or one with a password."""
+    """Raises ValueError for an invalid address, or an address with a password."""
     try:
         parts = urlsplit(url)
         host, password, behind = parts.hostname, parts.password, f"{parts.path}{parts.query}{parts.fragment}"
         _ = parts.port
-    except ValueError:  # a password may be why: one with a `/` or a `#` in it cuts the address short
+    except ValueError:  # perhaps by a password: a `/` or a `#` in it cuts the address short
         host, password, behind = None, None, url
     if password is not None or "@" in behind:
         raise ValueError(
-            "a password stands in the url, or an @ that is none's - write user: and password: {file: ...} instead, "
+            "the url contains a password, or a stray @ - write user: and password: {file: ...} instead, "
             "and %40 within a path"
         )
     if not host:
-        raise ValueError("the url names no host and port that can be read - write SCHEME://HOST:PORT/PATH")
+        raise ValueError("the url has no valid host and port - write SCHEME://HOST:PORT/PATH")
 
 
 MaxPixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_MAX_PIXELS)]
@@ -68,9 +68,8 @@ class FolderSection(Section):
     path: FilePath = Field(description="folder to watch, subfolders included, relative to this file")
     identity: Identity = Field(
         "pattern",
-        description="what tells whose image a file is: pattern (its name), or sidecar (STEM.json beside STEM.png: "
-        '{"board": ..., "component": ..., "ref": ...}, and "type" where there are several board types); default '
-        "pattern",
+        description="source of a file's board and part: pattern (its name), or sidecar (STEM.json beside STEM.png: "
+        '{"board": ..., "component": ..., "ref": ...}, and "type" where there are several board types)',
     )
     pattern: RegularExpression | None = Field(
         None,
@@ -79,47 +78,44 @@ class FolderSection(Section):
         "with the groups board, component and ref, and type where there are several board types",
     )
     component: ComponentType | None = Field(
-        None, description="component type of every file here, in place of the pattern's group; default: the group"
+        None, description="component type of every file here; default: the pattern's group"
     )
     board_type: str | None = Field(
         None,
-        description="every file here shows a whole board of this type and is cut by its layout; the pattern has the "
-        "group board alone; default: every file shows one part",
+        description="every file here shows a whole board of this type, cut by its layout; the pattern has the group "
+        "board alone; default: every file shows one part",
     )
     ready: ReadyMode = Field(
         "auto",
-        description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it, or "
-        "its sidecar), stable (it stops changing), or auto: any of them; default auto",
+        description="sign that a file is complete: rename (it appears whole), marker (NAME.done beside it, or "
+        "its sidecar), stable (it stops changing), or auto: any of them",
     )
     settle_ms: Annotated[int, Field(strict=True, ge=0, le=600_000)] | None = Field(
         None,
         description="how long a file must stay unchanged, in ms, 0 to 600000; default 200 once its writer closed it, "
-        "2000 where that cannot be seen",
+        "2000 if the filesystem does not report that",
     )
     poll_s: Annotated[float, Field(strict=True, ge=0.05, le=3600)] = Field(
-        2.0, description="seconds between two looks at the folder, 0.05 to 3600; default 2"
+        2.0, description="seconds between two scans of the folder, 0.05 to 3600"
     )
     stale_after_s: Seconds = Field(
         60.0,
-        description="a file that is incomplete, or may not be read, and that nobody writes, is UNKNOWN after so many "
-        "seconds; default 60",
+        description="seconds until an incomplete or unreadable file that no process writes is UNKNOWN",
     )
     after: Literal["keep", "move", "delete"] = Field(
         "move",
-        description="what becomes of a judged file: keep (stays), move (to done/ or ng/), delete; "
-        "UNKNOWN ones move to failed/ unless kept; default move",
+        description="fate of a judged file: keep (stays), move (to done/ or ng/), delete; "
+        "UNKNOWN ones move to failed/ unless kept",
     )
-    ignore_existing: bool = Field(
-        False, strict=True, description="true: files that are there at the start stay unjudged; default false"
-    )
+    ignore_existing: bool = Field(False, strict=True, description="true: files present at the start are not judged")
     duplicate: Literal["reinspect", "skip"] = Field(
         "reinspect",
         description="the same bytes again for the same board, component and ref: reinspect (judge them again) or skip "
-        "(they get the verdict of the first, OK or NG, and no expert is asked); default reinspect",
+        "(they get the verdict of the first, OK or NG, and no expert is asked)",
     )
     max_pixels: MaxPixels = Field(
         DEFAULT_MAX_PIXELS,
-        description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
+        description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}",
     )
 
     @property
@@ -133,7 +129,7 @@ class FolderSection(Section):
         if identity == "pattern" and pattern is None:
             raise PydanticCustomError("missing", "Field required")
         if identity == "sidecar" and pattern is not None:
-            raise ValueError("with identity: sidecar nobody reads names - leave pattern out, or identity")
+            raise ValueError("identity: sidecar does not read file names - leave out pattern or identity")
         return pattern
 
     @property
@@ -141,7 +137,11 @@ class FolderSection(Section):
         return self.board_type is not None
 
     @model_validator(mode="after")
-    def _names_tell_everything(self) -> FolderSection:
+    def _is_consistent(self) -> FolderSection:
+        if self.shows_boards and self.component is not None:
+            raise ValueError("a file shows one part or a whole board - keep component or board_type")
+        if self.shows_boards and self.duplicate == "skip":
+            raise ValueError("duplicate: skip is for files that show one part - leave it out, or board_type")
         if self.pattern is None:
             return self
         groups = re.compile(self.pattern).groupindex
@@ -154,70 +154,56 @@ class FolderSection(Section):
         known = wanted if self.shows_boards else (*NAME_GROUPS, TYPE_GROUP)
         unknown = sorted(set(groups) - set(known))
         if unknown:
-            raise ValueError(f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], known)}")
-        return self
-
-    @model_validator(mode="after")
-    def _shows_boards_or_parts(self) -> FolderSection:
-        if self.shows_boards and self.component is not None:
-            raise ValueError("a file shows one part or a whole board - keep component or board_type")
-        if self.shows_boards and self.duplicate == "skip":
-            raise ValueError("duplicate: skip is for files that show one part - leave it out, or board_type")
+            raise ValueError(f"unknown group {unknown[0]!r} - {suggestion(unknown[0], known)}")
         return self
 
 
 class CameraSection(Section):
     """One camera."""
 
-    name: Name = Field(description="its name in states, counts and results: letters, digits, `_`, `.`, `-`; once only")
+    name: Name = Field(description="its unique name in states, counts and results: letters, digits, `_`, `.`, `-`")
     url: Annotated[str, AfterValidator(_camera_url)] = Field(
         description="rtsp://HOST/..., http://HOST/... (MJPEG), file:CLIP (relative to this file), v4l2:/dev/video0, or "
         "genicam:SERIAL"
     )
-    user: str | None = Field(None, description="who logs in at the camera; default nobody")
+    user: str | None = Field(None, description="user name for the camera")
     password: SecretSection | None = Field(None, description="that user's: {credential: NAME} or {file: PATH}")
     mode: Literal["free_run", "triggered"] = Field(
         "free_run",
         description="free_run (the latest frame, whenever there is room; others are counted as dropped) or triggered "
-        "(one frame for each trigger, none of which is dropped silently); default free_run",
+        "(one frame for each trigger; none is dropped silently)",
     )
     interval_s: Seconds | None = Field(
-        None, description="triggered: a trigger by itself every so many seconds; default only those by the API"
+        None, description="triggered: seconds between automatic triggers; default: API only"
     )
-    queue: int = Field(
-        8, strict=True, ge=1, le=1000, description="triggered: frames that may wait for room, 1 to 1000; default 8"
-    )
+    queue: int = Field(8, strict=True, ge=1, le=1000, description="triggered: frames that may wait for room, 1 to 1000")
     component: ComponentType | None = Field(
-        None, description="every frame is one part of this component type; default: cut by its board's layout"
+        None, description="component type of every frame; default: cut by its board's layout"
     )
     board_type: str | None = Field(
-        None, description="board type of every frame; its layout says which parts are cut; default the only one"
+        None, description="board type of every frame, cut by its layout; default the only one"
     )
-    open_timeout_s: Seconds = Field(10.0, description="how long connecting may take, seconds; default 10")
-    stall_timeout_s: Seconds = Field(
-        5.0, description="without a frame for so many seconds it is STALLED and connected anew; default 5"
-    )
+    open_timeout_s: Seconds = Field(10.0, description="how long connecting may take, seconds")
+    stall_timeout_s: Seconds = Field(5.0, description="seconds without a frame until STALLED, and a reconnection")
     max_lag_s: Seconds = Field(
         2.0,
-        description="an alarm while frames reach the agent so many seconds late; after stall_timeout_s of that it is "
-        "connected anew; default 2",
+        description="frames later than this raise an alarm, seconds; after stall_timeout_s of it the camera is "
+        "reconnected",
     )
     rtsp_transport: Literal["tcp", "udp"] | None = Field(
-        None, description="rtsp: how pictures travel; default tcp where the camera has it; rtsps is always tcp"
+        None, description="rtsp: default tcp if the camera has it; rtsps is always tcp"
     )
     ca: FilePath | None = Field(
         None, description="rtsps, https: PEM file of the authority to trust; default the system's"
     )
-    insecure_ok: bool = Field(
-        False, strict=True, description="rtsps, https: take whatever certificate it shows; default false"
-    )
-    loop: bool = Field(False, strict=True, description="file: begin again where it ends; default false")
+    insecure_ok: bool = Field(False, strict=True, description="rtsps, https: accept any certificate")
+    loop: bool = Field(False, strict=True, description="file: restart at its end")
     frames_per_s: Annotated[float, Field(strict=True, gt=0, le=1000)] | None = Field(
-        None, description="file: how fast it is played; default as it was recorded"
+        None, description="file: playback speed; default recorded"
     )
     max_pixels: MaxPixels = Field(
         DEFAULT_MAX_PIXELS,
-        description=f"larger frames are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
+        description=f"larger frames are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}",
     )
 
     @property
@@ -235,7 +221,7 @@ class CameraSection(Section):
         if self.scheme not in {"rtsps", "https"} and (self.ca is not None or self.insecure_ok):
             raise ValueError("ca and insecure_ok are for rtsps: and https: - leave them out, or correct url")
         if self.ca is not None and self.insecure_ok:
-            raise ValueError("ca says whom to trust, insecure_ok that nobody must be - leave one out")
+            raise ValueError("ca names an authority to trust, insecure_ok trusts any - leave one out")
         if self.scheme != "rtsp" and self.rtsp_transport is not None:
             raise ValueError("rtsp_transport is for rtsp: - leave it out")
         return self
@@ -244,5 +230,5 @@ class CameraSection(Section):
 class IntakeSection(Section):
     """Sources of images."""
 
-    folders: tuple[FolderSection, ...] = Field((), description="watched folders; default none")
-    cameras: tuple[CameraSection, ...] = Field((), description="cameras; default none")
+    folders: tuple[FolderSection, ...] = Field((), description="watched folders")
+    cameras: tuple[CameraSection, ...] = Field((), description="cameras")

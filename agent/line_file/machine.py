@@ -15,7 +15,7 @@ PROCESSORS = ("cuda", "cpu", "mps", "emulated", "integrated")
 MAX_EXECUTORS = 64
 PolicyName = Literal["coserve", "paper", "samba", "samba-fifo", "samba-parallel", "none", "em", "em-ra"]
 Device = Literal["auto", "cpu", "cuda", "mps", "emulated", "integrated"]
-GivenPrecision: TypeAlias = Precision | Literal["auto"]  # auto: what the agent would run
+GivenPrecision: TypeAlias = Precision | Literal["auto"]  # auto: the agent's choice
 
 
 def _optional_precision(value: object) -> object:
@@ -26,14 +26,14 @@ def _executors(value: object) -> object:
     if value == AUTO:
         return None
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{value!r} is neither auto nor counts - write auto, or {{cuda: 3, cpu: 1}}")
+        raise ValueError(f"{value!r} is not auto or counts - write auto, or {{cuda: 3, cpu: 1}}")
     for processor, count in value.items():
         if processor not in PROCESSORS:
             raise ValueError(f"no processor {processor!r} - {suggestion(processor, PROCESSORS)}")
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_EXECUTORS:
             raise ValueError(f"{processor}: {count!r} is not a count from 0 to {MAX_EXECUTORS} - correct it")
     if not any(value.values()):
-        raise ValueError("no executor at all - give one processor at least 1")
+        raise ValueError("there is no executor - give one processor at least 1")
     return value
 
 
@@ -52,25 +52,23 @@ ExecutorCounts = Annotated[
 
 
 class MemorySection(Section):
-    """Budgets in bytes; None = as the device allows."""
+    """Budgets in bytes; None: auto."""
 
-    host: OptionalSize = Field(None, description="host memory for experts: auto or a size (4GiB); default auto")
-    device: OptionalSize = Field(None, description="device memory for experts: auto or a size (4GiB); default auto")
+    host: OptionalSize = Field(None, description="host memory for experts: auto or a size (4GiB)")
+    device: OptionalSize = Field(None, description="device memory for experts: auto or a size (4GiB)")
     workspace: OptionalSize = Field(
         None,
-        description="memory kept for running batches, of each: auto (the device profile's; without one what batches "
-        "can use, a quarter at most) or a size (1GiB); default auto",
+        description="part of each memory for running batches: auto (the device profile's; without one their need, at "
+        "most a quarter) or a size (1GiB)",
     )
     images: OptionalSize = Field(
         None,
-        description="host memory for images that are prepared ahead of their batches, beside host: auto (a twentieth "
-        "of host, 512 MiB at most) or a size (256MiB); default auto",
+        description="host memory for images prepared ahead of their batches, beside host: auto (a twentieth of host, "
+        "at most 512 MiB) or a size (256MiB)",
     )
 
 
 class SchedulingSection(Section):
     """Bounds of the scheduler."""
 
-    max_overtake_s: Seconds = Field(
-        5.0, description="longest that a request may be overtaken by requests of other experts, seconds; default 5"
-    )
+    max_overtake_s: Seconds = Field(5.0, description="seconds that other experts' requests may overtake a request")

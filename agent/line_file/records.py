@@ -14,18 +14,18 @@ from experts.catalog import FilePath, Section, Size
 def _mqtt_url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"{text!r} is no broker - write mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
+        raise ValueError(f"{text!r} is not a broker - write mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
     if parts.username or parts.password:
-        raise ValueError("a login stands in the url - write user: and password: {file: ...} instead")
+        raise ValueError("the url contains a login - write user: and password: {file: ...} instead")
     return text
 
 
 def _web_url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{text!r} is no web address - write http://HOST/PATH or https://HOST/PATH")
+        raise ValueError(f"{text!r} is not a web address - write http://HOST/PATH or https://HOST/PATH")
     if parts.username or parts.password:
-        raise ValueError("a login stands in the url - write token: {file: ...} instead")
+        raise ValueError("the url contains a login - write token: {file: ...} instead")
     return text
 
 
@@ -33,22 +33,18 @@ class KeepSection(Section):
     """Limits of retention; without any, results and images stay for ever. OK images go before NG."""
 
     days: Annotated[int, Field(strict=True, ge=1, le=36_500)] | None = Field(
-        None, description="rows and images older than so many days go; default none"
+        None, description="days after which rows and images go"
     )
-    size: Size | None = Field(
-        None, description="images kept, the oldest OK ones go first and NG ones last, when they take more; default none"
-    )
-    free: Size | None = Field(None, description="the same when less than this is free on their disk; default none")
-    export_required: bool = Field(
-        False, strict=True, description="true: nothing goes that the export has not written yet; default false"
-    )
+    size: Size | None = Field(None, description="most bytes of images; oldest OK go first, NG last")
+    free: Size | None = Field(None, description="least free bytes of the disk, by removing images")
+    export_required: bool = Field(False, strict=True, description="true: results stay until exported")
 
 
 class ExportSection(Section):
     """Files of results for other programs."""
 
-    folder: FilePath = Field(description="where they are put, relative to this file")
-    format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl; default csv")
+    folder: FilePath = Field(description="folder of the files, relative to this file")
+    format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl")
 
 
 class RecordsSection(Section):
@@ -56,16 +52,15 @@ class RecordsSection(Section):
 
     images: Literal["none", "ng", "all"] = Field(
         "ng",
-        description="which images of cameras and of the API are kept in the state: none, ng (also UNKNOWN), all; "
-        "default ng",
+        description="images of cameras and API to keep: none, ng (also UNKNOWN), all",
     )
-    keep: KeepSection = Field(KeepSection(), description="for how long; default for ever")
-    export: ExportSection | None = Field(None, description="files of all results, one an hour; default none")
+    keep: KeepSection = Field(KeepSection(), description="retention; default for ever")
+    export: ExportSection | None = Field(None, description="files of all results, one an hour")
 
     @model_validator(mode="after")
     def _is_exported_if_required(self) -> RecordsSection:
         if self.keep.export_required and self.export is None:
-            raise ValueError("export_required without an export keeps everything for ever - add export: {folder: ...}")
+            raise ValueError("export_required keeps everything for ever without an export - add export: {folder: ...}")
         return self
 
 
@@ -73,9 +68,9 @@ class MqttSection(Section):
     """MQTT broker: each verdict is published at least once."""
 
     url: Annotated[str, AfterValidator(_mqtt_url)] = Field(description="mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
-    topic: str = Field("coserve", pattern=r"^[^+#\x00]+$", description="first part of every topic; default coserve")
-    client_id: str | None = Field(None, description="how it calls itself; default coserve-LINE")
-    user: str | None = Field(None, description="who logs in; default nobody")
+    topic: str = Field("coserve", pattern=r"^[^+#\x00]+$", description="first part of every topic")
+    client_id: str | None = Field(None, description="MQTT client id; default coserve-LINE")
+    user: str | None = Field(None, description="user name")
     password: SecretSection | None = Field(None, description="that user's: {credential: NAME} or {file: PATH}")
     ca: FilePath | None = Field(None, description="mqtts: PEM file of the authority to trust; default the system's")
 
@@ -94,7 +89,7 @@ class WebhookSection(Section):
     url: Annotated[str, AfterValidator(_web_url)] = Field(description="http://HOST/PATH or https://HOST/PATH")
     token: SecretSection | None = Field(None, description="sent as authorization: Bearer TOKEN; default nothing")
     ca: FilePath | None = Field(None, description="https: PEM file of the authority to trust; default the system's")
-    timeout_s: Seconds = Field(10.0, description="how long an answer may take, seconds; default 10")
+    timeout_s: Seconds = Field(10.0, description="longest wait for an answer, seconds")
 
 
 class OutboxSection(Section):
@@ -103,15 +98,14 @@ class OutboxSection(Section):
     events: tuple[Literal["board", "ng", "result"], ...] = Field(
         ("board", "ng"),
         min_length=1,
-        description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image); "
-        "default [board, ng]",
+        description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image)",
     )
     limit: Annotated[int, Field(strict=True, ge=100, le=10_000_000)] = Field(
         100_000,
-        description="messages that may wait for one receiver; the oldest give way, counted; default 100000",
+        description="messages that may wait for one receiver; the oldest are dropped, and counted",
     )
     per_s: Annotated[float, Field(strict=True, gt=0, le=100_000)] = Field(
-        200.0, description="messages a second to one receiver, so that a backlog does not flood it; default 200"
+        200.0, description="most messages a second to one receiver, also from a backlog"
     )
-    mqtt: MqttSection | None = Field(None, description="an MQTT broker; default none")
-    webhook: WebhookSection | None = Field(None, description="a web address; default none")
+    mqtt: MqttSection | None = Field(None, description="an MQTT broker")
+    webhook: WebhookSection | None = Field(None, description="a web address")

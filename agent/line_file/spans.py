@@ -19,7 +19,7 @@ _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 @dataclass(frozen=True, slots=True)
 class YamlSpan:
     """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else a block. A mapping has ``pairs``,
-    a sequence ``items``; an alias has neither, and its anchor's ``name``."""
+    a sequence ``items``, an alias its anchor's name."""
 
     start: int
     end: int
@@ -34,7 +34,7 @@ class YamlSpan:
         return self.start == self.end
 
     def child(self, key: str | int) -> tuple[YamlSpan, YamlSpan] | None:
-        """The key and the value of this name, or the item of this number (as its own key); None if there is none."""
+        """The key and the value of this name, or the item of this number (as its own key); None if missing."""
         if self.pairs is not None:
             return next((pair for pair in self.pairs if pair[0].text == key), None)
         if self.items is not None and isinstance(key, int) and 0 <= key < len(self.items):
@@ -43,7 +43,7 @@ class YamlSpan:
 
 
 def spans_of(text: str) -> YamlSpan | None:
-    """The root of a text without byte order mark; None where it holds nothing. Raises yaml.YAMLError."""
+    """The root of a text without byte order mark; None for an empty text. Raises yaml.YAMLError."""
     events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
     for event in events:
         if isinstance(event, yaml.DocumentStartEvent):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
@@ -16,16 +15,16 @@ from experts.graph import TextRoute, TextRule
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from experts.catalog import CatalogSections, ExpertSection
+    from experts.catalog import CatalogSections
     from experts.document import Document, KeyPath
     from experts.errors import ConfigError
 
 
 def _route_name(text: str) -> str:
-    """Without a slash: names of experts have one."""
+    """A route's name has no slash, an expert's has one."""
     if not COMPONENT.fullmatch(text):
         raise ValueError(
-            f"{text!r} is no name of a route - use letters, digits, `_`, `.`, `+` and `-`, a letter or digit first"
+            f"{text!r} is not a route name - use letters, digits, `_`, `.`, `+` and `-`, a letter or digit first"
         )
     return text
 
@@ -37,55 +36,43 @@ class TextRuleSection(Section):
     """Rule that sends matching texts to an expert."""
 
     matches: RegularExpression = Field(
-        min_length=1, description="regular expression that is found anywhere in what is asked; (?i) ignores case"
+        min_length=1, description="regular expression to find in a text; (?i) ignores case"
     )
-    expert: str = Field(description="id of the llm that answers then")
+    expert: str = Field(description="id of the llm that answers")
 
 
 class TextRouteSection(Section):
     """One name that texts may be sent to."""
 
-    rules: tuple[TextRuleSection, ...] = Field(
-        (), description="who answers texts that match; the first rule that does; default none"
-    )
-    router: str | None = Field(
-        None, description="id of an llm with labels, asked with what no rule matches; default none"
-    )
-    experts: dict[str, str] = Field({}, description="router's label -> id of the llm that answers then; default none")
-    otherwise: str | None = Field(
-        None, description="id of the llm that answers what no rule and no label decides; required where that may happen"
-    )
+    rules: tuple[TextRuleSection, ...] = Field((), description="the first that matches a text names its expert")
+    router: str | None = Field(None, description="id of an llm with labels, for other texts")
+    experts: dict[str, str] = Field({}, description="router's label -> id of the llm that answers")
+    otherwise: str | None = Field(None, description="id of the llm for all other texts; required if there can be any")
 
 
-QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: new texts join after an iteration anyway
+QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # with and without experts of images; new texts join after any iteration
 
 
 class TextsSection(Section):
-    """Texts, beside images."""
+    """Texts for language models."""
 
     kv: OptionalSize = Field(
         None,
-        description="memory for keys and values of texts under way, of each memory that language models run from: "
-        "auto (a quarter of it) or a size (1GiB); default auto",
+        description="memory for keys and values of texts, in each memory that language models run from: "
+        "auto (a quarter of it) or a size (1GiB)",
     )
     quantum_s: Annotated[float, Field(strict=True, ge=0.001, le=10.0)] | None = Field(
         None,
-        description="longest that texts keep an executor before images that wait may run, seconds, 0.001 to 10; "
+        description="longest time that texts keep an executor while images wait, seconds, 0.001 to 10; "
         f"default {QUANTUM_S:g}, and {LONE_QUANTUM_S:g} where no expert takes images",
     )
-    deadline_s: Seconds | None = Field(
-        None, description="a text that is not answered in so many seconds ends there; default none"
-    )
-    prefix_cache: bool = Field(
-        True, strict=True, description="false: beginnings that texts have in common are computed for each; default true"
-    )
-    routes: dict[RouteName, TextRouteSection] = Field(
-        {}, description="names that texts may be sent to, beside those of experts; default none"
-    )
+    deadline_s: Seconds | None = Field(None, description="seconds after which an unfinished text ends")
+    prefix_cache: bool = Field(True, strict=True, description="false: compute a common beginning for each text")
+    routes: dict[RouteName, TextRouteSection] = Field({}, description="names that texts may name, beside experts")
 
 
 def text_routes_of(texts: TextsSection, sections: CatalogSections) -> dict[str, TextRoute]:
-    """Routes of a section without ``text_problems``."""
+    """Routes of a section that has no ``text_problems``."""
     return {name: _route(name, section, sections) for name, section in texts.routes.items()}
 
 
@@ -97,86 +84,67 @@ def text_problems(texts: TextsSection, sections: CatalogSections, document: Docu
         where = ("texts", "routes", name)
         if name in sections.routes:
             yield document.error("is a route of images, too - give it another name", *where)
-        yield from _rule_problems(section, sections, document, where)
+        answerers: list[tuple[str, KeyPath]]
+        answerers = [(rule.expert, ("rules", index, "expert")) for index, rule in enumerate(section.rules)]
+        answerers += [(expert, ("experts", label)) for label, expert in section.experts.items()]
+        answerers += [] if section.otherwise is None else [(section.otherwise, ("otherwise",))]
+        for expert, place in answerers:
+            if (problem := _answerer_problem(expert, sections)) is not None:
+                yield document.error(problem, *where, *place)
         yield from _router_problems(section, sections, document, where)
-        if section.otherwise is not None:
-            yield from _answerer_problems(section.otherwise, sections, document, *where, "otherwise")
-        else:
-            yield from _gap_problems(section, sections, document, where)
 
 
 def _route(name: str, section: TextRouteSection, sections: CatalogSections) -> TextRoute:
     labels = () if section.router is None else sections.experts[section.router].labels or ()
-    branches = {label: section.experts.get(label) or section.otherwise or "" for label in labels}
     return TextRoute(
         name=name,
         rules=tuple(TextRule(re.compile(rule.matches), rule.expert) for rule in section.rules),
         router=section.router,
-        branches=MappingProxyType(branches),
+        branches={label: section.experts.get(label) or section.otherwise or "" for label in labels},
         otherwise=section.otherwise,
     )
-
-
-def _rule_problems(
-    section: TextRouteSection, sections: CatalogSections, document: Document, where: KeyPath
-) -> Iterator[ConfigError]:
-    for index, rule in enumerate(section.rules):
-        yield from _answerer_problems(rule.expert, sections, document, *where, "rules", index, "expert")
 
 
 def _router_problems(
     section: TextRouteSection, sections: CatalogSections, document: Document, where: KeyPath
 ) -> Iterator[ConfigError]:
-    for label, answerer in section.experts.items():
-        yield from _answerer_problems(answerer, sections, document, *where, "experts", label)
+    """Without ``otherwise``, every label of a router needs an expert, and so does a text that no rule matches."""
     if section.router is None:
         if section.experts:
-            yield document.error("whose labels are these? - add router:", *where, "experts")
+            yield document.error("its labels need a router - add router:", *where, "experts")
+        if section.otherwise is None:
+            yield document.error("no expert answers what no rule matches - add otherwise:, or a router:", *where)
         return
-    router = sections.experts.get(section.router)
-    problem = _problem_with(section.router, router, sections)
-    if router is None or problem is not None:
-        yield document.error(str(problem), *where, "router")
-    elif not router.labels:
+    if (problem := _not_an_llm(section.router, sections)) is not None:
+        yield document.error(problem, *where, "router")
+        return
+    labels = sections.experts[section.router].labels or ()
+    if not labels:
         yield document.error(f"{section.router} has no labels to answer with - give it some", *where, "router")
-    else:
-        for label in section.experts:
-            if label not in router.labels:
-                hint = suggestion(label, router.labels)
-                yield document.error(f"{section.router} has no label {label!r} - {hint}", *where, "experts", label)
-
-
-def _gap_problems(
-    section: TextRouteSection, sections: CatalogSections, document: Document, where: KeyPath
-) -> Iterator[ConfigError]:
-    """Without ``otherwise``, every label of a router needs an expert."""
-    if section.router is None:
-        yield document.error("who answers what no rule matches? - add otherwise:, or a router:", *where)
         return
-    router = sections.experts.get(section.router)
-    left = [label for label in (router.labels or () if router else ()) if label not in section.experts]
-    if left:
+    for label in section.experts:
+        if label not in labels:
+            hint = suggestion(label, labels)
+            yield document.error(f"{section.router} has no label {label!r} - {hint}", *where, "experts", label)
+    left = [label for label in labels if label not in section.experts]
+    if left and section.otherwise is None:
         listed = ", ".join(left)
-        yield document.error(f"who answers for {listed}? - add that to experts:, or add otherwise:", *where)
+        yield document.error(f"no expert answers for {listed} - add each to experts:, or add otherwise:", *where)
 
 
-def _answerer_problems(
-    name: str, sections: CatalogSections, document: Document, *where: str | int
-) -> Iterator[ConfigError]:
-    """An expert with labels answers with one of these and nothing else."""
-    expert = sections.experts.get(name)
-    problem = _problem_with(name, expert, sections)
-    if problem is not None:
-        yield document.error(problem, *where)
-    elif expert is not None and expert.labels:
-        yield document.error(
-            f"{name} answers with its labels, not with texts - name another one; one of the same weights and without "
-            "labels takes no room of its own",
-            *where,
+def _answerer_problem(name: str, sections: CatalogSections) -> str | None:
+    """An expert with labels answers with a label only, so it cannot end a route."""
+    problem = _not_an_llm(name, sections)
+    if problem is None and sections.experts[name].labels:
+        return (
+            f"{name} answers with its labels, not with texts - name another expert; one with the same weights and no "
+            "labels takes no extra memory"
         )
+    return problem
 
 
-def _problem_with(name: str, expert: ExpertSection | None, sections: CatalogSections) -> str | None:
+def _not_an_llm(name: str, sections: CatalogSections) -> str | None:
+    expert = sections.experts.get(name)
     llms = [each for each, section in sections.experts.items() if is_llm(section)]
     if expert is None:
         return f"no expert {name!r} - {suggestion(name, llms, 'add it under `experts`')}"

@@ -1,6 +1,6 @@
 """Values of several sections: sizes, seconds, names, secrets by reference.
 
-Guarantees: a secret never stands in a line file; each message says what to write instead.
+Guarantees: a line file never contains a secret; each message says what to write instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _optional_size(value: object) -> int | None:
         return None
     bytes_ = size_bytes(str(value))
     if bytes_ < 1:
-        raise ValueError(f"{value!r} is no memory at all - write auto, or a size such as 4GiB")
+        raise ValueError(f"{value!r} is no memory - write auto, or a size such as 4GiB")
     return bytes_
 
 
@@ -29,18 +29,18 @@ def _regular_expression(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"not a regular expression ({error}) - correct it, in single quotes") from error
+        raise ValueError(f"invalid regular expression ({error}) - correct it, in single quotes") from error
     return text
 
 
 def _no_path(name: str) -> str:
     if "/" in name or name in {".", ".."}:
-        raise ValueError(f"{name!r} is a path - write the name that the unit's LoadCredential= gives it")
+        raise ValueError(f"{name!r} is a path - write its name in the unit's LoadCredential=")
     return name
 
 
 def shown_url(url: str) -> str:
-    """An address as it may be shown: without a login's password, and without the values behind its `?`."""
+    """An address to show: without a login's password, and without the values after its `?`."""
     place, mark, query = url.partition("?")
     return re.sub(r"(//[^/@]*?):.*@", r"\1:***@", place) + mark + re.sub(r"=[^&]*", "=***", query)
 
@@ -53,23 +53,23 @@ Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 
 class SecretSection(Section):
-    """A password or a token, by where it lies: exactly one of both."""
+    """Place of a password or a token: a credential or a file."""
 
     credential: Annotated[str, BeforeValidator(_no_path)] | None = Field(
-        None, description="name of a systemd credential (LoadCredential=NAME:FILE in the unit)"
+        None, description="name of a systemd credential: LoadCredential=NAME:FILE"
     )
-    file: FilePath | None = Field(None, description="a file that holds it alone, relative to this file")
+    file: FilePath | None = Field(None, description="file with nothing but the secret, relative to this file")
 
     @model_validator(mode="before")
     @classmethod
     def _is_no_secret_itself(cls, said: object) -> object:
-        """The value may be the secret: no message repeats it."""
+        """The value may be the secret, so no message repeats it."""
         if not isinstance(said, dict | cls):
-            raise ValueError("a secret never stands in a line file - write {credential: NAME} or {file: PATH}")
+            raise ValueError("a line file must not contain a secret - write {credential: NAME} or {file: PATH}")
         return said
 
     @model_validator(mode="after")
     def _is_one(self) -> SecretSection:
         if (self.credential is None) == (self.file is None):
-            raise ValueError("a secret lies in one place - write {credential: NAME} or {file: PATH}")
+            raise ValueError("a secret has one place - write {credential: NAME} or {file: PATH}")
         return self

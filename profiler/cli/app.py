@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from agent.cli.app import experts_app
+from agent.cli.experts import experts_app
 from profiler.cli.bench import bench_app
 from profiler.cli.plan import plan
 from profiler.cli.profile import profile

@@ -1,4 +1,4 @@
-"""Line files: what they become, what the environment changes, and how every mistake is told."""
+"""Line files: their configuration, overrides by the environment, and the report of every mistake."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from agent.line_file.api import LOCAL_DOOR, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
 from agent.line_file.values import SecretSection
 from agent.unix_sockets import UnixSocket
-from experts.errors import ConfigError, SecretMissing
+from experts.errors import SecretMissing
 from experts.expert import Precision
 from experts.sizes import size_bytes
+from tests.agent.line_files import line_of, problems_of
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "line.yaml"
 README = Path(__file__).parents[2] / "README.md"
@@ -41,18 +42,6 @@ intake:
     - path: inbox
       pattern: '{PATTERN}'
 """
-
-
-def line_of(folder, text, **environment):
-    file = folder / "line.yaml"
-    file.write_text(text)
-    return read_line(file, environment)
-
-
-def problems_of(folder, text, **environment):
-    with pytest.raises(ConfigError) as caught:
-        line_of(folder, text, **environment)
-    return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
 def test_values_become_typed_and_paths_are_the_file_s(tmp_path):
@@ -85,10 +74,10 @@ def test_sizes(text, size):
 CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
 CAMERAS = [
     ("{name: top}", "intake.cameras[0].url: is missing"),
-    ("{name: top, url: 'ftp://x/y'}", "'ftp:' is no camera - write rtsp://"),
-    ("{name: top, url: 'rtsp:'}", "names nothing behind rtsp:"),
-    ("{name: top, url: 'rtsp://u:secret@h/'}", "a password stands in the url"),
-    (f"{{{CAMERA}}}", "what does a frame show? - add component:"),
+    ("{name: top, url: 'ftp://x/y'}", "'ftp:' is not a camera - write rtsp://"),
+    ("{name: top, url: 'rtsp:'}", "has nothing after rtsp:"),
+    ("{name: top, url: 'rtsp://u:secret@h/'}", "the url contains a password"),
+    (f"{{{CAMERA}}}", "a frame has neither a component nor a layout"),
     (f"{{{CAMERA}, component: q}}", "intake.cameras[0].component: no route for 'q'"),
     (f"{{{CAMERA}, component: r, board_type: none}}", "intake.cameras[0].board_type: no board type 'none'"),
     (
@@ -98,14 +87,14 @@ CAMERAS = [
     (f"{{{CAMERA}, component: r, interval_s: 2.0}}", "interval_s is for mode: triggered"),
     (f"{{{CAMERA}, component: r, loop: true}}", "loop and frames_per_s are for file:"),
     (f"{{{CAMERA}, component: r, password: {{file: x}}}}", "a password without a user"),
-    (f"{{{CAMERA}, component: r, user: u, password: {{}}}}", "a secret lies in one place"),
+    (f"{{{CAMERA}, component: r, user: u, password: {{}}}}", "a secret has one place"),
     (f"{{{CAMERA}, component: r, user: u, password: {{credential: a/b}}}}", "'a/b' is a path"),
 ]
 RECEIVERS = [
-    ("{mqtt: {url: 'http://x'}}", "is no broker - write mqtt://HOST:1883"),
-    ("{mqtt: {url: 'mqtt://u:p@x'}}", "a login stands in the url"),
+    ("{mqtt: {url: 'http://x'}}", "is not a broker - write mqtt://HOST:1883"),
+    ("{mqtt: {url: 'mqtt://u:p@x'}}", "the url contains a login"),
     ("{mqtt: {url: 'mqtt://x', ca: a.pem}}", "ca is for mqtts:"),
-    ("{webhook: {url: 'mqtt://x'}}", "is no web address"),
+    ("{webhook: {url: 'mqtt://x'}}", "is not a web address"),
     ("{events: []}", "outbox.events"),
 ]
 
@@ -115,21 +104,21 @@ RECEIVERS = [
     [
         ("polcy: paper", "line.yaml:16:1: polcy: unknown key - did you mean 'policy'?"),
         ("memory: {host: 4}", "line.yaml:16:10: memory.host: '4' is not a size - write a number and a unit"),
-        ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
+        ("memory: {host: 0B}", "memory.host: '0B' is no memory"),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps', 'emulated' or 'integrated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
-        ("executors: {cpu: 0}", "executors: no executor at all"),
-        ("executors: 3", "executors: 3 is neither auto nor counts"),
+        ("executors: {cpu: 0}", "executors: there is no executor"),
+        ("executors: 3", "executors: 3 is not auto or counts"),
         ("scheduling: {max_overtake_s: soon}", "scheduling.max_overtake_s: Input should be a valid number, not 'soon'"),
         (
             "boards: {b: {components: {x: 1}}}",
             "line.yaml:16:27: boards.b.components.x: no route for 'x' - add its route",
         ),
-        ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> how many"),
+        ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> number on a board"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
-        ("records: {keep: {export_required: true}}", "records: export_required without an export keeps everything"),
-        ("api: {http: 'unix:'}", "an address without a path"),
+        ("records: {keep: {export_required: true}}", "records: export_required keeps everything for ever without an"),
+        ("api: {http: 'unix:'}", "the address has no path"),
         *((f"  cameras: [{cameras}]", expected) for cameras, expected in CAMERAS),
         *((f"outbox: {outbox}", expected) for outbox, expected in RECEIVERS),
     ],
@@ -140,9 +129,9 @@ def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path, addition, expected):
 
 def test_a_pattern_must_compile_and_tell_everything_but_a_constant_component(tmp_path):
     for pattern, expected in (
-        ("(", "line.yaml:15:7: intake.folders[0].pattern: not a regular expression"),
+        ("(", "line.yaml:15:7: intake.folders[0].pattern: invalid regular expression"),
         (r"(?P<board>.+)\.png", "intake.folders[0]: the pattern has no group component, ref - add (?P<component>...)"),
-        (PATTERN + "(?P<bord>x)", "intake.folders[0]: nobody reads the group 'bord' - did you mean 'board'?"),
+        (PATTERN + "(?P<bord>x)", "intake.folders[0]: unknown group 'bord' - did you mean 'board'?"),
     ):
         assert expected in problems_of(tmp_path, MINIMAL.replace(PATTERN, pattern))[0]
     constant = MINIMAL.replace(PATTERN, r"(?P<board>.+)-(?P<ref>.+)\.png")
@@ -158,24 +147,21 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path):
     config = line_of(tmp_path, without + "      identity: sidecar\n")
     assert config.intake.folders[0].has_sidecars
     (problem,) = problems_of(tmp_path, MINIMAL + "      identity: sidecar\n")
-    assert "intake.folders[0].pattern: with identity: sidecar nobody reads names - leave pattern out" in problem
-    assert "Input should be 'pattern' or 'sidecar'" in problems_of(tmp_path, MINIMAL + "      identity: name\n")[0]
+    assert "intake.folders[0].pattern: identity: sidecar does not read file names - leave out pattern" in problem
+    constant = MINIMAL.replace(PATTERN, r"(?P<board>.+)-(?P<ref>.+)\.png")
+    assert line_of(tmp_path, constant + "      component: r\n").intake.folders[0].component == "r"
+    assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
 def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path):
     boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
     (problem,) = problems_of(tmp_path, MINIMAL + boards)
-    assert "intake.folders[0].pattern: which of one, two is a file's board?" in problem
+    assert "intake.folders[0].pattern: the board type of a file is unclear: one, two" in problem
     assert line_of(tmp_path, MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + boards).boards
     (tmp_path / "layout.yaml").write_text(LAYOUT)
     boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, other: {components: {r: 1}}}\n"
     text = MINIMAL.replace(f"'{PATTERN}'", "'(?P<board>.+)'\n      board_type: main") + boards
     assert line_of(tmp_path, text).intake.folders[0].shows_boards
-
-
-def test_folders_do_not_overlap(tmp_path):
-    inner = f"    - {{path: inbox/inner, pattern: '{PATTERN}'}}\n"
-    assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
 
 
 LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
@@ -185,18 +171,26 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
     ("folder", "expected"),
     [
         ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
-        ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
+        (
+            "pattern: '(?P<board>.+)', board_type: bare",
+            "[1].board_type: board type 'bare' has no layout to cut the image by",
+        ),
         ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
-        ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "nobody reads the group 'ref' - known here: board"),
+        ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "unknown group 'ref' - known here: board"),
         ("pattern: '(?P<board>.+)', board_type: main, max_pixels: 199", "[1].max_pixels: images of 20 x 10 pixels, as"),
         ("pattern: '(?P<board>.+)', board_type: main, component: r", "keep component or board_type"),
         ("pattern: '(?P<board>.+)', board_type: main, duplicate: skip", "duplicate: skip is for files that show one"),
+        ("pattern: '(?P<board>.+)', board_type: main, path: inbox/in", "is inside or around another watched folder"),
     ],
 )
 def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path, folder, expected):
     (tmp_path / "layout.yaml").write_text(LAYOUT)
     boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
-    text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + f"    - {{path: boards, {folder}}}\n" + boards
+    text = (
+        MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>")
+        + f"    - {{{'' if 'path:' in folder else 'path: boards, '}{folder}}}\n"
+        + boards
+    )
     (problem,) = problems_of(tmp_path, text)
     assert expected in problem
 
@@ -233,8 +227,8 @@ def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ("{R1: {component: r, box: [0, 0, 5, 5]}}", "2:1: parts: 1 parts of 'r', where its board has 2"),
-        ("{R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: q, box: [5, 5, 5, 9]}}", "the box has no inside"),
+        ("{R1: {component: r, box: [0, 0, 5, 5]}}", "2:1: parts: the layout has 1 parts of 'r', its board 2"),
+        ("{R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: q, box: [5, 5, 5, 9]}}", "the box is empty"),
         ("{R1: {component: r, box: [0, 0, 5, 11]}, R2: {component: r, box: [5, 5, 9, 9]}}",
          "2:28: parts.R1.box: the box leaves the frame of 20 x 10"),
     ],
@@ -253,16 +247,16 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
     [
         (
             "{grpc: ['0.0.0.0:8461']}",
-            "api: 0.0.0.0:8461 can be reached from other machines, and unencrypted - add tls:",
+            "api: 0.0.0.0:8461 can be reached from other machines, unencrypted - add tls:",
         ),
         ("{grpc: [':8461']}", "api: :8461 can be reached from other machines"),
         ("{http: '192.0.2.1:80', insecure_ok: true}", "api: 192.0.2.1:80 can be reached from other machines - http"),
-        ("{http: 'unix:s.sock', grpc: 'unix:./s.sock'}", "s.sock is given to grpc and to http - each has an address"),
+        ("{http: 'unix:s.sock', grpc: 'unix:./s.sock'}", "s.sock is used by grpc and by http - give each another"),
         ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
     ],
 )
 def test_an_unguarded_door_is_refused(tmp_path, api, expected):
-    """AC21: what other machines reach is encrypted, or says that it is not."""
+    """AC21: an address that other machines reach is encrypted, or declared insecure."""
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
     for guard in ("tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"):
         assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc
@@ -276,7 +270,7 @@ def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path):
     for secret, environment, text in (
         (SecretSection(file=tmp_path / "gone"), {}, "gone: No such file"),
         (SecretSection(file=tmp_path / "empty"), {}, "it is empty"),
-        (SecretSection(credential="here"), {}, "credential here: no credentials"),
+        (SecretSection(credential="here"), {}, "credential here: no credentials here"),
     ):
         with pytest.raises(SecretMissing, match=text):
             read_secret(secret, environment)
@@ -321,7 +315,7 @@ def keys_of(schema):
 
 
 def keys_in_full(schema, part, path=""):
-    """Every key of a part of the schema by its path, `*` for a name that the owner chooses, `[]` for a list's entry."""
+    """Every key of a part of the schema by its path: `*` for the owner's names, `[]` for a list's entry."""
     part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
     found: dict[str, dict[str, Any]] = {}
     for alternative in (each for each in part.get("anyOf", ()) if "$ref" in each):
@@ -336,13 +330,14 @@ def keys_in_full(schema, part, path=""):
 
 
 def rows_of(markdown):
-    """The keys of a page's tables, each with what stands as its default."""
+    """The keys of a page's tables with their defaults."""
     return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", markdown, re.MULTILINE))
 
 
 def test_the_example_is_valid_and_names_every_key_with_its_default():
     config = read_line(EXAMPLE, {})
     assert config.line == "demo"
+    assert set(get_args(PolicyName)) == set(PRESETS)
     text = EXAMPLE.read_text()
     for key in keys_of(json_schema()):
         assert re.search(rf"\b{key}:", text), key
@@ -365,10 +360,6 @@ def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds():
 def test_the_line_file_that_the_readme_shows_is_one(tmp_path):
     (shown,) = re.findall(r"^ *```yaml\n(.*?)^ *```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert line_of(tmp_path, textwrap.dedent(shown)).line == "top-side"
-
-
-def test_the_policies_are_the_presets_of_the_core():
-    assert set(get_args(PolicyName)) == set(PRESETS)
 
 
 def test_the_local_door_is_open_where_nothing_else_is_said(tmp_path):

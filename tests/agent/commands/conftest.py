@@ -1,4 +1,4 @@
-"""A line in memory at real addresses, for commands to ask."""
+"""A line in memory at real addresses, for commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def desk():
 
 @pytest.fixture
 def line(tmp_path, desk):
-    """The line file of an agent that runs, which answers at its first address and at another one."""
+    """The line file of a running agent, which answers at its first address and at another one."""
     (tmp_path / "token").write_text("s3cret\n")
     keys = {"grpc": ["unix:./state/coserve.sock", "127.0.0.1:0"], "token": {"file": "token"}}
     server = ApiServer(section(tmp_path, **keys), desk)

@@ -1,9 +1,10 @@
-"""A model comes to a line: what is asked for, what is written, and that nothing is left of what fails."""
+"""A model comes to a line: questions, written files, and nothing left after a failure."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
@@ -86,11 +87,12 @@ def test_a_classifier_is_added_and_judges(line, models):
 
 
 def test_a_detector_is_asked_after_whoever_was_there(line, models):
-    add_model(line, models / "net 1.safetensors", RESNET)
+    served = "{architecture: fake, weights: a.yaml, labels: [ok], input: {size: [8, 8]}}"
+    line.write_text(f"{BEGUN}experts: {{cls/a: {served}}}\nroutes: {{coil: [{{expert: cls/a, pass: [ok]}}]}}\n")
     wishes = Wishes(id="det/all", components=("coil",), labels=("there", "shifted"), size=(64, 64), passing=("there",))
     added = add_model(line, models / "yolo.safetensors", wishes)
     steps = read_line(line, {}).catalog.components["coil"]
-    assert [step.expert for step in steps] == ["cls/net-1", "det/all"]
+    assert [step.expert for step in steps] == ["cls/a", "det/all"]
     assert (added.kind, added.entry["architecture"]) == ("detector", "yolov8n")
 
 
@@ -115,15 +117,19 @@ def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
 
-def test_labels_that_name_no_good_part_are_asked_about(line, models):
-    wishes = Wishes(components=("coil",), task="multiclass", labels=("a", "b"), size=(32, 32), normalize="unit")
-    with pytest.raises(WeightsUnclear, match="--pass"):
-        add_model(line, models / "net 1.safetensors", wishes)
-
-
-def test_another_number_of_labels_is_a_mistake(line, models):
-    with pytest.raises(ConfigError, match="tells 2 labels apart, and --labels names 3"):
-        add_model(line, models / "net 1.safetensors", Wishes(task="multiclass", labels=("a", "b", "c")))
+@pytest.mark.parametrize(
+    ("model", "changes", "error", "match"),
+    [
+        ("net 1.safetensors", {"labels": ("a", "b")}, WeightsUnclear, "--pass"),
+        ("net 1.safetensors", {"labels": ("a", "b", "c")}, ConfigError, "has 2 labels, and --labels names 3"),
+        ("graph.onnx", {}, WeightsMismatch, "takes FLOAT"),
+        ("graph.onnx", {"size": None, "image": Path(__file__)}, ImageError, ""),
+    ],
+)
+def test_a_model_that_does_not_fit_is_not_added(line, models, model, changes, error, match):
+    with pytest.raises(error, match=match):
+        add_model(line, models / model, replace(RESNET, **changes))
+    assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
 
 class TestLabelsOfTheFile:
@@ -138,42 +144,29 @@ class TestLabelsOfTheFile:
         return tmp_path / "x.pt"
 
     def test_may_go_by_other_words_which_is_told(self, line, named):
-        added = add_model(line, named, replace(self.WISHES, labels=("gut", "bent", "fehlt")))
-        assert "labels go by the names of --labels: good is gut, gone is fehlt" in added.said
+        added = add_model(line, named, replace(self.WISHES, size=(48, 48), labels=("gut", "bent", "fehlt")))
+        assert "labels are renamed by --labels: good is gut, gone is fehlt" in added.said
         told = "given by --labels; the file has good, bent, gone (classes)"
-        assert (added.sure["labels"], added.sure["size"]) == (told, "given by --size")
+        assert added.sure["labels"] == told
+        assert added.sure["size"] == "given by --size; the file has 32x32 (img_size)"
         assert f"# labels: {told}" in line.read_text()
 
     def test_do_not_change_places(self, line, named):
         with pytest.raises(ConfigError, match="has good, bent, gone in this order, and --labels has bent in another"):
             add_model(line, named, replace(self.WISHES, labels=("bent", "good", "gone")))
 
-    def test_and_its_size_are_not_passed_over(self, line, named):
-        added = add_model(line, named, replace(self.WISHES, size=(48, 48), passing=("good",)))
-        assert added.sure["size"] == "given by --size; the file has 32x32 (img_size)"
-        assert added.sure["labels"] == "classes"
-
-
-def test_what_does_not_run_is_not_added(line, models):
-    wishes = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="unit")
-    with pytest.raises(WeightsMismatch, match="takes FLOAT"):
-        add_model(line, models / "graph.onnx", wishes)
-    with pytest.raises(ImageError):
-        add_model(line, models / "graph.onnx", replace(wishes, size=None, image=line))
-    assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
-
 
 def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(line, models):
     other = line.parent / "weights" / "cls" / "net-1.safetensors"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"of another")
-    with pytest.raises(ConfigError, match="is there already, and is another file"):
+    with pytest.raises(ConfigError, match="exists already, and is another file"):
         add_model(line, models / "net 1.safetensors", RESNET)
     assert (line.read_text(), other.read_bytes()) == (BEGUN, b"of another")
     other.unlink()
     add_model(line, models / "net 1.safetensors", RESNET)
     before = line.read_text(), files_of(line)
-    with pytest.raises(ConfigError, match="cls/net-1: is there already"):
+    with pytest.raises(ConfigError, match="cls/net-1: exists already"):
         add_model(line, models / "net 1.safetensors", RESNET)
     assert (line.read_text(), files_of(line)) == before
 
@@ -181,7 +174,7 @@ def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(li
 class TestAnomalies:
     @pytest.fixture
     def graph(self, tmp_path):
-        """Finds bright pixels strange."""
+        """An anomaly model: the brightest pixel is its score."""
         brightest = helper.make_node("ReduceMax", ["image"], ["anomaly_map"], axes=[1], keepdims=1)
         image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, 32, 32])
         strange = helper.make_tensor_value_info("anomaly_map", TensorProto.FLOAT, ["n", 1, 32, 32])
@@ -246,7 +239,7 @@ class TestTheCommand:
 
 
 class TestPixels:
-    """What a file tells of how images come to its model."""
+    """Preprocessing keys in a model's file."""
 
     OWN = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}  # noqa: RUF012  # of a test
 
@@ -270,14 +263,10 @@ class TestPixels:
         file, wishes = self.saved(tmp_path), Wishes(components=("coil",), size=(48, 48))
         with pytest.raises(WeightsUnclear, match=r"fit: the file has {resize: 40, .* another size: --fit"):
             add_model(line, file, wishes)
-        assert "fit" not in add_model(line, file, replace(wishes, fit="stretched")).entry["input"]
-
-    def test_numbers_that_are_given_come_before_the_files_and_both_are_told(self, line, tmp_path):
         own = {"mean": [124, 116, 104], "std": [58, 57, 57], "scale": 255}
-        added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",), normalize=own))
-        assert added.entry["input"]["normalize"] == own
+        added = add_model(line, file, replace(wishes, fit="stretched", normalize=own))
+        assert added.entry["input"] == {"size": [48, 48], "normalize": own}
         assert "given by --normalize; the file has {mean: [0.5" in added.sure["normalize"]
-        assert "(args.mean, std)" in added.sure["normalize"]
 
 
 def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
@@ -303,7 +292,7 @@ class TestLabelsThatDoNotExcludeOneAnother:
         with pytest.raises(WeightsUnclear) as caught:
             add_model(line, one_output, self.WISHES)
         assert caught.value.missing.keys() == {"labels", "otherwise"}
-        with pytest.raises(ConfigError, match="has one output, and --labels names 2: --labels LABEL, of what a high"):
+        with pytest.raises(ConfigError, match="has one output, and --labels names 2: give --labels LABEL for a high"):
             add_model(line, one_output, replace(self.WISHES, labels=("ok", "ng")))
         with pytest.raises(ConfigError, match="one label leaves a softmax nothing to choose from"):
             add_model(line, one_output, replace(self.WISHES, labels=("ok",), task="multiclass"))

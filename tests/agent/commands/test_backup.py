@@ -1,4 +1,4 @@
-"""A backup of a line, and its way back."""
+"""Backup of a line, and restore."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config: L
 
 
 class Killed(BaseException):
-    """What no code that runs on would catch."""
+    """Not caught by `except Exception`."""
 
 
 def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(
     config: LineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that starts then finds results, and a restore that is begun again ends well."""
+    """After a kill, an agent finds results, and a second restore succeeds."""
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     left = [0]
@@ -165,13 +165,13 @@ def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tm
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda saved: (saved / "results.db").write_bytes(b"cut"), "results.db is missing or not as it was written"),
-        (lambda saved: (saved / "profile.db").unlink(), "profile.db is missing or not as it was written"),
-        (lambda saved: (saved / "backup.json").unlink(), "is no backup of a line"),
+        (lambda saved: (saved / "results.db").write_bytes(b"cut"), "results.db is missing or was changed"),
+        (lambda saved: (saved / "profile.db").unlink(), "profile.db is missing or was changed"),
+        (lambda saved: (saved / "backup.json").unlink(), "is not a backup of a line"),
         (lambda saved: _edit(saved, format=9), "of format 9"),
         (lambda saved: _edit(saved, files={"../x": "ab"}), "'../x'"),
-        (lambda saved: _edit(saved, files=None), "is no backup of a line"),
-        (lambda saved: _edit(saved, files=["line.yaml"]), "is no backup of a line"),
+        (lambda saved: _edit(saved, files=None), "is not a backup of a line"),
+        (lambda saved: _edit(saved, files=["line.yaml"]), "is not a backup of a line"),
         (lambda saved: _edit(saved, files={}), "names no line.yaml"),
         (lambda saved: _edit(saved, line="other"), "is a backup of line 'other'"),
     ],
@@ -189,11 +189,12 @@ def test_a_backup_that_is_not_as_it_was_written_changes_nothing(
 
 def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config: LineConfig, tmp_path: Path) -> None:
     back_up(config, tmp_path / "saved")
-    (tmp_path / "saved" / "line.yaml").write_text(LINE.replace("resnet18", "resnet17"))
-    _edit(tmp_path / "saved", files={"line.yaml": sha256((tmp_path / "saved" / "line.yaml").read_bytes()).hexdigest()})
+    file = tmp_path / "saved" / "line.yaml"
+    file.write_text(LINE.replace("resnet18", "resnet17"))
+    _edit(tmp_path / "saved", files={"line.yaml": sha256(file.read_bytes()).hexdigest()})
     with pytest.raises(ConfigError, match="resnet17") as refused:
         restore(tmp_path / "other.yaml", tmp_path / "saved")
-    assert str(tmp_path / "saved" / "line.yaml") in str(refused.value)
+    assert str(file) in str(refused.value)
     assert not (tmp_path / "other.yaml").exists()
 
 
@@ -208,5 +209,5 @@ def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config: Line
         back_up(config, tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["line.yaml", "state"]
     (tmp_path / "saved").mkdir()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         back_up(config, tmp_path / "saved")

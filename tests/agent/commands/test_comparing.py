@@ -1,4 +1,4 @@
-"""A comparison of two versions, as people and scripts read it; and how they change places in a line file."""
+"""Comparison of two versions, as a page and as JSON; and their swap in a line file."""
 
 from __future__ import annotations
 
@@ -91,19 +91,13 @@ def test_a_comparison_counts_agreement_and_flips_each_way(line):
     assert ("image-1.png" in page, "image-0.png" in page) == (True, False)
 
 
-def test_who_ran_the_two_is_told_and_that_their_times_are_not_comparable_where_it_is_another_processor(line):
+def test_times_on_different_processors_are_called_not_comparable(line):
     keep(line, [answer(number, GOOD, BAD) for number in range(3)] + [answer(3, GOOD, None, reason="it broke")])
     row = comparison_row(comparison_of(read_line(line), "cls/a"))
-    assert row["executors"] == {
-        "expert": [
-            {"executor": 0, "processor": "cuda", "images": 2},
-            {"executor": 1, "processor": "cuda", "images": 1},
-        ],
-        "shadow": [{"executor": 2, "processor": "cpu", "images": 3}],
-    }
-    first = row["differing"][0]
-    assert (first["executor"], first["processor"]) == (0, "cuda")
-    assert (first["shadow_executor"], first["shadow_processor"]) == (2, "cpu")
+    ran_on = [{"executor": number, "processor": "cuda", "images": 2 - number} for number in range(2)]
+    assert row["executors"] == {"expert": ran_on, "shadow": [{"executor": 2, "processor": "cpu", "images": 3}]}
+    names = ("executor", "processor", "shadow_executor", "shadow_processor")
+    assert [row["differing"][0][name] for name in names] == [0, "cuda", 2, "cpu"]
     assert "ran on          cuda, shadow cpu: the times are not comparable" in told("compare", line, "cls/a")[1]
 
 
@@ -151,9 +145,7 @@ def test_promoted_entries_change_places_and_all_else_stays(line):
         assert comment in line.read_text()
     promote(line, "cls/a")
     assert read_line(line).catalog.experts == before.experts
-
-
-def test_what_cannot_be_promoted_leaves_the_file_as_it_is(line):
+    text = line.read_text()
     with pytest.raises(ConfigError, match="has no shadow"):
         promote(line, "cls/b")
-    assert line.read_text() == LINE
+    assert line.read_text() == text

@@ -1,4 +1,4 @@
-"""`coserve doctor` on real lines: what is well is said, what is not has its remedy, and nothing is disturbed."""
+"""`coserve doctor` on real lines: findings, remedies, and no disturbance; and `coserve config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import closing
 
 import pytest
 import torch
-import yaml
 from typer.testing import CliRunner
 
 from agent.cli.app import app
@@ -16,38 +15,25 @@ from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import state_held
 from experts.backends.onednn import operators
+from tests.agent.line_files import LineFile, expert, fake, route
+
+CAMERAS = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
 
 
 @pytest.fixture
-def document(tmp_path):
-    (tmp_path / "f0.yaml").write_text(json.dumps({"weight_bytes": 1_000_000}))
-    return {
-        "line": "t",
-        "state": "./state",
-        "experts": {
-            "cls/f0": {"architecture": "fake", "weights": "f0.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
-        },
-        "routes": {"c0": [{"expert": "cls/f0", "pass": ["ok"]}]},
-    }
-
-
-@pytest.fixture
-def line(tmp_path, document):
-    def write(**more):
-        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document | more))
-        return tmp_path / "line.yaml"
-
-    return write
+def line(tmp_path):
+    fake(tmp_path / "f0.yaml")
+    made = LineFile(tmp_path, experts={"cls/f0": expert("f0.yaml", labels=["ok"])}, routes={"c0": route("cls/f0")})
+    return made.write
 
 
 def found(line_file):
-    diagnosis = examine(read_line(line_file, {}))
-    return {check.name: check for check in diagnosis.checks}
+    return {check.name: check for check in examine(read_line(line_file, {}))}
 
 
 def test_a_line_that_can_be_served_has_no_problem(line):
     checks = found(line())
-    assert [check.name for check in checks.values() if check.fix is not None and check.name != "disk"] == []
+    assert {check.name for check in checks.values() if check.fix is not None} <= {"disk"}
     assert checks["torchvision"].found == "works"
     assert checks["onnxruntime"].found == "works"
     assert "MB/s" in checks["disk"].found
@@ -64,7 +50,7 @@ def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monk
     assert checks["form onednn-int8"].found == "does not run on this CPU: sums are off"
     assert checks["form onednn-int8"].fix is None
     given = found(line(precision="onednn-int8"))["form onednn-int8"]
-    assert given.fix == "write `precision: auto`, or fp32: until then it runs as fp32"
+    assert given.fix == "write `precision: auto`, or fp32: until then the agent runs fp32"
 
 
 def test_what_is_wrong_has_its_remedy(line, tmp_path):
@@ -78,13 +64,13 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
                     "token": {"file": "token"},
                     "http": "127.0.0.1:0",
                 },
-                intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]},
+                intake=CAMERAS,
                 outbox={"mqtt": {"url": f"mqtt://127.0.0.1:{nobody}"}},
                 memory={"host": "900TiB"},
                 records={"keep": {"free": "900TiB"}},
             )
         )
-    assert checks["camera top"].fix.startswith("see to file:")
+    assert checks["camera top"].fix.startswith("check file:")
     assert "lower memory.host" in checks["memory host"].fix
     assert checks["memory images"].found.startswith("512.0 MiB")
     assert "records.keep" in checks["free space"].fix
@@ -96,9 +82,7 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
 
 
 def test_a_running_agent_is_not_disturbed(line, tmp_path):
-    file = line(
-        api={"grpc": "127.0.0.1:1"}, intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
-    )
+    file = line(api={"grpc": "127.0.0.1:1"}, intake=CAMERAS)
     with state_held(tmp_path / "state"):
         checks = found(file)
     assert checks["agent"].found == "running on this line"
@@ -107,12 +91,11 @@ def test_a_running_agent_is_not_disturbed(line, tmp_path):
 
 
 def test_the_command_ends_with_the_number_of_problems_and_their_exit_code(line):
-    cameras = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
-    done = CliRunner().invoke(app, ["doctor", str(line(intake=cameras))])
+    done = CliRunner().invoke(app, ["doctor", str(line(intake=CAMERAS))])
     assert done.exit_code == 1
     assert "problems" in done.output.splitlines()[-1]
     assert "BAD camera top" in done.output
-    without = CliRunner().invoke(app, ["doctor", str(line(intake=cameras)), "--no-cameras", "--json"])
+    without = CliRunner().invoke(app, ["doctor", str(line(intake=CAMERAS)), "--no-cameras", "--json"])
     assert "camera top" not in {check["name"] for check in json.loads(without.stdout)["checks"]}
     mistaken = CliRunner().invoke(app, ["doctor", str(line(polciy="x"))])
     assert mistaken.exit_code == 78
@@ -125,7 +108,7 @@ def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeyp
     keys = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["keys"]}
     assert keys["policy"] == ("paper", "COSERVE__POLICY")
     assert keys["memory.host"] == ("auto", "default")
-    assert keys["line"] == ("t", "line.yaml:11")
+    assert keys["line"] == ("test", "line.yaml:11")
     assert keys["experts.cls/f0.input.size"][0] == [8, 8]
     short = CliRunner().invoke(app, ["config", "show", str(file)])
     assert "scheduling" not in short.stdout
@@ -133,9 +116,8 @@ def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeyp
 
 
 def test_a_check_with_probe_asks_the_cameras(line):
-    """AC13: a wrong url is told by the check, not by a log that repeats itself."""
-    cameras = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
-    done = CliRunner().invoke(app, ["config", "check", "--probe", str(line(intake=cameras))])
+    """AC13: the check reports a wrong url, not a repeating log."""
+    done = CliRunner().invoke(app, ["config", "check", "--probe", str(line(intake=CAMERAS))])
     assert done.exit_code == 1
     assert "camera top: " in done.output
     assert CliRunner().invoke(app, ["config", "check", "--probe", str(line())]).exit_code == 0

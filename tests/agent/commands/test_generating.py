@@ -19,7 +19,7 @@ TEXT = "".join(PROSE)
 def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
     done = coserve("generate", line, "llm/code", "hello")
     assert done.stdout == f"{TEXT}\n"
-    assert done.stderr == "llm/code: 7 tokens read, 4 written in 0.50 s (8.0/s); it had no more to say\n"
+    assert done.stderr == "llm/code: 7 tokens read, 4 written in 0.50 s (8.0/s); the model ended the text\n"
     assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
     assert json.loads(coserve("generate", line, "llm/code", "hello", "--json").stdout) == {
         "text": TEXT, "expert": "llm/code", "ending": "stop", "read_tokens": 7, "written_tokens": 4, "seconds": 0.5,

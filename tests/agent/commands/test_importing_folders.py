@@ -1,4 +1,4 @@
-"""`coserve experts import` of a folder: what a DeepSpeed checkpoint does not tell is said on the command line."""
+"""`coserve experts import` of a folder: arguments that a DeepSpeed checkpoint lacks come from the command line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An anomaly expert in a line: judged by its threshold, by nothing without one, and drawn where it is strange."""
+"""An anomaly expert in a line: verdicts by its threshold, and pictures of the anomalies."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import numpy as np
 import onnx
 import pytest
-import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.commands.inspection import inspect_images
-from agent.config import read_line
 from agent.service.line_service import LineService
 from experts.backends.onnx.anomaly import certainty
 from experts.errors import ConfigError
+from tests.agent.line_files import LineFile, route
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 
@@ -26,23 +25,21 @@ def quiet(stage, done, total):
 
 def line_of(folder, threshold):
     onnx.save_model(brightness(("pred_score", "score"), ("anomaly_map", "map")), folder / "solder.onnx")
-    expert = {
-        "architecture": "onnx", "weights": "solder.onnx", "task": "anomaly",
-        "input": {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"},
-    }  # fmt: skip
-    document = {
-        "line": "test", "state": "./state", "device": "cpu",
-        "experts": {"anomaly/solder": expert if threshold is None else {**expert, "threshold": threshold}},
-        "routes": {"solder": [{"expert": "anomaly/solder", "pass": ["ok"]}]},
-        "memory": {"host": "40MiB", "workspace": "20MiB"},
-    }  # fmt: skip
-    (folder / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(folder / "line.yaml", {})
+    told = {"task": "anomaly"} if threshold is None else {"task": "anomaly", "threshold": threshold}
+    pixels = {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"}
+    solder = {"architecture": "onnx", "weights": "solder.onnx", "input": pixels} | told
+    return LineFile(
+        folder,
+        device="cpu",
+        experts={"anomaly/solder": solder},
+        routes={"solder": route("anomaly/solder")},
+        memory={"host": "40MiB", "workspace": "20MiB"},
+    )
 
 
 @pytest.fixture
 def images(tmp_path):
-    """One that is dark all over, and one with a bright spot."""
+    """A dark image, and one with a bright spot."""
     dark = np.full((48, 64, 3), 51, np.uint8)
     spotted = dark.copy()
     spotted[30:40, 10:20] = 255
@@ -53,7 +50,7 @@ def images(tmp_path):
 
 
 def test_a_threshold_makes_verdicts_of_scores(tmp_path, images):
-    rows = inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet)
+    rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet)
     assert [(row["verdict"], row["label"]) for row in rows] == [("OK", "ok"), ("NG", "anomalous")]
     assert [row["anomalies"][0]["score"] for row in rows] == [pytest.approx(0.2), pytest.approx(1.0)]
     assert rows[0]["anomalies"][0]["expert"] == "anomaly/solder"
@@ -61,14 +58,14 @@ def test_a_threshold_makes_verdicts_of_scores(tmp_path, images):
 
 
 def test_without_a_threshold_everything_is_unknown_and_said_why(tmp_path, images):
-    """The line starts all the same, and its times are measured."""
-    rows = inspect_images(line_of(tmp_path, None), images, "solder", quiet)
+    """The line starts nevertheless, and its times are measured."""
+    rows = inspect_images(line_of(tmp_path, None).config, images, "solder", quiet)
     assert [row["verdict"] for row in rows] == ["UNKNOWN", "UNKNOWN"]
     assert all("anomaly/solder" in row["reason"] and "has no threshold" in row["reason"] for row in rows)
 
 
 def difference(picture, image):
-    """How far each pixel is from what it was."""
+    """Difference of each pixel to the original."""
     with Image.open(picture) as drawn, Image.open(image) as original:
         times = drawn.width // original.width
         shown = drawn.crop((0, 0, original.width * times, original.height * times)).resize(original.size, 0)
@@ -76,45 +73,40 @@ def difference(picture, image):
 
 
 def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
-    rows = inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, tmp_path / "pictures")
+    rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet, tmp_path / "pictures")
     dark, spotted = (difference(row["picture"], image) for row, image in zip(rows, images, strict=True))
     assert dark.max() == 0  # nothing was found
     changed = np.argwhere(spotted > 100)
     assert len(changed) > 50
     assert ((changed >= (27, 7)) & (changed < (43, 23))).all()  # the spot, and what scaling makes of its edges
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "spotted.png").write_bytes(b"of the same name, and no image")
-    rows = inspect_images(line_of(tmp_path, 0.6), [images[1], tmp_path / "other" / "spotted.png"], "solder", quiet,
-                          tmp_path / "pictures")  # fmt: skip
-    assert (rows[1]["picture"], rows[1]["verdict"]) == (None, "UNKNOWN")
-    images[0].rename(tmp_path / "other" / "spotted.png")
-    rows = inspect_images(line_of(tmp_path, 0.6), [images[1], tmp_path / "other" / "spotted.png"], "solder", quiet,
-                          tmp_path / "pictures")  # fmt: skip
-    assert len({row["picture"] for row in rows}) == 2
-
-
-def test_a_folder_that_is_a_file_is_told(tmp_path, images):
+    other = tmp_path / "other" / "spotted.png"
+    other.parent.mkdir()
+    for makes, drawn in (
+        (lambda: other.write_bytes(b"of the same name, and no image"), 1),
+        (lambda: images[0].rename(other), 2),
+    ):
+        makes()
+        rows = inspect_images(line_of(tmp_path, 0.6).config, [images[1], other], "solder", quiet, tmp_path / "pictures")
+        assert len({row["picture"] for row in rows} - {None}) == drawn
     with pytest.raises(ConfigError, match="name a folder that can be written"):
-        inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, images[0])
+        inspect_images(line_of(tmp_path, 0.6).config, [], "solder", quiet, images[1])
 
 
 def test_a_running_agent_judges_and_draws_as_without_it(tmp_path, tmp_path_factory, images):
-    line_of(tmp_path, 0.6)
-    absent = tmp_path / "absent.png"
+    line, absent = line_of(tmp_path, 0.6), tmp_path / "absent.png"
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
-    with (tmp_path / "line.yaml").open("a") as line:
-        line.write(f"api: {{grpc: ['{address}']}}\n")
-    service = LineService(read_line(tmp_path / "line.yaml", {}), quiet)
+    line.document["api"] = {"grpc": [address]}
+    service = LineService(line.config, quiet)
     service.start()
     try:
-        command = ["inspect", tmp_path / "line.yaml", images[0], absent, images[1], "--component", "solder", "--json"]
+        command = ["inspect", line.file, images[0], absent, images[1], "--component", "solder", "--json"]
         options = ["--picture", tmp_path / "asked", "--target", address]
         result = CliRunner().invoke(app, [*map(str, [*command, *options])])
     finally:
         service.stop()
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["results"]
-    here = inspect_images(read_line(tmp_path / "line.yaml", {}), images, "solder", quiet, tmp_path / "here")
+    here = inspect_images(line.config, images, "solder", quiet, tmp_path / "here")
     for asked, own in zip((rows[0], rows[2]), here, strict=True):
         assert asked["verdict"] == own["verdict"]
         assert asked["anomalies"] == own["anomalies"]

@@ -1,4 +1,4 @@
-"""Looking at a line beside its agent: nothing that is served is changed, and nothing hangs."""
+"""Commands beside an agent change nothing that it serves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 from contextlib import closing
 
 import pytest
-import yaml
 from PIL import Image
 
 from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images, verify_line
-from agent.config import read_line
 from agent.core.engine import Engine
 from agent.core.events import Arrived
 from agent.records.database import state_held
 from experts.errors import AgentCrashed
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
+from tests.agent.line_files import LineFile, expert, fake, route
 
 
 def quiet(stage, done, total):
@@ -29,16 +28,13 @@ def quiet(stage, done, total):
 def line(tmp_path):
     """Two fake experts with a route each."""
     for number in range(2):
-        declare(tmp_path, number, 1_000_000)
-    fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    document = {
-        "line": "test", "state": "./state",
-        "experts": {f"cls/f{number}": {**fake, "weights": f"f{number}.yaml"} for number in range(2)},
-        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
-        "memory": {"host": "20MiB", "workspace": "10MiB"},
-    }  # fmt: skip
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(tmp_path / "line.yaml", {})
+        fake(tmp_path / f"f{number}.yaml")
+    return LineFile(
+        tmp_path,
+        experts={f"cls/f{number}": expert(f"f{number}.yaml") for number in range(2)},
+        routes={f"c{number}": route(f"cls/f{number}") for number in range(2)},
+        memory={"host": "20MiB", "workspace": "10MiB"},
+    ).config
 
 
 @pytest.fixture
@@ -47,12 +43,8 @@ def image(tmp_path):
     return tmp_path / "image.png"
 
 
-def declare(folder, number, weight_bytes, label="ok"):
-    (folder / f"f{number}.yaml").write_text(json.dumps({"weight_bytes": weight_bytes, "label": label}))
-
-
 def packed_files(config):
-    """Every packed file and what it holds."""
+    """Content of every packed file."""
     packed = config.state / "packed"
     return {str(file.relative_to(packed)): file.read_bytes() for file in packed.rglob("*") if file.is_file()}
 
@@ -68,7 +60,7 @@ def test_verify_finds_damage_and_changes_nothing(line, image):
     inspect_images(line, [image], "c0", quiet)
     good = packed_files(line)
     assert [row["ok"] for row in verify_line(line, quiet)] == [True, True]
-    declare(image.parent, 1, 2_000_000)
+    fake(image.parent / "f1.yaml", 2_000_000)
     assert [row["ok"] for row in verify_line(line, quiet)] == [True, True]
     assert packed_files(line) == good
     segment = SegmentStore(line.state / "packed").segment_path(verified_segment(line, "cls/f0"))
@@ -77,12 +69,11 @@ def test_verify_finds_damage_and_changes_nothing(line, image):
     damaged[1000] ^= 1
     segment.write_bytes(damaged)
     os.utime(segment, ns=(status.st_atime_ns, status.st_mtime_ns))
-    rows = {row["expert"]: row for row in verify_line(line, quiet)}
-    assert (rows["cls/f0"]["ok"], rows["cls/f1"]["ok"]) == (False, True)
-    assert "sha256" in rows["cls/f0"]["reason"]
-    segment.unlink()
-    rows = {row["expert"]: row for row in verify_line(line, quiet)}
-    assert (rows["cls/f0"]["ok"], rows["cls/f1"]["ok"]) == (False, True)
+    for spoil in (lambda: None, segment.unlink):
+        spoil()
+        rows = {row["expert"]: row for row in verify_line(line, quiet)}
+        assert (rows["cls/f0"]["ok"], rows["cls/f1"]["ok"]) == (False, True)
+        assert rows["cls/f0"]["reason"]
 
 
 def verified_segment(config, expert):
@@ -93,7 +84,7 @@ def verified_segment(config, expert):
 def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_with_the_new_ones(line, image):
     assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["ok"]
     served = packed_files(line)
-    declare(image.parent, 0, 2_000_000, label="bad")
+    fake(image.parent / "f0.yaml", 2_000_000, label="bad")
     with state_held(line.state):  # all that an inspection sees of an agent
         assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["bad"]
     assert packed_files(line) == served

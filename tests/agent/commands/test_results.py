@@ -1,4 +1,4 @@
-"""`coserve results`: what is printed, and a file that appears whole or not at all."""
+"""`coserve results`: printed rows, and a file that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -57,13 +57,16 @@ def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
 
 
 def test_boards_have_their_takt(line, tmp_path):
+    absent = tmp_path / "nowhere" / "out.csv"
+    done = coserve("results", line, "--boards", "--out", absent)
+    assert (done.exit_code, f"{absent}: No such file or directory" in done.stderr) == (78, True)
     assert coserve("results", line, "--boards", "--out", tmp_path / "boards.jsonl").exit_code == 0
     rows = [json.loads(row) for row in (tmp_path / "boards.jsonl").read_text("utf-8").splitlines()]
     assert [(row["serial"], row["takt_s"], row["revisions"]) for row in rows] == [("B0", None, 0), ("B1", 10.0, 0)]
 
 
 def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line, tmp_path):
-    """AC27: nothing half appears under the file's name."""
+    """AC27: no partial file appears under the file's name."""
     target = tmp_path / "out" / "results.csv"
     target.parent.mkdir()
     target.write_text("as it was")
@@ -76,12 +79,6 @@ def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line,
         command.write_file(rows(), "csv", target)
     assert target.read_text() == "as it was"
     assert [path.name for path in target.parent.iterdir()] == ["results.csv"]
-
-
-def test_a_place_that_is_none_is_told(line, tmp_path):
-    done = coserve("results", line, "--out", tmp_path / "nowhere" / "out.csv")
-    assert done.exit_code == 78
-    assert f"{tmp_path / 'nowhere' / 'out.csv'}: No such file or directory" in done.stderr
 
 
 def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):

@@ -1,4 +1,4 @@
-"""`coserve service install`: what it prints is a script that writes the shipped units, run by this very agent."""
+"""`coserve service install`: the printed script writes the shipped units, for this very agent."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ ELSEWHERE = Path("/srv/venv/bin/coserve")
 INSTALLED = Path("/opt/coserve/1.0-abc/bin/coserve")
 
 
-def test_from_where_install_sh_puts_it_the_units_are_as_shipped():
-    files = unit_files(INSTALLED).files
+def test_the_units_run_the_installed_command_or_the_given_one():
+    shipped, elsewhere = unit_files(INSTALLED).files, unit_files(ELSEWHERE).files
     for name, path in DESTINATIONS.items():
-        assert files[path] == (ROOT / "systemd" / name).read_text()
-
-
-def test_from_elsewhere_the_units_run_the_command_that_is_asked():
-    files = unit_files(ELSEWHERE).files
+        assert shipped[path] == (ROOT / "systemd" / name).read_text()
     for unit in ("coserve", "coserve-profile"):
-        text = files[f"/etc/systemd/system/{unit}.service"]
+        text = elsewhere[f"/etc/systemd/system/{unit}.service"]
         assert f"ExecStart={ELSEWHERE} " in text
         assert "/opt/coserve/current/bin" not in text
 
@@ -46,9 +42,6 @@ def test_the_script_writes_just_these_files_and_runs_the_commands_after_them(tmp
     install(units)  # again: the same
     assert {path: Path(path).read_text() for path in files} == files
     assert log.read_text() == "done\ndone\n"
-
-
-def test_a_step_that_fails_is_told(tmp_path):
     with pytest.raises(CoServeError, match="a step failed"):
         install(UnitFiles({}, ("false", f"touch {tmp_path}/after")))
     assert not (tmp_path / "after").exists()
@@ -56,7 +49,7 @@ def test_a_step_that_fails_is_told(tmp_path):
 
 @pytest.fixture
 def seen_by_services():
-    """A checkout below /root or /home is hidden from units, and the product says so."""
+    """Units do not see a checkout below /root or /home."""
     try:
         unit_files()
     except CoServeError as error:

@@ -1,25 +1,22 @@
-"""Agents of a line of fakes on an emulated device: what they take from its profile, and when they refuse to start."""
+"""Agents of a line of fakes on an emulated device: values from its profile, and refusals to start."""
 
 from __future__ import annotations
 
-import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
-from agent.config import read_line
-from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.build import AgentOptions, build_agent, detect_box, doubts
-from agent.deployment.engine_setup import Given, planned
-from agent.deployment.packed_copies import copies_of, lying_packed
+from agent.core.performance import PoolSpec
+from agent.deployment.build import build_agent, detect_box, doubts
+from agent.deployment.engine_setup import planned
+from agent.deployment.packed_copies import copies_of, packed_experts
 from agent.deployment.profile_in_use import usage_of
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
@@ -27,10 +24,11 @@ from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import use_threads
-from experts.errors import ConfigError, MemoryExceeded
+from experts.errors import ConfigError
 from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.runtime.native_threads import native_threads, on_linux
 
 PATIENCE_S = 60.0
@@ -38,38 +36,22 @@ MIB = 2**20
 FORMS = {"emulated": Precision.BF16, "cpu": Precision.FP32}
 
 
-class Line:
+class Line(LineFile):
     """Fakes cls/f0 to cls/f2 with a route each, c2 with two steps, on an emulated device."""
 
     def __init__(self, folder):
-        self.folder = folder
+        super().__init__(
+            folder,
+            experts={f"cls/f{number}": expert(f"f{number}.yaml") for number in range(3)},
+            routes={"c0": route("cls/f0"), "c1": route("cls/f1"), "c2": route("cls/f0", "cls/f2")},
+            device="emulated",
+            memory={"host": "30MiB", "device": "20MiB"},
+        )
         for number in range(3):
-            self.declare(number, 1_000_000 + number)  # three programs, so three kinds
-        self.document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": self._expert(number) for number in range(3)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)}
-            | {"c2": [{"expert": "cls/f0", "pass": ["ok"]}, {"expert": "cls/f2", "pass": ["ok"]}]},
-            "device": "emulated",
-            "memory": {"host": "30MiB", "device": "20MiB"},
-        }
-
-    def _expert(self, number):
-        weights = f"f{number}.yaml"
-        return {"architecture": "fake", "weights": weights, "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-
-    def declare(self, number, weight_bytes):
-        content = {"weight_bytes": weight_bytes, "label": "ok", "workspace_bytes": 1000}
-        (self.folder / f"f{number}.yaml").write_text(json.dumps(content))
-
-    @property
-    def config(self):
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-        return read_line(self.folder / "line.yaml", {})
+            fake(folder / f"f{number}.yaml", 1_000_000 + number)  # three programs, so three kinds
 
     def profiled(self, **changes):
-        """Pack in both precisions, and write a profile of this box by hand; ``changes`` are of its parts."""
+        """Pack in both precisions, and write a profile of this box by hand with these ``changes``."""
         config, box = self.config, detect_box(self.config)
         with closing(SegmentStore(config.packed_folder)) as segments:
             report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
@@ -98,38 +80,20 @@ class Line:
             draft.save_allocation(parts["allocation"])
             return draft.finish()
 
-    def kind_name(self, expert):
+    def kind_of(self, name):
         config = self.config
         (program,) = {
-            each.program_sha256 for each in lying_packed(config, config.packed_folder) if each.expert == expert
+            each.program_sha256 for each in packed_experts(config, config.packed_folder) if each.expert == name
         }
-        return kind_name(config.catalog.experts[expert], program)
-
-    @contextmanager
-    def built(self, **options):
-        """An agent, its outcomes by request and the stages it went through; stopped in the end."""
-        outcomes, stages = {}, []
-        agent = build_agent(
-            self.config, outcomes.__setitem__, lambda stage, *_: stages.append(stage), AgentOptions(**options)
-        )
-        agent.start()
-        try:
-            yield agent, outcomes, stages
-        finally:
-            agent.stop()
+        return kind_name(config.catalog.experts[name], program)
 
     def served(self, **options):
-        """An agent that has judged one image of each component; with its outcomes."""
-        with self.built(**options) as (agent, outcomes, _):
+        """An agent that has judged one image of each component, with its outcomes."""
+        with self.built(starts=True, **options) as (agent, outcomes, _):
             image = np.zeros((8, 8, 3), dtype=np.uint8)
             numbers = {agent.loop.submit(image, component=name): name for name in self.document["routes"]}
             assert agent.loop.wait_until_idle(PATIENCE_S)
             return agent, {name: outcomes[number] for number, name in numbers.items()}
-
-    def refusal(self, **options):
-        with pytest.raises(ConfigError) as caught:
-            build_agent(replace(self.config, **options), lambda *_: None, lambda *_: None)
-        return str(caught.value)
 
 
 ALLOCATION = Allocation(
@@ -192,24 +156,6 @@ def test_the_line_file_comes_before_the_profile(line):
         assert agent.setup.pools[0] == PoolSpec("host", 23 * MIB, 2 * MIB)
 
 
-def test_what_the_caller_gives_comes_before_both(line):
-    stored = line.profiled()
-    line.config.profile_file.unlink()
-    executors = (ExecutorSpec(0, "cpu", "host"),)
-    pools = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 8 * MIB, MIB, cache="host"))
-    with line.built(profile=stored, given=Given(executors, pools)) as (agent, _, stages):
-        assert (agent.setup.executors, agent.setup.pools, agent.stored) == (executors, pools, stored)
-        assert "probe" not in stages
-    with line.built(profile=None, given=Given(executors, pools)) as (agent, _, stages):
-        assert (agent.setup.executors, agent.setup.pools, agent.stored) == (executors, pools, None)
-        assert "probe" in stages
-    tiny = (PoolSpec("host", 1000, MIB), PoolSpec("device", 1000, MIB, cache="host"))
-    with pytest.raises(MemoryExceeded):
-        build_agent(
-            line.config, lambda *_: None, lambda *_: None, AgentOptions(profile=stored, given=Given(executors, tiny))
-        )
-
-
 # -- what is refused --
 
 
@@ -217,12 +163,12 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
     box = identity_of(detect_box(line.config))
     other = replace(box, cores=box.cores + 1, versions={**box.versions, "torch": "1.0"}, model="another")
     line.profiled(box=other)
-    line.document["experts"]["cls/f9"] = line._expert(1)
+    line.document["experts"]["cls/f9"] = expert("f1.yaml")
     path, before = line.config.profile_file, line.config.profile_file.read_bytes()
     packed = sorted(line.config.packed_folder.rglob("*"))
     refused = line.refusal(is_profile_strict=True).splitlines()
     assert refused == [
-        f"{path} does not hold for this box as it is now:",
+        f"{path} is not valid for this box as it is now:",
         f"  - the device's model is {box.model!r} now, 'another' in the profile",
         f"  - the cores are {box.cores} now, {box.cores + 1} in the profile",
         f"  - torch is {box.versions['torch']} now, 1.0 in the profile",
@@ -248,11 +194,11 @@ def test_without_a_profile_of_this_box_it_probes_and_says_so(line, is_damaged):
 
 
 def test_experts_that_changed_or_came_are_served_in_fp32_and_the_profile_stands_for_the_others(line):
-    """What they take is measured where their kind was not; what was proven of the others stays."""
-    line.profiled(kinds=[*line.profiled().kinds, kind_profile(line.kind_name("cls/f0"), "emulated", "fp32")])
-    line.declare(1, 2_000_000)
-    line.document["experts"]["cls/f9"] = line._expert(0)
-    line.document["routes"]["c9"] = [{"expert": "cls/f9", "pass": ["ok"]}]
+    """An expert of an unmeasured kind is probed; proofs of unchanged experts stay."""
+    line.profiled(kinds=[*line.profiled().kinds, kind_profile(line.kind_of("cls/f0"), "emulated", "fp32")])
+    fake(line.folder / "f1.yaml", 2_000_000)
+    line.document["experts"]["cls/f9"] = expert("f0.yaml")
+    line.document["routes"]["c9"] = route("cls/f9")
     agent, outcomes = line.served()
     assert agent.stored is not None
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
@@ -272,30 +218,22 @@ def test_experts_that_changed_or_came_are_served_in_fp32_and_the_profile_stands_
 
 
 def test_smaller_images_are_for_the_weights_that_they_were_proven_with(line):
-    """One with other weights, and one of a kind that is timed: the Engine reckons with what they are shown."""
+    """An expert with other weights, and a new expert of a timed kind, get images in full."""
     proven = ImageDecoding("cls/f0", 4, 1.0, 2.0, 1.0, 4, 0, 0.0, 0.02, "of")
-    kinds = [*line.profiled().kinds, kind_profile(line.kind_name("cls/f0"), "emulated", "fp32")]
+    kinds = [*line.profiled().kinds, kind_profile(line.kind_of("cls/f0"), "emulated", "fp32")]
     decodings = [replace(proven, expert=name) for name in ("cls/f0", "cls/f1", "cls/f9")]
     line.profiled(kinds=kinds, decodings=decodings)
-    line.declare(1, 2_000_000)
-    line.document["experts"]["cls/f9"] = line._expert(0)
+    fake(line.folder / "f1.yaml", 2_000_000)
+    line.document["experts"]["cls/f9"] = expert("f0.yaml")
     with line.built() as (agent, _, _):
         assert agent.loop._workshop.preparation.scaled == {"cls/f0"}
         rows = agent.setup.matrix.experts["emulated"]
         assert {name for name, row in rows.items() if "reduced" in row.prepared.name} == {"cls/f0"}
 
 
-def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(line):
-    line.profiled()
-    (line.folder / "f1.yaml").unlink()
-    agent, outcomes = line.served()
-    assert agent.setup.broken.keys() == {"cls/f1"}
-    assert [outcomes[name].verdict for name in ("c0", "c1")] == [Verdict.OK, Verdict.UNKNOWN]
-
-
 @on_linux
 def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line):
-    """A team on the builder's thread makes them take up to twice as long: see ``agent.runtime.machine.threads``."""
+    """A thread team of the builder makes executors up to twice as slow: see ``agent.runtime.machine.threads``."""
 
     def with_a_team(*_):
         torch.ones(512, 512).mm(torch.ones(512, 512))  # as packing what is larger than fakes does
@@ -338,9 +276,6 @@ def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog
     assert partial_of(config.profile_file).exists()
 
 
-# -- what is scaled and what falls back --
-
-
 # -- usage and precision --
 
 
@@ -360,7 +295,7 @@ def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
 
 def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     stored = line.profiled()
-    line.document["experts"]["cls/f9"] = line._expert(2)
+    line.document["experts"]["cls/f9"] = expert("f2.yaml")
     config = line.config
     with pytest.raises(
         ConfigError, match=r"experts\.cls/f9: not packed in fp32 - run `coserve profile .*which packs it"

@@ -1,4 +1,4 @@
-"""Agents of a line with `precision: onednn-int8`: whoever is not calibrated runs in fp32, and it is told."""
+"""Agents of a line with `precision: onednn-int8`: an expert without a calibration runs in fp32, with a warning."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from agent.config import read_line
 from agent.deployment.build import AS_SERVED, build_agent, groundwork_of
 from agent.deployment.line_change import plan_change
 from agent.deployment.profile_in_use import precision_of
@@ -19,6 +17,7 @@ from experts.backends.onednn import operators
 from experts.calibrations import CalibrationFolder
 from experts.expert import Precision, Verdict
 from experts.packed.calibrated import calibration_of
+from tests.agent.line_files import LineFile, expert, route
 from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
@@ -28,50 +27,41 @@ SIDE = 64
 takes_eight_bits = needs(FORM)
 
 
-class Line:
-    """Squeezenets cls/a and cls/b with a route each, of which those named are calibrated."""
+class Line(LineFile):
+    """Squeezenets cls/a and cls/b with a route each; the named ones are calibrated."""
 
     def __init__(self, folder, *calibrated):
-        self.folder = folder
-        names = ("a", "b")
-        expert = {"architecture": "squeezenet1_1", "labels": ["ok", "bad"], "input": {"size": [SIDE, SIDE]}}
-        document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/{name}": expert | {"weights": f"{name}.safetensors"} for name in names},
-            "routes": {name: [{"expert": f"cls/{name}", "pass": ["ok", "bad"]}] for name in names},
-            "memory": {"host": "256MiB"},
-            "executors": {"cpu": 1},
-            "device": "cpu",
-            "precision": str(FORM),
-        }
-        (folder / "line.yaml").write_text(yaml.safe_dump(document))
-        for seed, name in enumerate(names):
-            self.write(name, seed)
+        super().__init__(
+            folder,
+            experts={f"cls/{name}": expert(f"{name}.safetensors", "squeezenet1_1", SIDE) for name in "ab"},
+            routes={name: route(f"cls/{name}", passing=("ok", "bad")) for name in "ab"},
+            memory={"host": "256MiB"},
+            executors={"cpu": 1},
+            device="cpu",
+            precision=str(FORM),
+        )
+        for seed, name in enumerate("ab"):
+            self.write_weights(name, seed)
         for name in calibrated:
             self.calibrate(name)
 
-    @property
-    def config(self):
-        return read_line(self.folder / "line.yaml", {})
-
-    def write(self, name, seed):
+    def write_weights(self, name, seed):
         write_random_weights(self.folder / f"{name}.safetensors", "squeezenet1_1", 2, seed=seed, image_size=SIDE)
 
     def calibrate(self, name):
         config = self.config
-        expert = config.catalog.experts[f"cls/{name}"]
+        served = config.catalog.experts[f"cls/{name}"]
         images = torch.randn((4, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0))
-        found = calibration_of(expert, "0" * 64, 4, ("bad", "ok"), {FORM: observed_ranges(expert, FORM, [images])})
-        CalibrationFolder.beside(config.packed_folder).write(expert.id, found)
+        found = calibration_of(served, "0" * 64, 4, ("bad", "ok"), {FORM: observed_ranges(served, FORM, [images])})
+        CalibrationFolder.beside(config.packed_folder).write(served.id, found)
 
     def forms(self):
-        """What each expert runs in, by what lies there now."""
+        """The form of each expert by the packed folder."""
         return groundwork_of(self.config, self.config.packed_folder, AS_SERVED).precisions["cpu"]
 
 
 class Served:
-    """A running agent of a line, and what became of what it was asked."""
+    """A running agent of a line, with its outcomes."""
 
     def __init__(self, line):
         self._line = line
@@ -80,7 +70,7 @@ class Served:
         self.agent.start()
 
     def judged(self):
-        """What it says of an image of each component."""
+        """Outcomes of an image of each component."""
         image = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
         numbers = [self.agent.loop.submit(image, component=name) for name in ("a", "b")]
         assert self.agent.loop.wait_until_idle(PATIENCE_S)
@@ -93,7 +83,7 @@ class Served:
         return change
 
     def forms(self):
-        """What the Engine runs each expert in now, by the line's names."""
+        """The form of each expert in the Engine, by the line's names."""
         rows = self.agent.setup.matrix.experts["cpu"]
         copies = {name: self.agent.copies[rows[self.agent.expert(name)].copy] for name in ("cls/a", "cls/b")}
         return {name: copy.packed.precision for name, copy in copies.items()}
@@ -114,13 +104,13 @@ def told(caplog, word="not_calibrated"):
 
 @takes_eight_bits
 def test_an_expert_with_other_weights_after_a_reload_runs_in_fp32_which_is_told(tmp_path, caplog):
-    """Until it is calibrated anew: then the next reload has it in eight bits again."""
+    """After a new calibration, the next reload has it in eight bits again."""
     line = Line(tmp_path, "a", "b")
     with serving(line) as served:
         assert served.forms() == {"cls/a": FORM, "cls/b": FORM}
         before = served.judged()
         assert told(caplog) == []
-        line.write("b", seed=5)
+        line.write_weights("b", seed=5)
         change = served.reload()
         assert (change.replaced, dict(change.quarantined)) == (("cls/b",), {})
         assert served.forms() == {"cls/a": FORM, "cls/b": Precision.FP32}

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import yaml
 
-from agent.config import read_line
 from agent.core.performance import (
     SSD,
     ExecutorSpec,
@@ -24,13 +22,13 @@ from agent.core.performance import (
 from agent.deployment import build
 from agent.deployment.build import AgentOptions, build_agent
 from agent.runtime.loop import BatchWatch, LoopOptions
-from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import form_of
 from experts.expert import Precision, Verdict
 from experts.packed.weights import SegmentStore
+from tests.agent.line_files import LineFile, expert, route
 from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
 from tests.agent.runtime.text_line import TextAgent, TextLine, write_line
 
@@ -40,51 +38,31 @@ PHOTOGRAPHS = 3
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A classifier whose form is the CPU's alone; the device runs it as torch does."""
+def line(tmp_path_factory):
+    """A classifier in a form of the CPU alone; the device runs torch's form."""
     folder = tmp_path_factory.mktemp("integrated")
     write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0, image_size=SIDE)
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {
-            "cls/a": {
-                "architecture": "squeezenet1_1",
-                "weights": "a.safetensors",
-                "labels": ["ok", "bad"],
-                "input": {"size": [SIDE, SIDE]},
-            }
-        },
-        "routes": {"a": [{"expert": "cls/a", "pass": ["ok", "bad"]}]},
-        "memory": {"host": "256MiB"},
-        "device": "integrated",
-        "executors": {"integrated": 1, "cpu": 1},
-        "precision": str(Precision.ONEDNN_FP32),
-    }
-    (folder / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(folder / "line.yaml", {})
-
-
-@contextmanager
-def served(config):
-    outcomes = {}
-    agent = build_agent(config, outcomes.__setitem__, lambda *_: None)
-    try:
-        yield agent, outcomes
-    finally:
-        agent.stop()
+    return LineFile(
+        folder,
+        experts={"cls/a": expert("a.safetensors", "squeezenet1_1", SIDE)},
+        routes={"a": route("cls/a", passing=("ok", "bad"))},
+        memory={"host": "256MiB"},
+        device="integrated",
+        executors={"integrated": 1, "cpu": 1},
+        precision=str(Precision.ONEDNN_FP32),
+    )
 
 
 @pytest.mark.skipif(
     form_of(Precision.ONEDNN_FP32).why_absent() is not None,
     reason=f"it takes {form_of(Precision.ONEDNN_FP32).why_absent()}",
 )
-def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(config, monkeypatch):
+def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(line, monkeypatch):
     def equally_fast(box, copies, segments, usage, threads):
         return Probed(estimated_matrix(box, copies, usage), {})
 
     monkeypatch.setattr(build, "probe", equally_fast)  # each executor has its share of the images, however busy the box
-    with served(config) as (agent, outcomes):
+    with line.built() as (agent, outcomes, _):
         columns = agent.setup.matrix.experts
         forms = {processor: column["cls/a"].copy for processor, column in columns.items()}
         assert forms == {"integrated": "cls/a@fp32", "cpu": "cls/a@onednn-fp32"}
@@ -102,8 +80,8 @@ def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(config, monkeypatch)
 
 @gives_way_here
 @pytest.mark.parametrize(("processor", "idles"), [("integrated", False), ("cpu", True)])
-def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(config, processor, idles):
-    alone = config.having(executors={processor: 1})
+def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(line, processor, idles):
+    alone = line.config.having(executors={processor: 1})
     options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1e3))  # the first batch waits for its expert for an hour
     classes, are_told = [], threading.Event()
 
@@ -123,11 +101,6 @@ def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(confi
     assert are_told.wait(PATIENCE_S)
     agent.stop()
     assert set(classes) == {os.SCHED_IDLE if idles else os.SCHED_OTHER}
-
-
-def test_the_box_has_one_memory_and_two_devices():
-    box = detect("integrated")
-    assert (box.processors, box.pools, box.is_split) == (("integrated", "cpu"), ("host",), False)
 
 
 def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):

@@ -1,23 +1,20 @@
-"""Agents of lines with language models: what they decide with, what they measure, and what they refuse."""
+"""Agents of lines with language models: their Engine's arguments, measurements and refusals."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
-import yaml
 
-from agent.config import read_line
-from agent.deployment.build import build_agent
 from agent.deployment.line_change import keys_for_restart, plan_change
 from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
 from agent.deployment.profile_in_use import precision_of
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.llm.config import read_spec
+from tests.agent.line_files import LineFile, expert, fake, route
 from tests.experts.llm.conftest import ModelFiles
 
 MIB = 2**20
@@ -25,15 +22,13 @@ SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_h
 
 
 DOCUMENT = {
-    "line": "test",
-    "state": "./state",
     "experts": {
         "llm/a": {"architecture": "llm", "weights": "a"},
         "llm/b": {"architecture": "llm", "weights": "b"},
         "llm/router": {"architecture": "llm", "weights": "router", "labels": ["a", "b"]},
-        "cls/f": {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}},
+        "cls/f": expert("f.yaml"),
     },
-    "routes": {"part": [{"expert": "cls/f", "pass": ["ok"]}]},
+    "routes": {"part": route("cls/f")},
     "texts": {
         "kv": "2MiB",
         "quantum_s": 0.02,
@@ -45,30 +40,11 @@ DOCUMENT = {
 }
 
 
-class Line:
+class Line(LineFile):
     """llm/a and llm/b on one backbone, a router, and an image's expert, on a CPU."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.document = deepcopy(DOCUMENT)
-
-    @property
-    def config(self):
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-        return read_line(self.folder / "line.yaml", {})
-
-    @contextmanager
-    def built(self):
-        agent = build_agent(self.config, lambda request, outcome: None, lambda stage, done, total: None)
-        try:
-            yield agent
-        finally:
-            agent.stop()
-
-    def refusal(self):
-        with pytest.raises(ConfigError) as caught, self.built():
-            pass
-        return str(caught.value)
+        super().__init__(folder, **deepcopy(DOCUMENT))
 
     def spec(self, name):
         return read_spec(self.folder / name, name)
@@ -85,7 +61,7 @@ def weights(tmp_path_factory):
         mixed = {key: own[key] if "layers.5.mlp" in key else tensor for key, tensor in backbone.items()}
         files.write(values, mixed).rename(folder / name)
     files.write(files.config("olmoe")).rename(folder / "router")
-    (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": "ok", "workspace_bytes": 1000}))
+    fake(folder / "f.yaml", 100_000)
     return folder
 
 
@@ -100,70 +76,53 @@ def setup(weights, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built") / "line"
     shutil.copytree(weights, folder)
     line = Line(folder)
-    with line.built() as agent:
+    with line.built() as (agent, *_):
         return line, agent.setup
 
 
-class TestWhatAnAgentDecidesWith:
-    def test_times_of_tokens_are_measured_and_their_bytes_are_exact(self, setup):
-        line, found = setup
-        for name in ("a", "b", "router"):
-            performance = found.matrix.experts["cpu"][f"llm/{name}"].performance
-            assert performance.runs_in_quanta
-            assert performance.lease_bytes == line.spec(name).kv_bytes(4)
-            assert min(performance.K_s, performance.B_s, performance.K_prompt_s, performance.K_output_s) > 0
-            assert performance.max_batch >= 4
-            assert performance.workspace_for(2) > performance.workspace_for(1) > 0
-
-    def test_models_of_one_config_are_measured_once(self, setup):
-        column = setup[1].matrix.experts["cpu"]
-        assert column["llm/a"].performance is column["llm/b"].performance
-        assert column["llm/router"].performance != column["llm/a"].performance
-
-    def test_what_they_share_is_held_once(self, setup):
-        one, other = (setup[1].matrix.experts["cpu"][name].footprint for name in ("llm/a", "llm/b"))
-        assert one.shared == other.shared != ()
-        assert one.total_bytes + other.own_bytes < 1.2 * one.total_bytes
-
-    def test_models_of_one_backbone_are_a_family(self, setup):
-        column = setup[1].matrix.experts["cpu"]
-        assert column["llm/a"].family == column["llm/b"].family is not None
-        assert column["llm/router"].family is None
-        assert column["cls/f"].family is None
-
-    def test_routes_of_texts_branch(self, setup):
-        (step,) = setup[1].graph.routes["assistant"]
-        assert step.then == {"a": "llm/a", "b": "llm/b"}
+def test_an_agent_decides_with_measured_times_and_exact_bytes(setup):
+    line, found = setup
+    column = found.matrix.experts["cpu"]
+    for name in ("a", "b", "router"):
+        performance = column[f"llm/{name}"].performance
+        assert performance.runs_in_quanta
+        assert performance.lease_bytes == line.spec(name).kv_bytes(4)
+        assert min(performance.K_s, performance.B_s, performance.K_prompt_s, performance.K_output_s) > 0
+        assert performance.max_batch >= 4
+        assert performance.workspace_for(2) > performance.workspace_for(1) > 0
+    assert column["llm/a"].performance is column["llm/b"].performance, "models of one config are measured once"
+    assert column["llm/router"].performance != column["llm/a"].performance
 
 
-class TestMemoryOfTexts:
-    def test_automatic_it_is_a_quarter(self, line):
-        del line.document["texts"]["kv"]
-        with line.built() as agent:
-            assert agent.setup.pools[0].lease_bytes == 16 * MIB
-
-    def test_a_model_that_never_fits_is_refused_with_its_size_and_what_takes_the_room(self, line):
-        line.document["memory"]["host"] = "6MiB"
-        text = line.refusal()
-        assert "experts.llm/a: needs" in text
-        assert "MiB of its 6.0 MiB to experts" in text
-        assert "lower texts.kv, which takes 2.0 MiB" in text
-
-    def test_automatic_it_keeps_what_a_short_text_needs(self, line):
-        del line.document["texts"]["kv"]
-        line.document["memory"]["host"] = "6MiB"
-        least_mib = LEAST_LEASED_TOKENS * line.spec("a").kv_bytes(4) / MIB
-        assert f"lower texts.kv, which takes {least_mib:.1f} MiB" in line.refusal()
+def test_models_of_one_backbone_are_a_family_and_hold_it_once(setup):
+    column = setup[1].matrix.experts["cpu"]
+    one, other = (column[name].footprint for name in ("llm/a", "llm/b"))
+    assert one.shared == other.shared != ()
+    assert one.total_bytes + other.own_bytes < 1.2 * one.total_bytes
+    assert column["llm/a"].family == column["llm/b"].family is not None
+    assert (column["llm/router"].family, column["cls/f"].family) == (None, None)
 
 
-class TestWhatIsWrongWithOne:
-    def test_only_that_one_is_broken(self, line):
-        config = json.loads((line.folder / "b" / "config.json").read_text())
-        (line.folder / "b" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
-        with line.built() as agent:
-            assert agent.setup.broken.keys() == {"llm/b"}
-            assert "config.json: hidden_act: 'gelu' is not served" in agent.setup.broken["llm/b"]
-            assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/router", "cls/f"}
+def test_a_model_that_never_fits_is_refused_with_its_size_and_the_share_of_texts(line):
+    line.document["memory"]["host"] = "6MiB"
+    text = line.refusal()
+    assert "experts.llm/a: needs" in text
+    assert "MiB of its 6.0 MiB to experts" in text
+    assert "lower texts.kv, which takes 2.0 MiB" in text
+    del line.document["texts"]["kv"]
+    least_mib = LEAST_LEASED_TOKENS * line.spec("a").kv_bytes(4) / MIB
+    assert f"lower texts.kv, which takes {least_mib:.1f} MiB" in line.refusal()
+
+
+def test_a_model_that_is_not_served_is_broken_alone(line):
+    config = json.loads((line.folder / "b" / "config.json").read_text())
+    (line.folder / "b" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    del line.document["texts"]["kv"]
+    with line.built() as (agent, *_):
+        assert agent.setup.broken.keys() == {"llm/b"}
+        assert "config.json: hidden_act: 'gelu' is not served" in agent.setup.broken["llm/b"]
+        assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/router", "cls/f"}
+        assert agent.setup.pools[0].lease_bytes == 16 * MIB, "by default a quarter"
 
 
 class TestPrecisions:
@@ -190,11 +149,11 @@ class TestReload:
     def test_texts_cannot_come_to_an_agent_without_memory_for_them(self, line):
         texts = {name: line.document["experts"].pop(name) for name in ("llm/a", "llm/b", "llm/router")}
         section = line.document.pop("texts")
-        with line.built() as agent:
+        with line.built() as (agent, *_):
             line.document["experts"] |= texts
             line.document["texts"] = section
             with pytest.raises(ConfigError, match="no memory was kept for their keys and values"):
-                plan_change(agent, line.config, lambda stage, done, total: None)
+                plan_change(agent, line.config, lambda *_: None)
 
     @pytest.mark.parametrize(
         ("changed", "asks"), [({"routes": {}}, ()), ({"quantum_s": 0.1}, ("texts",)), ({"kv": "3MiB"}, ("texts",))]
@@ -204,18 +163,14 @@ class TestReload:
         line.document["texts"] |= changed
         assert keys_for_restart(before, line.config) == asks
 
-    def test_what_stands_beside_weights_that_changed_is_another_expert(self, line):
-        with line.built() as agent:
+    def test_a_file_beside_weights_makes_another_expert_and_routes_are_replaced(self, line):
+        with line.built() as (agent, *_):
             (line.folder / "b" / "generation_config.json").write_text("{}")
-            change = plan_change(agent, line.config, lambda stage, done, total: None)
-        assert change.replaced == ("llm/b",)
-
-    def test_a_route_of_texts_that_changed(self, line):
-        with line.built() as agent:
             line.document["texts"]["routes"]["assistant"]["experts"] = {"a": "llm/b", "b": "llm/a"}
-            change = plan_change(agent, line.config, lambda stage, done, total: None)
+            change = plan_change(agent, line.config, lambda *_: None)
+        assert change.replaced == ("llm/b",)
         (step,) = change.event.graph.routes["assistant"]
-        assert step.then == {"a": "llm/b", "b": "llm/a"}
+        assert step.then == {"a": change.agent.expert("llm/b"), "b": "llm/a"}
 
 
 @pytest.mark.parametrize(

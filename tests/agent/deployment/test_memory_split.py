@@ -1,4 +1,4 @@
-"""How memories are shared out: the line file first, then the profile, then the casual rule."""
+"""Split of the memories: the line file first, then the profile, then the casual rule."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import yaml
 
 from agent.config import read_line
 from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import (
     MOST_PREPARED_BYTES,
-    available_for,
     casual_allocation,
     limits_of,
     pool_budgets,
@@ -22,6 +20,7 @@ from agent.deployment.memory_split import (
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
+from tests.agent.line_files import LineFile, expert, route
 
 MIB = 2**20
 CPU = Box("cpu", "Xeon", ("cpu",), 8, MemorySize(1000 * MIB, 1000 * MIB), None, ())
@@ -36,24 +35,14 @@ PERFORMANCE = Performance(K_s=0.01, B_s=0.001, max_batch=4, workspace_bytes=2 * 
 def line(tmp_path):
     """A line of three experts; a test adds keys."""
 
+    made = LineFile(
+        tmp_path,
+        experts={f"cls/{name}": expert("w.safetensors", "resnet18", 64) for name in "abc"},
+        routes={"r": route("cls/a")},
+    )
+
     def read(**keys):
-        experts = {
-            f"cls/{name}": {
-                "architecture": "resnet18",
-                "weights": "w.safetensors",
-                "labels": ["ok", "bad"],
-                "input": {"size": [64, 64]},
-            }
-            for name in "abc"
-        }
-        document = {
-            "line": "t",
-            "state": "./s",
-            "experts": experts,
-            "routes": {"r": [{"expert": "cls/a", "pass": ["ok"]}]},
-        }
-        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document | keys))
-        return read_line(tmp_path / "line.yaml", {})
+        return read_line(made.write(**keys), {})
 
     return read
 
@@ -146,11 +135,6 @@ def test_a_given_workspace_that_leaves_too_little_is_named(line):
         ConfigError, match=r"raise memory.device, lower memory.workspace, which takes 50.0 MiB, or take"
     ):
         pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX))
-
-
-def test_a_budget_and_what_has_to_be_available_for_it(line):
-    box = replace(RTX, host=MemorySize(1, available_for("host", 123 * MIB)))
-    assert pool_budgets(line(), box)["host"] == pytest.approx(123 * MIB, abs=2)
 
 
 def test_images_ahead_have_a_twentieth_of_host_memory_or_what_the_line_gives(line):

@@ -1,25 +1,21 @@
-"""Lines whose language models take more memory than there is: how many of their experts they hold, and what is told."""
+"""Lines whose language models exceed their memory: the number of experts that they hold."""
 
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
-from agent.config import read_line
-from agent.deployment.build import build_agent
 from agent.deployment.line_change import plan_change
 from agent.runtime.expert_copy import moe_experts_of
 from agent.runtime.texts import TextSource
-from experts.errors import ConfigError
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.token_batch import Chunk, TokenBatch
+from tests.agent.line_files import LineFile
 from tests.experts.llm.conftest import ModelFiles
 
 MIB = 2**20
@@ -31,41 +27,24 @@ PROMPT = (3, 1, 4, 1, 5)
 PATIENCE_S = 60.0
 
 
-class Line:
-    """One mixture of 48 experts of 384 KiB, 18 MiB together, and 0.8 MiB that is dense."""
+class Line(LineFile):
+    """One mixture of 48 experts of 384 KiB, 18 MiB together, with 0.8 MiB of dense weights."""
 
     def __init__(self, folder):
-        self.folder = folder
         files = ModelFiles(folder)
         self.weights = files.write(files.config("mixtral", **SIZES))
         self.section = {"architecture": "llm", "weights": str(self.weights)}
-        self.document = {
-            "line": "test", "state": str(folder / "state"), "experts": {MOE: self.section}, "texts": TEXTS,
-            "device": "cpu", "executors": {"cpu": 2}, "memory": {"host": "64MiB", "workspace": "16MiB"},
-        }  # fmt: skip
-
-    @contextmanager
-    def built(self):
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-        config = read_line(self.folder / "line.yaml", {})
-        self.outcomes = {}
-        agent = build_agent(config, self.outcomes.__setitem__, lambda *_: None)
-        try:
-            yield agent
-        finally:
-            agent.stop()
-
-    def refusal(self):
-        with pytest.raises(ConfigError) as caught, self.built():
-            pass
-        return str(caught.value)
+        super().__init__(
+            folder, experts={MOE: self.section}, texts=TEXTS, device="cpu", executors={"cpu": 2},
+            memory={"host": "64MiB", "workspace": "16MiB"},
+        )  # fmt: skip
 
     def held(self, agent):
         (copy,) = agent.copies.values()
         return copy
 
     def without_an_agent(self):
-        """The likeliest tokens, the whole text anew for each."""
+        """The likeliest tokens, computed from the whole text for each."""
         model, tokens = load_model(self.weights, MOE), list(PROMPT)
         for _ in range(8):
             batch = TokenBatch.of([Chunk(0, 0, tokens)])
@@ -89,7 +68,7 @@ class Line:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A tiny model gains nothing from more, and they wait for one another on few cores."""
+    """More threads only slow a tiny model down on few cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -103,26 +82,20 @@ def line(tmp_path):
 
 def test_the_line_file_says_how_many(line):
     line.section["moe_cache"] = "4MiB"
-    with line.built() as agent:
+    with line.built() as (agent, *_):
         copy = line.held(agent)
         assert copy.block_bytes == BLOCK_BYTES
         assert copy.moe_places == 4 * MIB // BLOCK_BYTES
         (column,) = agent.setup.matrix.experts.values()
         assert column[MOE].footprint == copy.footprint
-
-
-def test_room_for_all_is_as_if_nothing_was_said(line):
-    line.section["moe_cache"] = "48MiB"
-    with line.built() as agent:
+    line.section["moe_cache"] = "48MiB"  # room for all
+    with line.built() as (agent, *_):
         assert not line.held(agent).is_offloaded
 
 
-def test_less_than_one_is_refused(line):
+def test_a_cache_is_refused_for_less_than_one_and_for_a_dense_model(line, tmp_path):
     line.section["moe_cache"] = "100KiB"
     assert "moe_cache: 0.1 MiB is too little - one of the experts inside takes 0.4 MiB" in line.refusal()
-
-
-def test_a_dense_model_has_none(line, tmp_path):
     files = ModelFiles(tmp_path / "dense")
     (tmp_path / "dense").mkdir()
     line.section |= {"weights": str(files.write(files.config("llama"))), "moe_cache": "1MiB"}
@@ -133,34 +106,30 @@ def test_a_dense_model_has_none(line, tmp_path):
 def test_a_model_larger_than_its_memory_holds_what_there_is_room_for_and_says_the_same(line, host_mib):
     expected = line.without_an_agent()
     line.document["memory"]["host"] = f"{host_mib}MiB"
-    with line.built() as agent:
+    with line.built() as (agent, *_):
         copy, (pool,) = line.held(agent), agent.setup.pools
         assert 0 < copy.moe_places < moe_experts_of(copy.packed)
         assert copy.footprint.total_bytes <= pool.expert_bytes < copy.footprint.total_bytes + 2 * BLOCK_BYTES
         assert pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes == host_mib * MIB
         assert line.greedy(agent) == expected
         assert len(expected) == 8
-
-
-def test_a_model_whose_dense_part_does_not_fit_is_refused(line):
-    line.document["memory"]["host"] = "19MiB"
+    line.document["memory"]["host"] = "19MiB"  # not even the dense part
     assert f"experts.{MOE}: needs" in line.refusal()
 
 
 def test_families_form_after_a_reload_as_at_a_start(line, tmp_path):
-    """The second model shares its experts with the first one, and nothing else: the first is not packed anew."""
+    """The second model shares its experts alone with the first, which is not packed again."""
     other = tmp_path / "other"
     shutil.copytree(line.weights, other)
     path = other / "model.safetensors"
     tensors = load_file(path)
     save_file({name: one if ".experts." in name else one * 1.5 for name, one in tensors.items()}, path)
-    with line.built() as agent:
+    with line.built() as (agent, *_):
         (alone,) = agent.setup.matrix.experts["cpu"].values()
         assert alone.family is None
         line.document["experts"]["llm/other"] = {"architecture": "llm", "weights": str(other)}
-        (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
-        change = plan_change(agent, read_line(line.folder / "line.yaml", {}), lambda *_: None)
+        change = plan_change(agent, line.config, lambda *_: None)
     after = {name: row.family for name, row in change.event.matrix.experts["cpu"].items()}
-    with line.built() as agent:
+    with line.built() as (agent, *_):
         assert after == {name: row.family for name, row in agent.setup.matrix.experts["cpu"].items()}
     assert after[MOE] == after["llm/other"] is not None

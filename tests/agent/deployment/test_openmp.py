@@ -1,4 +1,4 @@
-"""How long OpenMP's threads wait is settled before torch is loaded: seen by the process, and by the library itself."""
+"""The wait of OpenMP's threads is set before torch is loaded: seen by the process, and by the library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from PIL import Image
 
 from agent.deployment.openmp import SPINNING, VARIABLES, set_spinning
+from tests.agent.line_files import LineFile, expert, fake, route
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0
@@ -34,27 +34,20 @@ runpy.run_path("coserve.py", run_name="__main__")
 """
 
 
-class Line:
+class Line(LineFile):
     """One fake expert."""
 
     def __init__(self, folder):
-        self.folder = folder
-        fake = {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-        (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 1000, "label": "ok"}))
-        document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {"cls/f": fake},
-            "routes": {"c": [{"expert": "cls/f", "pass": ["ok"]}]},
-            "memory": {"host": "20MiB", "workspace": "10MiB"},
-            "device": "cpu",
-        }
-        self.file = folder / "line.yaml"
-        self.file.write_text(yaml.safe_dump(document))
+        memory = {"host": "20MiB", "workspace": "10MiB"}
+        super().__init__(
+            folder, experts={"cls/f": expert("f.yaml")}, routes={"c": route("cls/f")}, memory=memory, device="cpu"
+        )
+        fake(folder / "f.yaml", 1000)
+        self.write()
         Image.new("RGB", (8, 8)).save(folder / "image.png")
 
     def start(self, *arguments, ends_at_torch=True, **environment):
-        """What a command's process has in its environment when torch is first asked for; and its stderr."""
+        """Environment of a command's process at its first import of torch; and its stderr."""
         kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         done = subprocess.run(
             [sys.executable, "-c", WATCHED % (sorted(VARIABLES), ends_at_torch), *map(str, arguments)],
@@ -79,7 +72,7 @@ def inspecting(line):
 
 
 def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads_sees_it(line):
-    """The library's own default is milliseconds."""
+    """The library's default is milliseconds."""
     seen, told = line.start(*inspecting(line), ends_at_torch=False, OMP_DISPLAY_ENV="VERBOSE")
     assert seen == SPINNING
     if "GOMP_SPINCOUNT" in told:  # GNU's library tells what it has read; other ones have no such variable

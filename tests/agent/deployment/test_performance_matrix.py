@@ -1,4 +1,4 @@
-"""The matrix of a line from kinds that were measured: by hand, one expert at a time."""
+"""The matrix of a line from measured kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedTensors
-from agent.deployment.performance_matrix import core_share, load_time_s, matrix, unmeasured
+from agent.deployment.performance_matrix import core_share, families, load_time_s, matrix, unmeasured
 from agent.device_profile.records import (
     Allocation,
     BoxIdentity,
@@ -101,18 +101,10 @@ def test_cpu_executors_that_share_the_cores_take_longer():
     found = matrix(stored, BOX, {"cpu": [copy()]}, {}, executors(cpu=2))
     assert found.experts["cpu"]["cls/a"].performance.K_s == pytest.approx(0.0125)
     assert found.experts["cpu"]["cls/a"].performance.B_s == pytest.approx(0.0025)
-
-
-def test_a_kind_measured_with_a_share_of_the_cores_is_scaled_from_there():
-    stored = profile(speedups={"cpu": (1.0, 1.6)})
-    halved = kind(threads=4)
+    halved = kind(threads=4)  # measured as one of two executors
     assert core_share(stored, halved, executors(cpu=2)) == 1.0
     assert core_share(stored, halved, executors(cpu=1)) == pytest.approx(1.6 / 2)
-
-
-def test_executors_of_an_accelerator_are_not_scaled():
-    stored = profile(speedups={"cuda": (1.0, 1.2)})
-    assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)) == 1.0
+    assert core_share(profile(speedups={"cuda": (1.0, 1.2)}), kind("cuda"), executors(cuda=3, cpu=1)) == 1.0
 
 
 @settings(deadline=None)
@@ -123,3 +115,16 @@ def test_a_share_and_the_way_back_cancel_out(speedups, then, now):
     back = core_share(stored, kind(threads=8 // now), executors(cpu=8 // (8 // then)))
     if 8 // (8 // now) == now:
         assert there * back == pytest.approx(1)
+
+
+def text(name, *shared, precision="bf16", **changes):
+    return copy(name, precision, 1, shared, **{"architecture": "llm", "input": None} | changes)
+
+
+def test_families_are_language_models_that_share_a_segment():
+    trunk, tail = ("trunk", 100), ("tail", 10)
+    found = families([text("a", trunk), text("b", trunk), text("c", tail), text("d")])
+    assert found.keys() == {"a@bf16", "b@bf16"}
+    assert len(set(found.values())) == 1
+    for other in ({"precision": "fp32"}, {"architecture": "resnet18", "input": InputSpec(8, 8)}):
+        assert families([text("a", trunk), text("b", trunk, **other)]) == {}

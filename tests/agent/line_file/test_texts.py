@@ -1,4 +1,4 @@
-"""Texts on a line: who answers what is sent to a route, and how it is told what is wrong with one."""
+"""Texts on a line: the expert that answers a text, and the report of a wrong route."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.config import LineConfig, read_line, usage_probabilities
-from experts.errors import ConfigError
+from agent.config import usage_probabilities
+from tests.agent.line_files import line_of, problems_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,27 +46,10 @@ boards:
 MIXED = TEXTS.replace("texts:\n", IMAGES + "texts:\n")
 
 
-def line_of(folder: Path, text: str) -> LineConfig:
-    file = folder / "line.yaml"
-    file.write_text(text)
-    return read_line(file, {})
-
-
-def problems_of(folder: Path, text: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        line_of(folder, text)
-    return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
-
-
-def test_a_line_of_texts_alone_is_one(tmp_path: Path) -> None:
-    config = line_of(tmp_path, TEXTS)
-    assert config.texts.kv == 64 * 2**20
-    assert (config.texts.quantum_s, config.texts.deadline_s, config.texts.prefix_cache) == (0.02, 30.0, True)
-    assert config.catalog.components == {}
-
-
 def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_path: Path) -> None:
-    routes = line_of(tmp_path, TEXTS).catalog.texts
+    config = line_of(tmp_path, TEXTS)
+    assert (config.texts.kv, config.catalog.components) == (64 * 2**20, {})
+    routes = config.catalog.texts
     texts = ("which TORQUE?", "def f(): ...", "def torque(): ...", " def f(): ...")
     found = [routes["assistant"].expert_for(text) for text in texts]
     assert found == ["llm/manuals", "llm/code", "llm/manuals", None]
@@ -95,7 +78,7 @@ def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [
-        ("'(?i)torque'", "'(torque'", "texts.routes.assistant.rules[0].matches: not a regular"),
+        ("'(?i)torque'", "'(torque'", "texts.routes.assistant.rules[0].matches: invalid regular"),
         ("'(?i)torque'", "''", "texts.routes.assistant.rules[0].matches: String should have at least 1 character"),
         ("expert: llm/code}", "expert: llm/cod}", "texts.routes.assistant.rules[1].expert: no expert 'llm/cod' - did"),
         ("expert: llm/code}", "expert: cls/r}", "rules[1].expert: cls/r takes images, not texts - "),
@@ -103,14 +86,14 @@ def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
         ("router: llm/router", "router: llm/rooter", "texts.routes.assistant.router: no expert 'llm/rooter' - did you"),
         ("router: llm/router", "router: cls/r", "texts.routes.assistant.router: cls/r takes images, not texts"),
         ("router: llm/router", "router: llm/code", "router: llm/code has no labels to answer with - give it some"),
-        ("      router: llm/router\n", "", "texts.routes.assistant.experts: whose labels are these? - add router:"),
+        ("      router: llm/router\n", "", "texts.routes.assistant.experts: its labels need a router - add router:"),
         ("{code: llm/code, ", "{cod: llm/code, ", "experts.cod: llm/router has no label 'cod' - did"),
         ("{code: llm/code, ", "{code: llm/x, ", "texts.routes.assistant.experts.code: no expert 'llm/x' - "),
-        ("maths}\n      otherwise: llm/manuals\n", "maths}\n", "assistant: who answers for other? - add that"),
-        ("maths}]\n      otherwise: llm/manuals\n", "maths}]\n", "by-rule: who answers what no rule matches? - "),
+        ("maths}\n      otherwise: llm/manuals\n", "maths}\n", "assistant: no expert answers for other - add each"),
+        ("maths}]\n      otherwise: llm/manuals\n", "maths}]\n", "by-rule: no expert answers what no rule matches - "),
         ("otherwise: llm/manuals", "otherwise: cls/r", "assistant.otherwise: cls/r takes images, not texts"),
         ("    by-rule:", "    resistor:", "texts.routes.resistor: is a route of images, too - give it another name"),
-        ("    by-rule:", "    llm/code:", "texts.routes.llm/code: 'llm/code' is no name of a route"),
+        ("    by-rule:", "    llm/code:", "texts.routes.llm/code: 'llm/code' is not a route name"),
         ("kv: 64MiB", "kv: 64", "texts.kv: '64' is not a size"),
         ("quantum_s: 0.02", "quantum_s: 0", "texts.quantum_s: Input should be greater than or equal"),
         ("quantum_s: 0.02", "quantum_s: 60.0", "texts.quantum_s: Input should be less than or equal to 10"),

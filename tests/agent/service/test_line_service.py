@@ -20,7 +20,7 @@ import pytest
 import agent.service.inspections.inspector
 import agent.service.serve
 from agent.deployment.build import AgentOptions, build_agent
-from agent.deployment.packed_copies import lying_packed
+from agent.deployment.packed_copies import packed_experts
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from agent.sources.folder.reading import read_as_seen
@@ -69,7 +69,7 @@ def one_in_memory(line):
 
 def packed_file(line, expert):
     folder = line.config.packed_folder
-    (own,) = {each.own.sha256 for each in lying_packed(line.config, folder) if each.expert == expert}
+    (own,) = {each.own.sha256 for each in packed_experts(line.config, folder) if each.expert == expert}
     return folder / "segments" / f"{own}.bin"
 
 

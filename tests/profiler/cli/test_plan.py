@@ -92,7 +92,7 @@ def test_a_profile_that_does_not_hold_is_planned_with_and_that_is_said(line):
     told = plan(line, "--boards", "2").stderr
     note = "note: the profile does not hold for an agent that starts now, or not in all: "
     assert told.count(note) == 1 + len(document["experts"])
-    assert "the weights of cls/f0 were written to after they were packed" in told
+    assert "the weights file of cls/f0 was written after packing" in told
 
 
 def test_of_several_memories_those_that_are_too_small_hide_no_row(line):

@@ -86,7 +86,7 @@ def test_a_threshold_is_of_the_weights_and_the_input_that_it_was_learned_with(li
         return row["verdict"], row["reason"] or ""
 
     assert judged() == ("OK", "")
-    assert not [each for each in examine(read_line(line, {})).checks if each.name.startswith("threshold")]
+    assert not [each for each in examine(read_line(line, {})) if each.name.startswith("threshold")]
     learned, graph = line.read_text(), (tmp_path / "solder.onnx").read_bytes()
     line.write_text(learned.replace("normalize: unit", "normalize: imagenet"))
     assert judged()[0] == "UNKNOWN"
@@ -96,7 +96,7 @@ def test_a_threshold_is_of_the_weights_and_the_input_that_it_was_learned_with(li
     onnx.save_model(model, tmp_path / "solder.onnx")
     verdict, reason = judged()
     assert verdict == "UNKNOWN"
-    (check,) = (each for each in examine(read_line(line, {})).checks if each.name == "threshold anomaly/solder")
+    (check,) = (each for each in examine(read_line(line, {})) if each.name == "threshold anomaly/solder")
     assert "learned with other weights, or another input, than it has now: every image is UNKNOWN" in check.found
     assert check.fix == f"coserve experts threshold {line} anomaly/solder --samples DATA"
     assert "its threshold was learned with other weights" in reason
