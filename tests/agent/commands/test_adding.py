@@ -122,8 +122,8 @@ def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
     [
         ("net 1.safetensors", {"labels": ("a", "b")}, WeightsUnclear, "--pass"),
         ("net 1.safetensors", {"labels": ("a", "b", "c")}, ConfigError, "has 2 labels, and --labels names 3"),
-        ("graph.onnx", {}, WeightsMismatch, "takes FLOAT"),
-        ("graph.onnx", {"size": None, "image": Path(__file__)}, ImageError, ""),
+        ("graph.onnx", {}, WeightsMismatch, "does not take float32"),
+        ("graph.onnx", {"size": None, "image": Path(__file__)}, ImageError, "test_adding.py"),
     ],
 )
 def test_a_model_that_does_not_fit_is_not_added(line, models, model, changes, error, match):

@@ -77,7 +77,7 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
     assert "LoadCredential" in checks["secret api.token"].fix
     assert "messages wait in the outbox" in checks["outbox.mqtt"].fix
     grpc, http = (check for name, check in checks.items() if name.startswith("address"))
-    assert "take another port" in grpc.fix
+    assert "use another port" in grpc.fix
     assert (http.name, http.found, http.fix) == ("address 127.0.0.1:0", "free", None)
 
 

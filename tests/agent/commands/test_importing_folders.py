@@ -46,5 +46,5 @@ def test_what_is_not_told_is_asked_for_and_can_be_given(tmp_path):
 def test_options_of_folders_are_refused_for_files(tmp_path):
     refused = run(tmp_path / "x.safetensors", tmp_path / "y.safetensors", "--arg", "topk=1")
     assert refused.exit_code == 2
-    assert "leave --arg" in refused.stderr
+    assert "leave out --arg" in refused.stderr
     assert run(tmp_path, tmp_path / "y", "--arg", "topk").exit_code == 2
