@@ -148,9 +148,6 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path):
     assert config.intake.folders[0].has_sidecars
     (problem,) = problems_of(tmp_path, MINIMAL + "      identity: sidecar\n")
     assert "intake.folders[0].pattern: identity: sidecar does not read file names - leave out pattern" in problem
-    constant = MINIMAL.replace(PATTERN, r"(?P<board>.+)-(?P<ref>.+)\.png")
-    assert line_of(tmp_path, constant + "      component: r\n").intake.folders[0].component == "r"
-    assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
 def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path):
