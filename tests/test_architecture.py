@@ -131,10 +131,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),
-    "agent.demo.texts": ("agent.demo.training.learning", "agent.api.calls.desk", "agent.service.desk.line_desk"),
+    "agent.demo.texts": ("agent.demo.training.learning",),
     "agent.demo": (
         "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts", "agent.runtime",
-        "agent.records", "agent.deployment", "agent.service", "agent.commands",
+        "agent.records", "agent.deployment", "agent.service", "agent.api.calls",
     ),
     "profiler.charts": (),
     "profiler.tables": (),

@@ -132,17 +132,16 @@ def demo(
     log_to_stderr(logging.WARNING)
     set_spinning()
     with explained():
-        from agent.demo.demo import run_demo, show_report  # loads torch
+        from agent.demo.demo import run_demo  # loads torch
+        from agent.demo.report import show_report
         from agent.demo.text_demo import run_text_demo, show_text_report
 
         with progress_on_stderr() as progress:
             if llm:
-                texts = run_text_demo(directory, seed, progress, show)
+                report = run_text_demo(directory, seed, progress, show)
             else:
-                images = run_demo(directory, data, seed, progress)
+                report = run_demo(directory, data, seed, progress)
         if as_json:
-            print(json.dumps((texts if llm else images).as_json()))
-        elif llm:
-            show_text_report(texts)
+            print(json.dumps(report))
         else:
-            show_report(images)
+            (show_text_report if llm else show_report)(report)

@@ -35,9 +35,8 @@ class Canvas:
 
     def rectangle(self, box: Box, colour: Colour, *, radius: float = 0.0, shade: str = "flat") -> None:
         """``radius``: of its round corners."""
-        self._fill(
-            box, colour, shade, lambda draw, at: draw.rounded_rectangle(at, radius=radius * SUPERSAMPLING, fill=255)
-        )
+        rounded = radius * SUPERSAMPLING
+        self._fill(box, colour, shade, lambda draw, at: draw.rounded_rectangle(at, radius=rounded, fill=255))
 
     def ellipse(
         self, x: float, y: float, radius_x: float, radius_y: float, colour: Colour, *, shade: str = "flat"
@@ -46,21 +45,14 @@ class Canvas:
         self._fill(box, colour, shade, lambda draw, at: draw.ellipse(at, fill=255))
 
     def polygon(self, points: Sequence[Point], colour: Colour, *, shade: str = "flat") -> None:
-        xs, ys = [point[0] for point in points], [point[1] for point in points]
-        box = (min(xs), min(ys), max(xs), max(ys))
-
-        def draw_polygon(draw: ImageDraw.ImageDraw, _: Box) -> None:
-            draw.polygon([((x - box[0]) * SUPERSAMPLING, (y - box[1]) * SUPERSAMPLING) for x, y in points], fill=255)
-
-        self._fill(box, colour, shade, draw_polygon)
+        xs, ys = zip(*points, strict=True)
+        left, top = min(xs), min(ys)
+        corners = [((x - left) * SUPERSAMPLING, (y - top) * SUPERSAMPLING) for x, y in points]
+        self._fill((left, top, max(xs), max(ys)), colour, shade, lambda draw, _: draw.polygon(corners, fill=255))
 
     def line(self, points: Sequence[Point], colour: Colour, width: float) -> None:
-        ImageDraw.Draw(self.image).line(
-            [self._pixel(point) for point in points],
-            fill=(*colour, 255),
-            width=max(round(width * SUPERSAMPLING), 1),
-            joint="curve",
-        )
+        pixels, width_px = [self._pixel(point) for point in points], max(round(width * SUPERSAMPLING), 1)
+        ImageDraw.Draw(self.image).line(pixels, fill=(*colour, 255), width=width_px, joint="curve")
 
     def text(self, x: float, y: float, words: str, height_px: float, colour: Colour, alpha: float = 1.0) -> None:
         """Words centred on (x, y)."""
@@ -70,13 +62,11 @@ class Canvas:
         )  # fmt: skip
 
     def crack(self, start: Point, end: Point, colour: Colour, width: float) -> None:
+        (left, top), (right, bottom) = start, end
         points = []
-        length = math.dist(start, end)
         for step in np.linspace(0.0, 1.0, 7):
-            wander = self.rng.normal(0.0, 0.07 * length, 2) if 0.0 < step < 1.0 else (0.0, 0.0)
-            points.append(
-                (start[0] + (end[0] - start[0]) * step + wander[0], start[1] + (end[1] - start[1]) * step + wander[1])
-            )
+            x, y = self.rng.normal(0.0, 0.07 * math.dist(start, end), 2) if 0.0 < step < 1.0 else (0.0, 0.0)
+            points.append((left + (right - left) * step + x, top + (bottom - top) * step + y))
         self.line(points, colour, width)
 
     def blot(self, x: float, y: float, radius: float, colour: Colour, alpha: float) -> None:
@@ -87,9 +77,7 @@ class Canvas:
             angle, far = self.rng.uniform(0, 2 * math.pi), self.rng.uniform(0.0, 0.6) * radius
             centre = self._pixel((x + far * math.cos(angle), y + far * math.sin(angle)))
             size = self.rng.uniform(0.4, 0.75) * radius * SUPERSAMPLING
-            draw.ellipse(
-                (centre[0] - size, centre[1] - size, centre[0] + size, centre[1] + size), fill=round(255 * alpha)
-            )
+            draw.circle(centre, size, fill=round(255 * alpha))
         layer = layer.filter(ImageFilter.GaussianBlur(1.2 * SUPERSAMPLING))
         stain = Image.new("RGBA", self.image.size, (*colour, 0))
         stain.putalpha(layer)
@@ -114,11 +102,7 @@ class Canvas:
         return half + point[0] * SUPERSAMPLING, half + point[1] * SUPERSAMPLING
 
     def _fill(
-        self,
-        box: Box,
-        colour: Colour,
-        shade: str,
-        draw_mask: Callable[[ImageDraw.ImageDraw, Box], None],
+        self, box: Box, colour: Colour, shade: str, draw_mask: Callable[[ImageDraw.ImageDraw, Box], None]
     ) -> None:
         left, top = self._pixel((box[0], box[1]))
         width = max(round((box[2] - box[0]) * SUPERSAMPLING), 1)

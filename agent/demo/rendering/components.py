@@ -75,8 +75,9 @@ _BROWN = (150, 112, 78)
 _ALIGN = Detector.ALIGNMENT
 _POLAR = Detector.POLARITY
 _CHIP = ("missing", "tombstone")
+_BLEMISHES = ("missing", "scratched", "dented", "stained")
 
-_COMPONENTS = (
+COMPONENTS = (
     ComponentType("resistor-0402", "chip", 32, 17, 7, _CHIP, "R", _BLACK, _ALIGN),
     ComponentType("resistor-0603", "chip", 42, 23, 5, (*_CHIP, "flipped"), "R", _BLACK, _ALIGN, "103"),
     ComponentType("resistor-0805", "chip", 52, 32, 2, ("missing", "flipped"), "R", _BLACK, _ALIGN, "472"),
@@ -112,19 +113,5 @@ _COMPONENTS = (
     ComponentType("trimmer-3mm", "trimmer", 84, 84, 1, ("missing", "contaminated"), "RV", (48, 92, 190)),
     ComponentType("header-2x3", "header", 132, 90, 1, ("missing", "bent-pin"), "J", (34, 34, 36), None, "", 3),
     ComponentType("connector-fpc", "fpc", 184, 74, 1, ("missing", "open-latch"), "J", (226, 220, 200), None, "", 10),
-    ComponentType(
-        "shield-can",
-        "shield",
-        88,
-        80,
-        2,
-        ("missing", "scratched", "dented", "stained"),
-        "SH",
-        (198, 200, 204),
-        measured=True,
-    ),
+    ComponentType("shield-can", "shield", 88, 80, 2, _BLEMISHES, "SH", (198, 200, 204), measured=True),
 )
-
-
-def synthetic_components() -> tuple[ComponentType, ...]:
-    return _COMPONENTS

@@ -1,17 +1,18 @@
-"""Where the parts of a board lie: the demo line's own board, and dense panels to cut training crops from."""
+"""Places of the parts of a board: the demo line's own board, and dense panels to cut training crops from."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.demo.rendering.components import ComponentType, synthetic_components
+from agent.demo.rendering.components import COMPONENTS, ComponentType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 BOARD_WIDTH_PX = 1600
 BOARD_HEIGHT_PX = 1100
@@ -35,35 +36,22 @@ class Site:
 def product_layout() -> tuple[Site, ...]:
     """The one layout of the demo line's product: large parts first, small ones near them.
 
-    Parts without traces come where room is left, and last: the others lie as they would without them.
+    Parts without traces are placed last, where room is left, so that they change no other part's place.
     """
     taken = np.zeros((BOARD_HEIGHT_PX // GRID_PX, BOARD_WIDTH_PX // GRID_PX), bool)
-    block_corners(taken)
-    wired = [part for part in parts_of(synthetic_components()) if part.is_wired]
-    others = [part for part in parts_of(synthetic_components()) if not part.is_wired]
-    return (*laid_out(wired, taken, np.random.default_rng(20)), *laid_out(others, taken, np.random.default_rng(21)))
-
-
-def laid_out(parts: Sequence[ComponentType], taken: np.ndarray, rng: np.random.Generator) -> tuple[Site, ...]:
-    """Sites for these parts where the board is free, which they take."""
-    spots = [(part, place(part, taken, rng)) for part in sorted(parts, key=lambda part: -part.window_px)]
-    return named([(part, x, y, int(rng.integers(4))) for part, (x, y) in spots])
-
-
-def parts_of(components: Sequence[ComponentType]) -> Iterator[ComponentType]:
-    for component in components:
-        for _ in range(component.quantity):
-            yield component
-
-
-def block_corners(taken: np.ndarray) -> None:
-    """Edges and mounting holes take no parts, nor does the place of the printed name."""
     edge, hole = EDGE_PX // GRID_PX, HOLE_PX // GRID_PX
     taken[:edge], taken[-edge:], taken[:, :edge], taken[:, -edge:] = True, True, True, True
     for rows in (slice(None, hole), slice(-hole, None)):
         for columns in (slice(None, hole), slice(-hole, None)):
             taken[rows, columns] = True
-    taken[-edge - 4 :, 36:-36] = True
+    taken[-edge - 4 :, 36:-36] = True  # of the printed name
+    sites: list[Site] = []
+    for is_wired, seed in ((True, 20), (False, 21)):
+        rng = np.random.default_rng(seed)
+        parts = [part for part in COMPONENTS if part.is_wired is is_wired for _ in range(part.quantity)]
+        spots = [(part, place(part, taken, rng)) for part in sorted(parts, key=lambda part: -part.window_px)]
+        sites += named([(part, x, y, int(rng.integers(4))) for part, (x, y) in spots])
+    return tuple(sites)
 
 
 def place(part: ComponentType, taken: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
@@ -75,23 +63,22 @@ def place(part: ComponentType, taken: np.ndarray, rng: np.random.Generator) -> t
     if not len(rows):
         raise ValueError(f"the board has no room left for a {part.name}")
     picks = rng.choice(len(rows), size=min(10, len(rows)), replace=False)
-    middle = np.hypot(
-        (rows[picks] + side / 2) / taken.shape[0] - 0.5, (columns[picks] + side / 2) / taken.shape[1] - 0.5
-    )
+    down, right = (rows[picks] + side / 2) / taken.shape[0], (columns[picks] + side / 2) / taken.shape[1]
+    middle = np.hypot(down - 0.5, right - 0.5)
     best = picks[int(np.argmin(middle if side > 12 else -middle))]
     row, column = int(rows[best]), int(columns[best])
     taken[row : row + side, column : column + side] = True
     return column * GRID_PX + side * GRID_PX // 2, row * GRID_PX + side * GRID_PX // 2
 
 
-def named(spots: Sequence[tuple[ComponentType, int, int, int]]) -> tuple[Site, ...]:
+def named(spots: Sequence[tuple[ComponentType, int, int, int]]) -> list[Site]:
     """Sites with the names that a schematic would give them, counted from the upper left."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     sites = []
     for part, x, y, turns in sorted(spots, key=lambda spot: (spot[2] // 120, spot[1])):
-        counts[part.prefix] = counts.get(part.prefix, 0) + 1
+        counts[part.prefix] += 1
         sites.append(Site(f"{part.prefix}{counts[part.prefix]}", part, x, y, turns))
-    return tuple(sites)
+    return sites
 
 
 def panels(parts: Sequence[ComponentType], rng: np.random.Generator) -> list[tuple[Site, ...]]:

@@ -62,12 +62,12 @@ def render_board(
 
     Those that are measured have a probability of their own, by default that of all.
     """
-    rates = {False: defect_rate, True: defect_rate if measured_defect_rate is None else measured_defect_rate}
+    measured_rate = defect_rate if measured_defect_rate is None else measured_defect_rate
     rng = np.random.default_rng([seed, 1])
     labels = []
     for site, chance in zip(product_layout(), chances(product_layout(), rng), strict=True):
-        defects = site.component.labels[1:]
-        labels.append(str(chance.choice(defects)) if chance.random() < rates[site.component.measured] else OK)
+        rate = measured_rate if site.component.measured else defect_rate
+        labels.append(str(chance.choice(site.component.labels[1:])) if chance.random() < rate else OK)
     return assemble(name or f"board-{seed:04d}", product_layout(), labels, bare_product(), rng)
 
 
@@ -113,17 +113,11 @@ def chances(sites: Sequence[Site], rng: np.random.Generator) -> list[np.random.G
     return [rng if site.component.is_wired else apart for site in sites]
 
 
-@dataclass(frozen=True, slots=True)
-class Pose:
-    """Pose of a part on its place: shift in pixels, turn in degrees clockwise."""
+def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> tuple[float, float, float]:
+    """Shift of a part on its place in pixels, x and y, and its turn in degrees clockwise.
 
-    x_px: float
-    y_px: float
-    turn_deg: float
-
-
-def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> Pose:
-    """Every machine places a little off; a shifted part lies far off or askew, a reversed one the other way round."""
+    Every machine places a little off; a shifted part is far off or askew, a reversed one the other way round.
+    """
     short, long = sorted((component.width_px, component.height_px))
     x, y = np.clip(rng.normal(0.0, 0.018 * short, 2), -0.04 * short, 0.04 * short)
     turn = float(np.clip(rng.normal(0.0, 0.8), -2.0, 2.0))
@@ -138,13 +132,12 @@ def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> P
             turn += sign * rng.uniform(20.0, 35.0)
     if label == Detector.POLARITY.defect:
         turn += 180.0
-    return Pose(float(x), float(y), turn)
+    return float(x), float(y), turn
 
 
 def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.Generator) -> Placement:
     part = draw_part(site.component, label, rng)
-    pose = pose_of(site.component, label, rng)
-    body = part.body.moved(pose.x_px, pose.y_px, pose.turn_deg)
+    body = part.body.moved(*pose_of(site.component, label, rng))
     side = part.body.side_px
     left, top = site.x_px - side // 2, site.y_px - side // 2
     view = Window(picture, left, top, side, site.quarter_turns)

@@ -1,74 +1,86 @@
 """Two language models on one backbone: learned together first, then each its own last layer.
 
-First one network learns both subjects, by turns. Then all of it is frozen but for the last layer's attention, gate,
-residual MLP and coefficient, and the last norm; each expert trains its own copy of those on its own subject, over what
-the frozen trunk makes of the texts. So experts share their trunk and all moe_experts bit for bit.
+One network learns both subjects in turn. Then everything is frozen but the last layer's attention, gate, residual MLP
+and coefficient, and the last norm: each expert trains a copy of those on its own subject. So the experts share their
+backbone and all moe_experts bit for bit.
 Deterministic: the same questions, plan, seed and number of threads give the same weights on one machine.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
-from agent.demo.texts.characters import Characters, padded
-from agent.demo.texts.network import PrMoe, Shape
-from agent.demo.training.learning import Descent, Pace
+from agent.demo.texts.models import ANSWER, END, TextNetwork, tokens_of
+from agent.demo.training.learning import descend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
+    from tokenizers import Tokenizer
     from torch import Tensor
 
     from agent.demo.texts.questions import DemoQuestion, Questions
 
-    Progress = Callable[[str, int, int], None]  # stage, done, total
-
-UNEVENNESS_WEIGHT = 0.01  # Switch Transformer (arXiv 2101.03961), section 2.2
-WEIGHT_DECAY = 0.01
 CONTEXT = 160
-JOINT, OWN = Pace(steps=400, learning_rate=4e-3), Pace(steps=80, learning_rate=1e-3)
+UNEVENNESS_WEIGHT = 0.005  # Switch Transformer (arXiv 2101.03961), section 2.2: 0.01, over two such layers
 
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """How the two are trained. ``joint``: steps over both subjects in all; ``misspelt``: of questions' letters."""
+    """Sizes and training of the two. ``steps``: over both subjects together, then of each expert alone.
+
+    ``moe_experts``: of each layer, 0 for a dense one. ``misspelt``: share of the questions' letters.
+    """
 
     hidden: int = 112
     heads: int = 4
     moe_experts: tuple[int, ...] = (0, 2, 4)
     step_tokens: int = 2400
     misspelt: float = 0.08
-    joint: Pace = JOINT
-    own: Pace = OWN
+    steps: tuple[int, int] = (400, 80)
+    learning_rates: tuple[float, float] = (4e-3, 1e-3)
 
-    def shape(self, vocabulary: int) -> Shape:
-        return Shape(vocabulary, self.hidden, self.heads, 4 * self.hidden, self.moe_experts, CONTEXT)
+    def config(self, vocabulary: int) -> dict[str, Any]:
+        return {
+            "model_type": "pr_moe",
+            "vocab_size": vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden,
+            "num_hidden_layers": len(self.moe_experts),
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+            "num_experts": list(self.moe_experts),
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "residual": "softmax",
+            "mlp": "gelu",
+            "tie_word_embeddings": True,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTexts:
-    """A subject's texts, of one length. ``counted``: the tokens that are to be foreseen, an answer's and its end."""
+    """Texts of one length. ``counted``: the tokens to predict, which are an answer's and its end."""
 
     token_ids: Tensor
     counted: Tensor
 
     @classmethod
-    def of(cls, questions: Sequence[DemoQuestion], characters: Characters) -> TrainingTexts:
-        encoded = [characters.encode(one) for one in questions]
-        token_ids = torch.tensor(padded(encoded, characters.end_mark))
+    def of(cls, questions: Sequence[DemoQuestion], tokenizer: Tokenizer) -> TrainingTexts:
+        encoded = [torch.tensor(tokens_of(one, tokenizer)) for one in questions]
+        token_ids = pad_sequence(encoded, batch_first=True, padding_value=tokenizer.token_to_id(END))
         places = torch.arange(token_ids.shape[1])
-        answers = (token_ids == characters.answer_mark).int().argmax(dim=1)
-        lengths = torch.tensor([len(one) for one in encoded])
-        counted = (places > answers[:, None]) & (places < lengths[:, None])
-        return cls(token_ids, counted)
+        answers = (token_ids == tokenizer.token_to_id(ANSWER)).int().argmax(1, keepdim=True)
+        lengths = torch.tensor([len(one) for one in encoded])[:, None]
+        return cls(token_ids, (places > answers) & (places < lengths))
 
     def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> TrainingTexts:
         """The texts with a share of the questions' letters, but no digit, replaced at random.
@@ -80,73 +92,50 @@ class TrainingTexts:
         others = letters[torch.randint(len(letters), self.token_ids.shape, generator=generator)]
         return TrainingTexts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
 
-    def picked(self, picked: Tensor) -> TrainingTexts:
-        token_ids, counted = self.token_ids[picked], self.counted[picked]
+    def picked(self, rows: Tensor) -> TrainingTexts:
+        token_ids, counted = self.token_ids[rows], self.counted[rows]
         length = int(counted.any(dim=0).nonzero().max()) + 1
         return TrainingTexts(token_ids[:, :length], counted[:, :length])
 
-    def loss(self, logits: Tensor) -> Tensor:
+    def loss(self, network: TextNetwork) -> Tensor:
         counted = self.counted[:, 1:]
-        return cross_entropy(logits[:, :-1][counted], self.token_ids[:, 1:][counted])
+        logits, uneven = network(self.token_ids)
+        return cross_entropy(logits[:, :-1][counted], self.token_ids[:, 1:][counted]) + UNEVENNESS_WEIGHT * uneven
+
+
+def letters_of(tokenizer: Tokenizer) -> Tensor:
+    tokens = tokenizer.get_vocab().items()
+    return torch.tensor(sorted(number for token, number in tokens if len(token) == 1 and not token.isdigit()))
 
 
 def train_pair(
-    subjects: Mapping[str, Questions], characters: Characters, plan: TextPlan, seed: int, progress: Progress
-) -> dict[str, PrMoe]:
-    """A network for each subject; all that is not ``own_names`` is the same in all of them."""
+    subjects: Mapping[str, Questions],
+    tokenizer: Tokenizer,
+    plan: TextPlan,
+    seed: int,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, TextNetwork]:
+    """A network for each subject; tensors outside ``own_names`` are the same in all of them."""
     generator = torch.Generator().manual_seed(seed)
-    texts = {name: TrainingTexts.of(subject.training, characters) for name, subject in subjects.items()}
-    letters = torch.tensor(characters.letters)
-    network = PrMoe(plan.shape(len(characters.tokens)), generator)
-    drawing = _Drawing(plan, letters, generator)
-    _train_backbone(network, list(texts.values()), drawing, progress)
-    trained = {}
-    for number, (name, own) in enumerate(texts.items(), start=1):
-        trained[name] = _train_own(network, own, drawing)
-        progress("train experts", number, len(texts))
-    return trained
+    letters = letters_of(tokenizer)
+    texts = {name: TrainingTexts.of(subject.training, tokenizer) for name, subject in subjects.items()}
 
+    def train(network: TextNetwork, names: Sequence[str], subjects: Sequence[TrainingTexts], stage: int) -> None:
+        def loss(step: int) -> Tensor:
+            if stage == 0:
+                progress("train backbone", step + 1, plan.steps[stage])
+            drawn = subjects[step % len(subjects)]
+            count = min(max(plan.step_tokens // drawn.token_ids.shape[1], 1), len(drawn.token_ids))
+            rows = torch.randint(len(drawn.token_ids), (count,), generator=generator)
+            return drawn.picked(rows).misspelt(letters, plan.misspelt, generator).loss(network)
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    plan: TextPlan
-    letters: Tensor
-    generator: torch.Generator
+        trained = [network.tensors[name].requires_grad_() for name in names]
+        descend(trained, range(plan.steps[stage]), loss, plan.learning_rates[stage])
 
-    def draw(self, texts: TrainingTexts) -> TrainingTexts:
-        count = min(self.plan.step_tokens // texts.token_ids.shape[1], len(texts.token_ids))
-        picked = torch.randint(len(texts.token_ids), (max(count, 1),), generator=self.generator)
-        return texts.picked(picked).misspelt(self.letters, self.plan.misspelt, self.generator)
-
-
-def _train_backbone(network: PrMoe, texts: Sequence[TrainingTexts], drawing: _Drawing, progress: Progress) -> None:
-    pace = drawing.plan.joint
-    descent = Descent(network.parameters(), pace, WEIGHT_DECAY)
-    for step in range(pace.steps):
-        batch = drawing.draw(texts[step % len(texts)])
-        logits, uneven = network(batch.token_ids)
-        descent.step(batch.loss(logits) + UNEVENNESS_WEIGHT * uneven)
-        progress("train backbone", step + 1, pace.steps)
-
-
-def _train_own(backbone: PrMoe, texts: TrainingTexts, drawing: _Drawing) -> PrMoe:
-    """A copy whose own parts are trained, over what the frozen trunk gives."""
-    network = copy.deepcopy(backbone)
-    network.requires_grad_(False)
-    own = [network[name].requires_grad_(True) for name in network.own_names]
-    descent = Descent(own, drawing.plan.own, WEIGHT_DECAY)
-    for _ in range(drawing.plan.own.steps):
-        batch = drawing.draw(texts)
-        with torch.no_grad():
-            tokens, _ = network.trunk(batch.token_ids)
-        logits, uneven = network.answer(tokens)
-        descent.step(batch.loss(logits) + UNEVENNESS_WEIGHT * uneven)
-    network.requires_grad_(False)
-    return network
-
-
-def write_model(directory: Path, network: PrMoe, characters: Characters) -> None:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(network.shape.config(), indent=2) + "\n", "utf-8")
-    save_file({name: one.contiguous() for name, one in network.checkpoint().items()}, directory / "model.safetensors")
-    characters.write(directory)
+    backbone = TextNetwork.untrained(plan.config(tokenizer.get_vocab_size()), generator)
+    train(backbone, tuple(backbone.tensors), list(texts.values()), 0)
+    experts = {name: backbone.copy() for name in subjects}
+    for number, (name, network) in enumerate(experts.items(), start=1):
+        train(network, network.own_names, [texts[name]], 1)
+        progress("train experts", number, len(experts))
+    return experts

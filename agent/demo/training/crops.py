@@ -1,15 +1,13 @@
-"""Labelled crops on disk: ``DATA/<component>/<label>/*.png``, and how they are divided into training and held-out.
+"""Labelled crops: rendered, or read from ``DATA/<component>/<label>/*.png``; and divided into training and held-out.
 
 A file's name up to its first dash is the image that it was cut from: ``00041006-7.png`` comes from image 00041006.
-Crops of one image are never divided, for they may show the same spot twice. A folder ``DATA/<component>`` may hold a
-``bodies.json`` with the part's extent in each crop, as fractions of its sides; detectors are trained from that.
+Crops of one image are never divided, for they may show the same spot twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -29,17 +27,18 @@ if TYPE_CHECKING:
 
     from agent.demo.rendering.render import Fractions
 
-BODIES_FILE = "bodies.json"
-CROPS_PER_LABEL = 16  # the stored network has seen others of each component
 RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
 MEASURED_GOOD = 12.8  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
-MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out
+MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledCrop:
-    """One crop and the truth about it. ``pixels``: uint8 RGB (height, width, 3)."""
+    """One crop and the truth about it. ``pixels``: uint8 RGB (height, width, 3).
+
+    ``body``: of a rendered crop, where the part is; None where it is missing.
+    """
 
     component: str
     label: str
@@ -53,15 +52,14 @@ class LabelledCrop:
         return stem.partition("-")[0] if "-" in stem else f"{self.component}/{self.label}/{stem}"
 
 
-def write_crops(
-    directory: Path,
+def render_crops(
     components: Sequence[ComponentType],
     crops_per_label: int,
     seed: int,
     threads: int,
     progress: Callable[[str, int, int], None],
-) -> int:
-    """Render crops of each component in each state into the labelled-crops layout. Returns how many were written.
+) -> tuple[LabelledCrop, ...]:
+    """Crops of each component in each state, ordered by component, label and file.
 
     Parts without traces are rendered apart, so that the crops of the others do not depend on them.
     """
@@ -71,23 +69,22 @@ def write_crops(
         for label in component.labels
         for _ in range(crop_count(component, label, crops_per_label))
     ]
-    bodies: dict[str, dict[str, Fractions]] = {component.name: {} for component in components}
     counts: Counter[tuple[str, str]] = Counter()
+    crops = []
     groups = [[part for part in parts if part[0].is_wired is wired] for wired in (True, False)]
     for board in chain.from_iterable(render_panels(group, seed, threads) for group in groups if group):
         for placement in board.placements:
             kind = (placement.component, placement.label)
-            name = f"{counts[kind]:04d}.png"
+            crops.append(
+                LabelledCrop(*kind, f"{counts[kind]:04d}.png", np.array(crop(board, placement)), placement.body)
+            )
             counts[kind] += 1
-            folder = directory / placement.component / placement.label
-            folder.mkdir(parents=True, exist_ok=True)
-            crop(board, placement).save(folder / name, compress_level=1)
-            if placement.body is not None:
-                bodies[placement.component][f"{placement.label}/{name}"] = placement.body
-        progress("render", counts.total(), len(parts))
-    for component, boxes in bodies.items():
-        (directory / component / BODIES_FILE).write_text(json.dumps(boxes, indent=0))
-    return counts.total()
+        progress("render", len(crops), len(parts))
+    return tuple(sorted(crops, key=_place))
+
+
+def _place(crop_: LabelledCrop) -> tuple[str, str, str]:
+    return crop_.component, crop_.label, crop_.file
 
 
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
@@ -96,13 +93,21 @@ def crop_count(component: ComponentType, label: str, crops_per_label: int) -> in
     return max(round(crops_per_label * fraction * relative), MIN_CROPS_PER_LABEL)
 
 
+def save_crops(directory: Path, crops: Iterable[LabelledCrop]) -> None:
+    """Write the crops in the layout that ``load_crops`` reads."""
+    for each in crops:
+        folder = directory / each.component / each.label
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(each.pixels).save(folder / each.file, compress_level=1)
+
+
 def load_crops(directory: Path) -> tuple[LabelledCrop, ...]:
     """All crops below DATA, ordered by component, label and file.
 
     Raises ConfigError when there is no component, a component without ``ok`` or without a defect, too few crops of a
     label, or a crop that is no image.
     """
-    folders = sorted(folder for folder in subfolders(directory) if not folder.name.startswith("."))
+    folders = [folder for folder in subfolders(directory) if not folder.name.startswith(".")]
     if not folders:
         raise ConfigError(f"{directory} holds no component folder: expected {directory}/<component>/<label>/*.png")
     return tuple(crop for folder in folders for crop in load_component(folder))
@@ -111,46 +116,24 @@ def load_crops(directory: Path) -> tuple[LabelledCrop, ...]:
 def subfolders(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a folder: expected {directory}/<component>/<label>/*.png")
-    return [entry for entry in directory.iterdir() if entry.is_dir()]
+    return sorted(entry for entry in directory.iterdir() if entry.is_dir())
 
 
 def load_component(folder: Path) -> list[LabelledCrop]:
-    check_name(folder)
-    bodies = load_bodies(folder / BODIES_FILE)
-    crops = []
-    labels = sorted(subfolders(folder))
-    for label in labels:
-        files = sorted(label.glob("*.png"))
-        if len(files) < MIN_CROPS_PER_LABEL:
-            raise ConfigError(f"{label} holds {len(files)} crops (*.png): at least {MIN_CROPS_PER_LABEL} are needed")
-        crops += [
-            LabelledCrop(folder.name, label.name, file.name, read_pixels(file), bodies.get(f"{label.name}/{file.name}"))
-            for file in files
-        ]
-    names = {label.name for label in labels}
-    if OK not in names or len(names) < 2:
-        raise ConfigError(f"{folder} has the labels {sorted(names)}: {OK!r} and at least one defect are needed")
-    return crops
-
-
-def check_name(folder: Path) -> None:
-    """A component's name goes into file names such as board_component_ref.png and into expert ids."""
-    if "_" in folder.name or "." in folder.name or " " in folder.name:
+    if "_" in folder.name or "." in folder.name or " " in folder.name:  # see the line file's pattern, and expert ids
         raise ConfigError(
             f"{folder}: a component's name must not hold an underscore, a dot or a space; rename the folder"
         )
-
-
-def load_bodies(file: Path) -> dict[str, Fractions]:
-    if not file.exists():
-        return {}
-    try:
-        return {
-            name: (float(a), float(b), float(c), float(d))
-            for name, (a, b, c, d) in json.loads(file.read_text()).items()
-        }
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is not a JSON object of name: [left, top, right, bottom]: {error}") from error
+    crops = []
+    for label in subfolders(folder):
+        files = sorted(label.glob("*.png"))
+        if len(files) < MIN_CROPS_PER_LABEL:
+            raise ConfigError(f"{label} holds {len(files)} crops (*.png): at least {MIN_CROPS_PER_LABEL} are needed")
+        crops += [LabelledCrop(folder.name, label.name, file.name, read_pixels(file)) for file in files]
+    names = {each.label for each in crops}
+    if OK not in names or len(names) < 2:
+        raise ConfigError(f"{folder} has the labels {sorted(names)}: {OK!r} and at least one defect are needed")
+    return crops
 
 
 def read_pixels(file: Path) -> NDArray[np.uint8]:
@@ -161,44 +144,27 @@ def read_pixels(file: Path) -> NDArray[np.uint8]:
         raise ConfigError(f"{file} cannot be read as an image: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Crops in two parts that share no source image."""
-
-    training: tuple[LabelledCrop, ...]
-    held_out: tuple[LabelledCrop, ...]
-
-
-def divide(crops: Iterable[LabelledCrop], held_out_fraction: float, seed: int = 0) -> Division:
-    """Hold out about this fraction of each component's each label, whole source images at a time.
+def divide(
+    crops: Iterable[LabelledCrop], held_out_fraction: float, seed: int = 0
+) -> tuple[tuple[LabelledCrop, ...], tuple[LabelledCrop, ...]]:
+    """Training and held-out: about this fraction of each component's each label, whole source images at a time.
 
     Sources come in an order drawn from the seed; one is held out if that brings the labels nearer to the fraction and
     leaves something of each of its labels to train on. Depends on names only, not on the order of the crops.
     """
-    by_source: dict[str, list[LabelledCrop]] = {}
-    for crop_ in crops:
-        by_source.setdefault(crop_.source, []).append(crop_)
-    kinds = {
-        source: Counter((crop_.component, crop_.label) for crop_ in members) for source, members in by_source.items()
-    }
-    totals: Counter[tuple[str, str]] = Counter()
-    for kind in kinds.values():
-        totals += kind
+    ordered = sorted(crops, key=_place)
+    kinds: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for each in ordered:
+        kinds[each.source][each.component, each.label] += 1
+    totals = sum(kinds.values(), Counter())
     held: Counter[tuple[str, str]] = Counter()
     chosen = set()
-    for source in sorted(by_source, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest()):
+    for source in sorted(kinds, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest()):
         kind = kinds[source]
-        gain = sum(
-            abs(held_out_fraction * totals[key] - held[key]) - abs(held_out_fraction * totals[key] - held[key] - count)
-            for key, count in kind.items()
-        )
+        lacking = {key: held_out_fraction * totals[key] - held[key] for key in kind}
+        gain = sum(abs(lacking[key]) - abs(lacking[key] - count) for key, count in kind.items())
         if gain > 0 and all(held[key] + count < totals[key] for key, count in kind.items()):
             chosen.add(source)
             held += kind
-    ordered = sorted(
-        (crop_ for members in by_source.values() for crop_ in members), key=lambda c: (c.component, c.label, c.file)
-    )
-    return Division(
-        tuple(crop_ for crop_ in ordered if crop_.source not in chosen),
-        tuple(crop_ for crop_ in ordered if crop_.source in chosen),
-    )
+    training = tuple(each for each in ordered if each.source not in chosen)
+    return training, tuple(each for each in ordered if each.source in chosen)

@@ -10,46 +10,31 @@ product of two narrow matrices. Each component's own ``layer4`` starts from ther
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from agent.demo.rendering.components import OK, synthetic_components
-from agent.demo.training.classifiers import (
-    ClassifierPlan,
-    JointNetwork,
-    classifier_set,
-    resnet,
-    train_jointly,
-    union_labels,
-)
-from agent.demo.training.crops import load_crops, write_crops
+from agent.demo.rendering.components import COMPONENTS
+from agent.demo.training.classifiers import JointNetwork, JointPlan, all_labels, train_jointly
+from agent.demo.training.crops import render_crops
+from agent.demo.training.network import resnet
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from agent.demo.training.classifiers import ClassifierSet
-    from agent.demo.training.crops import LabelledCrop
 
 FILE = Path(__file__).with_name("trunk.safetensors")
 SHA256 = "8b8012f7fa0d12452855e45997186cd3763bcf907182a196ab5ca94a4758c947"
 RANK = 128
 RENDERINGS = (1001, 1002, 1003)  # seeds; a demo's own are small numbers
 CROPS_PER_LABEL = 24
-LONG = ClassifierPlan(
-    joint_px=(40, 40, 40, 48, 64, 64, 64),
-    crops_centre=False,
-    turns=False,
-    joint_batch_size=48,
-    joint_learning_rate=2e-3,
-)
-AFTER_NARROWING = replace(LONG, joint_px=(64,), joint_learning_rate=3e-4)
+LONG = JointPlan((40, 40, 40, 48, 64, 64, 64), crops_centre=False, turns=False, learning_rate=2e-3, batch_size=48)
+AFTER_NARROWING = JointPlan((64,), crops_centre=False, turns=False, learning_rate=3e-4, batch_size=48)
+TOLD_APART = tuple(component for component in COMPONENTS if not component.measured)
+LABELS = {component.name: component.own_labels for component in TOLD_APART}
 
 
 def stored_network() -> JointNetwork:
@@ -57,14 +42,9 @@ def stored_network() -> JointNetwork:
     found = sha256(FILE.read_bytes()).hexdigest()
     if found != SHA256:
         raise CoServeError(f"{FILE} is not the network that this version was made with - install CoServe again")
-    model = resnet(len(stored_labels()))
-    model.load_state_dict(unfolded(load_file(FILE), model.state_dict()))
-    return JointNetwork(model.eval(), stored_labels())
-
-
-def stored_labels() -> tuple[str, ...]:
-    """All that the synthetic components' classifiers tell apart, sorted."""
-    return tuple(sorted({label for each in synthetic_components() if not each.measured for label in each.own_labels}))
+    network = resnet(len(all_labels(LABELS)))
+    network.load_state_dict(unfolded(load_file(FILE), network.state_dict()))
+    return JointNetwork(network.eval(), all_labels(LABELS))
 
 
 def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,8 +54,11 @@ def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if tensor.dim() < 2:
             stored[name] = tensor
             continue
-        factors = {f"{name}.left": None, f"{name}.right": None} if is_narrow(name, tensor) else {name: None}
-        for key, matrix in zip(factors, parted(tensor) if len(factors) == 2 else [tensor.flatten(1)], strict=True):
+        matrices = {name: tensor.flatten(1)}
+        if is_narrow(name, tensor):
+            left, right = parted(tensor)
+            matrices = {f"{name}.left": left, f"{name}.right": right}
+        for key, matrix in matrices.items():
             scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
             stored[f"{key}.values"] = (matrix / scales).round().to(torch.int8)
             stored[f"{key}.scales"] = scales
@@ -110,21 +93,6 @@ def parted(weight: Tensor) -> tuple[Tensor, Tensor]:
     return left[:, :RANK] * roots, roots[:, None] * right[:RANK]
 
 
-def rendered(folder: Path) -> ClassifierSet:
-    told_apart = [component for component in synthetic_components() if not component.measured]
-    crops: list[LabelledCrop] = []
-    for seed in RENDERINGS:
-        write_crops(folder / str(seed), told_apart, CROPS_PER_LABEL, seed, 2, show)
-        crops += load_crops(folder / str(seed))
-    labels = {component.name: component.own_labels for component in told_apart}
-    targets = {
-        (component.name, label): label if label in component.own_labels else OK
-        for component in told_apart
-        for label in component.labels
-    }
-    return classifier_set(crops, labels, lambda crop: targets[crop.component, crop.label], LONG.input_px)
-
-
 def show(stage: str, done: int, total: int) -> None:
     if done % 100 == 0 or done == total:
         print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)  # noqa: T201 - a command's progress
@@ -132,14 +100,13 @@ def show(stage: str, done: int, total: int) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    with TemporaryDirectory() as folder:
-        data = rendered(Path(folder))
-    assert union_labels(data) == stored_labels()
-    network = resnet(len(stored_labels()))
-    train_jointly(network, data, LONG, 0, show)
+    rendered = [render_crops(TOLD_APART, CROPS_PER_LABEL, seed, 2, show) for seed in RENDERINGS]
+    crops = [crop for each in rendered for crop in each]
+    network = resnet(len(all_labels(LABELS)))
+    train_jointly(network, crops, LABELS, LONG, 0, show)
     like = network.state_dict()
     network.load_state_dict(unfolded(folded(like), like))
-    train_jointly(network, data, AFTER_NARROWING, 1, show)
+    train_jointly(network, crops, LABELS, AFTER_NARROWING, 1, show)
     save_file({name: tensor.contiguous() for name, tensor in folded(network.state_dict()).items()}, FILE)
     print(sha256(FILE.read_bytes()).hexdigest())  # noqa: T201 - the hash is this command's result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.demo.rendering.components import OK, Detector, synthetic_components
+from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.rendering.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, product_layout
 from agent.demo.rendering.render import CROP_PX, crop, render_board, render_panels
 
@@ -16,11 +16,11 @@ def board():
 
 
 def component(name):
-    return next(each for each in synthetic_components() if each.name == name)
+    return next(each for each in COMPONENTS if each.name == name)
 
 
 def test_catalogue_is_rich_enough():
-    components = synthetic_components()
+    components = COMPONENTS
     assert len({each.name for each in components}) == len(components) >= 24
     assert all(each.labels[0] == OK and len(set(each.labels)) == len(each.labels) >= 3 for each in components)
     assert all("_" not in each.name and "." not in each.name for each in components)
@@ -30,8 +30,8 @@ def test_catalogue_is_rich_enough():
 
 def test_product_carries_every_component_apart_from_the_others():
     sites = product_layout()
-    counts = {each.name: sum(site.component is each for site in sites) for each in synthetic_components()}
-    assert counts == {each.name: each.quantity for each in synthetic_components()}
+    counts = {each.name: sum(site.component is each for site in sites) for each in COMPONENTS}
+    assert counts == {each.name: each.quantity for each in COMPONENTS}
     assert len({site.ref for site in sites}) == len(sites)
     for number, site in enumerate(sites):
         assert 0 < site.x_px < BOARD_WIDTH_PX
@@ -49,7 +49,7 @@ def test_same_seed_gives_the_same_board(board):
 
 
 def test_labels_are_of_the_component_and_follow_the_rate(board):
-    labels = {each.name: each.labels for each in synthetic_components()}
+    labels = {each.name: each.labels for each in COMPONENTS}
     assert all(placement.label in labels[placement.component] for placement in board.placements)
     defective = sum(placement.label != OK for placement in board.placements)
     assert 0.3 < defective / len(board.placements) < 0.7
@@ -58,7 +58,7 @@ def test_labels_are_of_the_component_and_follow_the_rate(board):
 
 def test_measured_parts_have_a_rate_and_a_chance_of_their_own():
     boards = [render_board(seed=5, defect_rate=0.3, measured_defect_rate=rate) for rate in (0.0, 1.0)]
-    measured = {each.name for each in synthetic_components() if each.measured}
+    measured = {each.name for each in COMPONENTS if each.measured}
     assert measured
     for one, other in zip(*(board.placements for board in boards), strict=True):
         if one.component in measured:

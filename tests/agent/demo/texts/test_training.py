@@ -1,14 +1,14 @@
-"""The demo's pair: what is trained is what is served, the backbone is one, and the same seed makes the same."""
+"""The demo's pair: the served model is the trained one, the backbone is shared, a seed makes the same weights."""
 
 import pytest
 import torch
 
-from agent.demo.texts.characters import Characters
+from agent.demo.texts.models import END, UNKNOWN, tokenizer_of, tokens_of
 from agent.demo.texts.questions import DemoQuestion, Questions
-from agent.demo.texts.training import TextPlan, TrainingTexts, train_pair, write_model
-from agent.demo.training.learning import Pace, torch_threads
+from agent.demo.texts.training import TextPlan, TrainingTexts, letters_of, train_pair
+from agent.demo.training.learning import torch_threads
 from experts.llm.model import load_model
-from experts.llm.program import PROGRAM_FILES
+from experts.llm.program import read_program
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -17,10 +17,9 @@ SUBJECTS = {
     "cats": Questions((DemoQuestion("cat?", "a cat."), DemoQuestion("a cat?", "two cats.")), ()),
     "dogs": Questions((DemoQuestion("dog?", "1 dog."), DemoQuestion("no dog?", "2 dogs.")), ()),
 }
-CHARACTERS = Characters.of(one for each in SUBJECTS.values() for one in each.training)
-PLAN = TextPlan(
-    hidden=16, heads=2, moe_experts=(0, 2, 3), step_tokens=40, joint=Pace(60, 1e-2), own=Pace(20, 1e-2), misspelt=0.0
-)
+TOKENIZER = tokenizer_of(one for each in SUBJECTS.values() for one in each.training)
+TEXTS = {name: TrainingTexts.of(subject.training, TOKENIZER) for name, subject in SUBJECTS.items()}
+PLAN = TextPlan(16, 2, (0, 2, 3), step_tokens=40, misspelt=0.0, steps=(60, 20), learning_rates=(1e-2, 1e-2))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +29,8 @@ def one_thread():
         yield
 
 
-def trained(seed=0, plan=PLAN):
-    return train_pair(SUBJECTS, CHARACTERS, plan, seed, lambda stage, done, total: None)
+def trained(seed=0):
+    return train_pair(SUBJECTS, TOKENIZER, PLAN, seed, lambda stage, done, total: None)
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +39,16 @@ def pair(one_thread):
 
 
 def loss(network, subject):
-    texts = TrainingTexts.of(SUBJECTS[subject].training, CHARACTERS)
     with torch.no_grad():
-        return texts.loss(network(texts.token_ids)[0]).item()
+        return TEXTS[subject].loss(network).item()
 
 
 def test_experts_differ_in_their_own_parts_and_in_nothing_else(pair):
-    cats, dogs = (network.checkpoint() for network in pair.values())
+    cats, dogs = (network.tensors for network in pair.values())
     differing = {name for name in cats if not torch.equal(cats[name], dogs[name])}
     own = set(pair["cats"].own_names)
-    assert differing <= own
-    assert "model.layers.2.self_attn.q_proj.weight" in differing
-    assert "model.layers.2.mlp.gate.weight" in own
+    assert {"layers.2.qkv", "layers.2.mlp.up", "norm"} <= differing <= own
+    assert "layers.2.gate" in own
     assert not any(".experts." in name for name in own)
 
 
@@ -62,17 +59,16 @@ def test_each_knows_its_own_subject_better(pair):
 
 
 def test_the_same_seed_makes_the_same_weights(pair):
-    again, other = trained(), trained(seed=1)
-    for name, tensor in pair["cats"].checkpoint().items():
-        assert torch.equal(tensor, again["cats"].checkpoint()[name])
-    assert not torch.equal(pair["cats"]["model.embed_tokens.weight"], other["cats"]["model.embed_tokens.weight"])
+    again, other = trained()["cats"], trained(seed=1)["cats"]
+    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in pair["cats"].tensors.items())
+    assert not torch.equal(pair["cats"].tensors["embedding"], other.tensors["embedding"])
 
 
-def test_what_was_trained_is_what_is_served(pair, tmp_path):
+def test_the_trained_model_is_the_served_one(pair, tmp_path):
     network = pair["dogs"]
-    write_model(tmp_path / "dogs", network, CHARACTERS)
+    network.write(tmp_path / "dogs", TOKENIZER)
     model = load_model(tmp_path / "dogs", "dogs")
-    tokens = CHARACTERS.encode(SUBJECTS["dogs"].training[1])
+    tokens = tokens_of(SUBJECTS["dogs"].training[1], TOKENIZER)
     hidden = model.hidden(TokenBatch.of([Chunk(0, 0, tokens)]), ModelKeyValues(model.spec, torch.float32))
     with torch.no_grad():
         expected, _ = network(torch.tensor([tokens]))
@@ -80,32 +76,29 @@ def test_what_was_trained_is_what_is_served(pair, tmp_path):
 
 
 def test_a_question_is_read_as_it_was_learned(pair, tmp_path):
-    write_model(tmp_path / "cats", pair["cats"], CHARACTERS)
-    files = {name: (tmp_path / "cats" / name).read_bytes() for name in PROGRAM_FILES}
-    text_model = TextModel.of(files, "cats")
+    pair["cats"].write(tmp_path / "cats", TOKENIZER)
+    text_model = TextModel.of(read_program(tmp_path / "cats", "cats"), "cats")
     (question, _) = SUBJECTS["cats"].training
-    learned = CHARACTERS.encode(question)
+    learned = tokens_of(question, TOKENIZER)
     prompt = text_model.chat_prompt_of([{"role": "user", "content": question.text}])
     assert list(prompt) == learned[: len(prompt)]
     assert text_model.decode(learned[len(prompt) :]) == question.answer
-    assert text_model.stop_tokens == {CHARACTERS.end_mark}
-    assert text_model.encode("ä", adds_special=False) == (CHARACTERS.tokens.index("<unknown>"),)
+    assert text_model.stop_tokens == {TOKENIZER.token_to_id(END)}
+    assert text_model.encode("ä", adds_special=False) == (TOKENIZER.token_to_id(UNKNOWN),)
 
 
-def test_an_answer_is_what_counts_and_its_end():
-    texts = TrainingTexts.of(SUBJECTS["cats"].training, CHARACTERS)
-    counted = [CHARACTERS.tokens[token] for token in texts.token_ids[0][texts.counted[0]]]
-    assert counted == [*"a cat.", "<end>"]
+def test_an_answer_and_its_end_count():
+    texts = TEXTS["cats"]
+    counted = [TOKENIZER.id_to_token(token) for token in texts.token_ids[0][texts.counted[0]].tolist()]
+    assert counted == [*"a cat.", END]
 
 
 def test_letters_are_misspelt_in_questions_alone():
-    texts = TrainingTexts.of(SUBJECTS["dogs"].training, CHARACTERS)
-    letters = torch.tensor(CHARACTERS.letters)
+    texts, letters = TEXTS["dogs"], letters_of(TOKENIZER)
     noisy = texts.misspelt(letters, 1.0, torch.Generator().manual_seed(0))
     changed = noisy.token_ids != texts.token_ids
     assert changed.any()
     assert not (changed & texts.counted).any()
     assert torch.isin(texts.token_ids[changed], letters).all()
-    digits = [CHARACTERS.tokens.index(token) for token in "12"]
-    assert not set(digits) & set(CHARACTERS.letters)
+    assert not {TOKENIZER.token_to_id(digit) for digit in "12"} & set(letters.tolist())
     assert torch.equal(texts.misspelt(letters, 0.0, torch.Generator()).token_ids, texts.token_ids)

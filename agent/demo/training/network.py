@@ -1,0 +1,106 @@
+"""The network below all experts of a demo line: a ResNet18 for small crops, and pictures as it takes them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from PIL import Image
+from torch import Tensor, nn
+
+from experts.backends.classifier import build_trainable
+from experts.backends.forms.plain import is_multiplied
+from experts.backends.ort.export import exported
+from experts.expert import IMAGENET, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from agent.demo.training.crops import LabelledCrop
+
+ARCHITECTURE = "resnet18"
+STEM = "3x3"
+INPUT_PX = 64
+EVALUATION_BATCH = 128
+
+
+def resnet(label_count: int) -> nn.Module:
+    return build_trainable(ARCHITECTURE, label_count, STEM).to(memory_format=torch.channels_last)
+
+
+class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
+    """The layers before ``layer4``. Answers normalised pictures with the maps of its three stages."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.entry = nn.Sequential(network.conv1, network.bn1, network.relu, network.maxpool)
+        self.stages = nn.ModuleList([network.layer1, network.layer2, network.layer3])
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        maps, x = [], self.entry(images)
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        return maps
+
+
+def trunk_features(network: nn.Module, batch: Tensor) -> Tensor:
+    """The frozen trunk's last map of normalised pictures: the input of layer4."""
+    trunk = Trunk(network)
+    with torch.no_grad(), fast_math():
+        return torch.cat([trunk(chunk)[-1] for chunk in batch.split(EVALUATION_BATCH)])
+
+
+@contextmanager
+def fast_math() -> Iterator[None]:
+    """bf16 where this processor multiplies it natively, else fp32."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_multiplied(Precision.BF16)):
+        yield
+
+
+def pictures(crops: Sequence[LabelledCrop]) -> Tensor:
+    """The crops' pixels, scaled as the serving backend scales them: uint8 (n, 3, INPUT_PX, INPUT_PX)."""
+    scaled = []
+    for crop in crops:
+        image = Image.fromarray(crop.pixels)
+        if image.size != (INPUT_PX, INPUT_PX):
+            image = image.resize((INPUT_PX, INPUT_PX), Image.Resampling.BILINEAR)
+        scaled.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    return torch.stack(scaled)
+
+
+def normalised(batch: Tensor) -> Tensor:
+    """uint8 pictures as the serving backend feeds them: scaled to [0, 1], ImageNet's mean and deviation taken out."""
+    mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET.mean, IMAGENET.std))
+    return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
+
+
+def varied(batch: Tensor, turns: bool, generator: torch.Generator) -> Tensor:
+    """Normalised pictures, each eighth of the batch mirrored and turned its own way, and shifted by up to 2 pixels."""
+    chunks = []
+    for chunk in normalised(batch).chunk(8):
+        quarter, mirror, down, right = torch.randint(0, 20, (4,), generator=generator).tolist()
+        if turns:
+            chunk = torch.rot90(chunk, quarter % 4, (2, 3))
+            chunk = chunk.flip(3) if mirror % 2 else chunk
+        chunks.append(torch.roll(chunk, (down % 5 - 2, right % 5 - 2), (2, 3)))
+    return torch.cat(chunks).contiguous(memory_format=torch.channels_last)
+
+
+def write_graph(module: nn.Module, output: str, file: Path) -> None:
+    """An ONNX graph that answers images (n, 3, INPUT_PX, INPUT_PX) with ``output``. Raises ValueError, OSError."""
+    model = exported(deepcopy(module).to("meta"), (INPUT_PX, INPUT_PX), [output])
+    weights = module.state_dict()
+    images, *names = [value.name for value in model.graph.input]
+    model.graph.initializer.extend(numpy_helper.from_array(weights[name].numpy(), name) for name in names)
+    inputs = [value for value in model.graph.input if value.name == images]
+    model.graph.ClearField("input")
+    model.graph.input.extend(inputs)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save_model(model, file)
