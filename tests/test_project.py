@@ -6,8 +6,8 @@ import ast
 import inspect
 import os
 import re
-import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,11 @@ import pytest
 from experts import errors
 
 ROOT = Path(__file__).parents[1]
+KNOWN = {name: found for name, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)}
 OPEN_ENDS = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X]|HAC[K])\b")  # the brackets keep this line from finding itself
 TEXT_SUFFIXES = {".py", ".toml", ".yaml", ".yml", ".md", ".sh", ".service", ".css", ".html", ".js", ".proto", ".cfg"}
 FLOORS = ("experts", "agent", "profiler", "proof")
 FOLDERS = (*FLOORS, ".ci", "configs", "packaging", "systemd", "tests")
-
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-
 
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 NAMED_FILE = re.compile(r"`((?:agent|configs|docs|experts|packaging|profiler|proof|tests)/[\w./-]*)`")
@@ -74,6 +72,10 @@ def targets_named_in(markdown: str) -> set[str]:
     return {word for code in (*fenced, *inline) for word in re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z][a-z-]*)", code)}
 
 
+def declared(key: str) -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][key]
+
+
 def project_texts() -> list[Path]:
     inside = (path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file())
     texts = [path for path in inside if path.suffix in TEXT_SUFFIXES or path.parent.name == ".ci"]
@@ -81,18 +83,14 @@ def project_texts() -> list[Path]:
 
 
 class TestTheDocuments:
-    def test_the_targets_everybody_needs_are_there(self):
-        assert {"venv", "demo", "test", "lint", "bench", "clean", "help"} <= make_targets()
-
     def test_the_tests_of_the_forms_are_there(self):
-        told = run(["make", "--dry-run", "test-forms"], ROOT).stdout
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "--dry-run", "test-forms"]  # which may itself run under `make test`
+        told = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60).stdout
         named = re.findall(r"\btests/[\w/.]+", told)
         assert named
         assert [name for name in named if not (ROOT / name).exists()] == []
         assert "ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2" in told
-
-    def test_the_readme_names_the_targets_to_begin_with(self):
-        assert {"demo", "test"} <= targets_named_in((ROOT / "README.md").read_text("utf-8"))
 
     @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
     def test_a_page_names_only_what_exists(self, page):
@@ -110,9 +108,7 @@ class TestTheDocuments:
         assert {str(page.relative_to(ROOT)) for page in pages() if page != ROOT / "README.md"} <= links
 
     def test_the_house_is_drawn_as_it_is(self):
-        inits = (
-            path for name in ("experts", "agent", "profiler", "proof") for path in (ROOT / name).rglob("__init__.py")
-        )
+        inits = (path for name in FLOORS for path in (ROOT / name).rglob("__init__.py"))
         there = {str(path.parent.relative_to(ROOT)) for path in inits}
         drawn = drawn_rooms((ROOT / "docs" / "architecture.md").read_text("utf-8"))
         assert {room for room in drawn if not room.startswith(("configs", "docs", "tests"))} == there
@@ -147,30 +143,24 @@ class TestTheDocuments:
         assert found == set()
 
     def test_the_licence_is_the_one_declared(self):
-        declared = re.search(r'^license = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-        assert declared
-        assert declared[1] == "Apache-2.0"
+        assert declared("license") == "Apache-2.0"
         assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text("utf-8")
 
     def test_the_changelog_tells_of_this_version(self):
-        version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-        assert version
-        assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+        assert f"## [{declared('version')}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 class TestTheErrors:
     def test_the_docstring_draws_the_tree_that_is_there(self):
-        classes = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)]
-        assert drawn_tree(errors.__doc__ or "") == {found.__name__: found.__bases__[0].__name__ for found in classes}
+        assert drawn_tree(errors.__doc__ or "") == {name: found.__bases__[0].__name__ for name, found in KNOWN.items()}
 
     def test_every_exception_that_leaves_its_module_lives_there(self):
-        known = {name for name, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)}
-        sources = [path for name in FLOORS for path in (ROOT / name).rglob("*.py")]
         elsewhere = {
             f"{path.relative_to(ROOT)}: {name}"
-            for path in sources
+            for floor in FLOORS
+            for path in (ROOT / floor).rglob("*.py")
             if path != ROOT / "experts" / "errors.py"
-            for name in exceptions_defined_in(path.read_text("utf-8"), known)
+            for name in exceptions_defined_in(path.read_text("utf-8"), set(KNOWN))
         }
         assert elsewhere == set()
 
@@ -205,9 +195,3 @@ def exceptions_defined_in(source: str, known: set[str]) -> list[str]:
 def _is_exception(base: str, known: set[str]) -> bool:
     name = base.rpartition(".")[2]
     return name in known or name in {"Exception", "BaseException"} or name.endswith("Error")
-
-
-def run(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Without what an outer make says in the environment: this may itself run under `make test`."""
-    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(command, cwd=folder, env=outer | extra, capture_output=True, text=True, timeout=60)

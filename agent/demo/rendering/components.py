@@ -1,4 +1,4 @@
-"""The component types of the demo line: what they look like, how many a board carries, what can be wrong with them.
+"""The component types of the demo line: their looks, their number on a board, their defects.
 
 Sizes are in pixels of the rendered board, at about 24 pixels per millimetre.
 """
@@ -33,8 +33,8 @@ class Detector(StrEnum):
 class ComponentType:
     """One component type. ``package`` names its drawing; ``defects`` are those that its classifier tells from ok.
 
-    A part with a ``detector`` has one more defect, the detector's, that its classifier passes as ok. Of a part that is
-    ``measured`` an anomaly expert learns what good ones look like; it is shown no defect, and tells none from another.
+    A part with a ``detector`` has one more defect, the detector's, that its classifier passes as ok. A ``measured``
+    part has an anomaly expert instead, which learns from good parts and does not tell one defect from another.
     """
 
     name: str
@@ -57,7 +57,6 @@ class ComponentType:
 
     @property
     def own_labels(self) -> tuple[str, ...]:
-        """What its classifier tells apart."""
         return (OK, *self.defects)
 
     @property

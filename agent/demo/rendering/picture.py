@@ -1,4 +1,4 @@
-"""A rendered board with its verdicts drawn in, and where a part was found anomalous."""
+"""A rendered board with its verdicts and anomaly maps drawn in."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class PartVerdict:
 def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> Image.Image:
     """The board with a box around each part by its ref: OK thin green, NG red with its label, UNKNOWN amber.
 
-    A part that was found anomalous is coloured where it is. A part without a verdict is UNKNOWN. Below the board stands
-    how many there are of each.
+    An anomalous part has its map drawn over it. A part without a verdict is UNKNOWN. Below the board are the counts.
     """
     width, height = board.image.size
     picture = Image.new("RGB", (width, height + STRIP_PX), (16, 18, 20))
@@ -59,7 +58,7 @@ def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> 
 
 
 def with_map(image: Image.Image, placement: Placement, anomaly: Anomaly) -> Image.Image:
-    """A part's window of the board, yellow to red where it is strange: its map is of the upright crop."""
+    """A part's window of the board, yellow to red where it is anomalous: the map is of the upright crop."""
     upright = image.crop(placement.window).rotate(90 * placement.quarter_turns)
     return drawn_over(upright, anomaly).rotate(-90 * placement.quarter_turns)
 

@@ -35,7 +35,7 @@ Fractions: TypeAlias = "tuple[float, float, float, float]"
 class Placement:
     """One part of a rendered board and the truth about it. ``window`` is its crop's left, top, right, bottom.
 
-    ``body`` is the part's extent within its upright crop, 0 to 1; None when nothing lies there.
+    ``body`` is the part's extent within its upright crop, 0 to 1; None for a missing part.
     """
 
     ref: str
@@ -60,7 +60,7 @@ def render_board(
 ) -> RenderedBoard:
     """One board of the demo line's product; each part is defective with this probability, all its defects alike.
 
-    Those that are measured have a probability of their own, by default that of all.
+    ``measured_defect_rate``: of parts with an anomaly expert, by default the same.
     """
     measured_rate = defect_rate if measured_defect_rate is None else measured_defect_rate
     rng = np.random.default_rng([seed, 1])
@@ -72,9 +72,9 @@ def render_board(
 
 
 def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads: int = 1) -> Iterator[RenderedBoard]:
-    """Boards that hold exactly these parts with these labels, densely, to cut crops from. Each has traces of its own.
+    """Boards that hold exactly these parts with these labels, densely, to cut crops from. Each has other traces.
 
-    They come one after the other, and are the same for any number of threads.
+    The boards are the same for any number of threads.
     """
     ordered = sorted(parts, key=lambda part: -part[0].window_px)
     layouts = panels([part for part, _ in ordered], np.random.default_rng([seed, 2]))
@@ -108,7 +108,7 @@ def assemble(
 
 
 def chances(sites: Sequence[Site], rng: np.random.Generator) -> list[np.random.Generator]:
-    """For each site where its chance comes from. Parts without traces have one apart, and so change no other part."""
+    """The random source of each site. Parts without traces have one apart, and so change no other part."""
     apart = rng.spawn(1)[0]
     return [rng if site.component.is_wired else apart for site in sites]
 
@@ -140,16 +140,38 @@ def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.G
     body = part.body.moved(*pose_of(site.component, label, rng))
     side = part.body.side_px
     left, top = site.x_px - side // 2, site.y_px - side // 2
-    view = Window(picture, left, top, side, site.quarter_turns)
-    view.blend(reduced(part.footprint.moved(0, 0, 0)))
+    rows = slice(max(top, 0), min(top + side, picture.shape[0]))
+    columns = slice(max(left, 0), min(left + side, picture.shape[1]))
+    target = picture[rows, columns]
+    inside = slice(rows.start - top, rows.stop - top), slice(columns.start - left, columns.stop - left)
+
+    def turned(layer: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.rot90(layer, -site.quarter_turns)
+
+    blend(target, turned(reduced(part.footprint.moved(0, 0, 0)))[inside])
     layer = reduced(body)
-    view.darken(layer[..., 3])
-    view.blend(layer)
+    target *= 1.0 - 0.45 * shadow(turned(layer[..., 3]))[inside][..., None]
+    blend(target, turned(layer)[inside])
     if part.cover.image.getbbox() is not None:
-        view.blend(reduced(part.cover.moved(0, 0, 0)))
+        blend(target, turned(reduced(part.cover.moved(0, 0, 0)))[inside])
     half = site.component.window_px // 2
     window = (site.x_px - half, site.y_px - half, site.x_px + half, site.y_px + half)
     return Placement(site.ref, site.component.name, label, window, site.quarter_turns, extent(layer[..., 3], half))
+
+
+def blend(target: NDArray[np.float32], layer: NDArray[np.float32]) -> None:
+    """Lay a premultiplied layer over a part of the board."""
+    target *= 1.0 - layer[..., 3:]
+    target += layer[..., :3]
+
+
+def shadow(alpha: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of a layer as it is on the board: light comes from the upper left, however the part is turned."""
+    cover = Image.fromarray((alpha * 255).astype(np.uint8))
+    soft = np.asarray(cover.filter(ImageFilter.GaussianBlur(2.5)), np.float32) / 255.0
+    cast = np.zeros_like(soft)
+    cast[4:, 3:] = soft[:-4, :-3]
+    return cast
 
 
 def reduced(image: Image.Image) -> NDArray[np.float32]:
@@ -168,39 +190,6 @@ def extent(alpha: NDArray[np.float32], half_px: int) -> Fractions | None:
     edges = ((int(edge) - start) / (2 * half_px) for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
     left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
     return left, top, right, bottom
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A square of the board that a part's layers are drawn into, turned as the part is; cut at the board's edge."""
-
-    picture: NDArray[np.float32]
-    left: int
-    top: int
-    side: int
-    quarter_turns: int
-
-    def blend(self, layer: NDArray[np.float32]) -> None:
-        """Lay a premultiplied layer over the board."""
-        target, turned = self._cut(np.rot90(layer, -self.quarter_turns))
-        target *= 1.0 - turned[..., 3:]
-        target += turned[..., :3]
-
-    def darken(self, alpha: NDArray[np.float32]) -> None:
-        """The shadow of a layer; light comes from the upper left of the board, however the part is turned."""
-        cover = Image.fromarray((np.rot90(alpha, -self.quarter_turns) * 255).astype(np.uint8))
-        soft = np.asarray(cover.filter(ImageFilter.GaussianBlur(2.5)), np.float32) / 255.0
-        shadow = np.zeros_like(soft)
-        shadow[4:, 3:] = soft[:-4, :-3]
-        target, cast = self._cut(shadow[..., None])
-        target *= 1.0 - 0.45 * cast
-
-    def _cut(self, layer: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        height, width = self.picture.shape[:2]
-        top, left = max(self.top, 0), max(self.left, 0)
-        bottom, right = min(self.top + self.side, height), min(self.left + self.side, width)
-        part = layer[top - self.top : bottom - self.top, left - self.left : right - self.left]
-        return self.picture[top:bottom, left:right], part
 
 
 @cache

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from agent.demo.rendering.render import Fractions
 
 RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
-MEASURED_GOOD = 12.8  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
-CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
+MEASURED_GOOD = 12.8  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
+CHIP_FRACTION = 0.6  # chips look so much alike that each one's crops help all
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
 
 
