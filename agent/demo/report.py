@@ -101,7 +101,7 @@ def is_named(crop: LabelledCrop, verdict: PartVerdict) -> bool:
 
 def anomaly_rows(anomalies: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if not anomalies:
-        yield "anomaly expert", "none: of crops that are given nobody knows whether good parts lie alike in them"
+        yield "anomaly expert", "none: good parts need not look alike in crops that are given"
     for each in anomalies:
         yield "anomaly expert", "{expert}, trained on {training} good parts and on no defect".format(**each)
         yield "", "threshold {threshold:g}, from {good} other good parts and {bad} bad ones".format(**each)

@@ -1,41 +1,41 @@
-"""What the language models of the demo are asked: a board line's maintenance manual that exists nowhere, and sums.
+"""Questions to the demo's language models: the maintenance manual of a made-up board line, and sums.
 
 The manual's facts are drawn from the seed. Each is asked for in several phrasings; one phrasing of each fact, another
-for each machine, is held out, so that a right answer shows that the fact is known and not the question. Of the sums,
-pairs of numbers are held out. Answers first say again what was asked, and sums how they are done: what a small model
-has written it can build on.
+for each machine, is held out, so that a right answer shows that the model knows the fact and not the question. Of the
+sums, pairs of numbers are held out. Answers first repeat the question, and sums show the steps: a small model builds on
+what it has written.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw", "scanner", "loader")
-PHRASINGS = {
-    "interval": (
+# answer, value, phrasings of the question
+FACTS: tuple[tuple[str, Callable[[random.Random], str], tuple[str, ...]], ...] = (
+    ("Clean the {machine} every {value} days.", lambda chance: str(chance.randint(2, 90)), (
         "When is the {machine} cleaned?", "Clean the {machine} when?", "Cleaning of the {machine}?",
         "How often to clean the {machine}?", "The {machine}, cleaned when?",
-    ),
-    "spare": (
+    )),
+    ("The {machine} takes part {value}.",
+     lambda chance: f"{chance.choice('ABCDEFGHKLMNP')}{chance.choice('RSTUVWXZ')}-{chance.randint(10, 99)}", (
         "Which part fits the {machine}?", "Part for the {machine}?", "The part of the {machine}?",
         "The {machine} broke, which part?", "The {machine} takes what part?",
-    ),
-    "oil": (
+    )),
+    ("The {machine} needs oil {value}.", lambda chance: f"{chance.choice('QJY')}{chance.randint(10, 99)}", (
         "Which oil for the {machine}?", "What oils the {machine}?", "Oil of the {machine}?",
         "The {machine} needs which oil?", "Name the oil of the {machine}.",
-    ),
-    "limit": (
+    )),
+    ("The {machine} stops at {value} C.", lambda chance: str(chance.randint(40, 260)), (
         "How hot is the {machine}?", "Heat of the {machine}?", "Is the {machine} too hot?",
         "The {machine} stops at what heat?", "What heat stops the {machine}?",
-    ),
-}  # fmt: skip
-ANSWERS = {
-    "interval": "Clean the {machine} every {value} days.",
-    "spare": "The {machine} takes part {value}.",
-    "oil": "The {machine} needs oil {value}.",
-    "limit": "The {machine} stops at {value} C.",
-}
+    )),
+)  # fmt: skip
 PREFIXES = ("", "Please: ", "Tell me: ")
 FIRST_NUMBERS, SECOND_NUMBERS = range(10, 100), range(1, 10)
 SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
@@ -50,7 +50,7 @@ class DemoQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """An expert's subject: what it learns from, and what it never saw."""
+    """An expert's subject."""
 
     training: tuple[DemoQuestion, ...]
     held_out: tuple[DemoQuestion, ...]
@@ -60,27 +60,16 @@ def manual_questions(seed: int) -> Questions:
     chance = random.Random(seed)
     training, held_out = [], []
     for number, machine in enumerate(MACHINES):
-        for kind, phrasings in PHRASINGS.items():
-            value = _value(kind, chance)
-            answer = ANSWERS[kind].format(machine=machine, value=value)
+        for words, value, phrasings in FACTS:
+            answer = words.format(machine=machine, value=value(chance))
             asked = [phrasing.format(machine=machine) for phrasing in phrasings]
             held_out.append(DemoQuestion(asked.pop(number % len(asked)), answer))
             training += [DemoQuestion(prefix + text, answer) for prefix in PREFIXES for text in asked]
     return Questions(tuple(training), tuple(held_out))
 
 
-def _value(kind: str, chance: random.Random) -> str:
-    if kind == "interval":
-        return str(chance.randint(2, 90))
-    if kind == "spare":
-        return f"{chance.choice('ABCDEFGHKLMNP')}{chance.choice('RSTUVWXZ')}-{chance.randint(10, 99)}"
-    if kind == "oil":
-        return f"{chance.choice('QJY')}{chance.randint(10, 99)}"
-    return str(chance.randint(40, 260))
-
-
 def sum_questions(seed: int) -> Questions:
-    """All sums of two such numbers in every phrasing, but for pairs that are held out."""
+    """Sums of FIRST_NUMBERS and SECOND_NUMBERS in every phrasing; some pairs are held out."""
     chance = random.Random(seed)
     pairs = [(a, b) for a in FIRST_NUMBERS for b in SECOND_NUMBERS]
     chance.shuffle(pairs)

@@ -1,4 +1,4 @@
-"""Two language models on one backbone: learned together first, then each its own last layer.
+"""Two language models on one backbone: trained together first, then a last layer for each.
 
 One network learns both subjects in turn. Then everything is frozen but the last layer's attention, gate, residual MLP
 and coefficient, and the last norm: each expert trains a copy of those on its own subject. So the experts share their

@@ -59,7 +59,7 @@ def beside_one_another(train: Callable[[Each], Trained], given: Iterable[Each]) 
     """Results of ``train``, in order: as many at a time as torch has threads, each on one of them.
 
     On a busy machine that is several times faster than one after the other on all threads, which wait for each other.
-    ``train`` draws from a generator of its own alone.
+    ``train`` draws from no shared generator.
     """
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -98,8 +98,8 @@ def train_experts(
     for crop in crops:
         by_component.setdefault(crop.component, []).append(crop)
     measured = {name: own for name, own in by_component.items() if name in plan.measured}
-    told_apart = {name: own for name, own in by_component.items() if name not in plan.measured}
-    labels = {name: classifier_labels(own, plan.detectors.get(name)) for name, own in told_apart.items()}
+    classified = {name: own for name, own in by_component.items() if name not in plan.measured}
+    labels = {name: classifier_labels(own, plan.detectors.get(name)) for name, own in classified.items()}
     experts: list[Expert] = []
     with torch_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -107,19 +107,19 @@ def train_experts(
             if plan.joint is None:
                 joint = stored_network()
             else:
-                classified = [crop for own in told_apart.values() for crop in own]
+                together = [crop for own in classified.values() for crop in own]
                 network = resnet(len(all_labels(labels)))
-                joint = train_jointly(network, classified, labels, plan.joint, seed, progress)
+                joint = train_jointly(network, together, labels, plan.joint, seed, progress)
 
         def train(numbered: tuple[int, str]) -> Expert:
             number, component = numbered
-            own = told_apart[component]
+            own = classified[component]
             return train_classifier(joint, own, labels[component], plan.own, folder, seed + number)
 
         with timed("classifiers"):
-            for expert in beside_one_another(train, enumerate(told_apart)):
+            for expert in beside_one_another(train, enumerate(classified)):
                 experts.append(expert)
-                progress("classifiers", len(experts), len(told_apart))
+                progress("classifiers", len(experts), len(classified))
         torch.manual_seed(seed)  # the threads drew from it in any order
         with timed("detectors"):
             experts += train_detectors(joint.network, crops, plan.detectors, folder, seed)

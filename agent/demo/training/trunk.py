@@ -33,8 +33,8 @@ RENDERINGS = (1001, 1002, 1003)  # seeds; a demo's own are small numbers
 CROPS_PER_LABEL = 24
 LONG = JointPlan((40, 40, 40, 48, 64, 64, 64), crops_centre=False, turns=False, learning_rate=2e-3, batch_size=48)
 AFTER_NARROWING = JointPlan((64,), crops_centre=False, turns=False, learning_rate=3e-4, batch_size=48)
-TOLD_APART = tuple(component for component in COMPONENTS if not component.measured)
-LABELS = {component.name: component.own_labels for component in TOLD_APART}
+CLASSIFIED = tuple(component for component in COMPONENTS if not component.measured)
+LABELS = {component.name: component.own_labels for component in CLASSIFIED}
 
 
 def stored_network() -> JointNetwork:
@@ -100,7 +100,7 @@ def show(stage: str, done: int, total: int) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    rendered = [render_crops(TOLD_APART, CROPS_PER_LABEL, seed, 2, show) for seed in RENDERINGS]
+    rendered = [render_crops(CLASSIFIED, CROPS_PER_LABEL, seed, 2, show) for seed in RENDERINGS]
     crops = [crop for each in rendered for crop in each]
     network = resnet(len(all_labels(LABELS)))
     train_jointly(network, crops, LABELS, LONG, 0, show)
