@@ -1,4 +1,4 @@
-"""What every test stands on."""
+"""Settings and fixtures of every test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHOUT_SYNC = Path(__file__).with_name("without_sync.c")
 
 
 def pytest_configure(config):
-    """Where several processes run the tests, these and theirs wait for no disk: see without_sync.c."""
+    """With several test processes, no test process and none of its children waits for the disk: see without_sync.c."""
     is_first_of_many = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     compiler = shutil.which("gcc")
     if is_first_of_many and compiler and os.uname().sysname == "Linux":
@@ -40,7 +40,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """What the processes of a test that failed have told stands in its report."""
+    """Add the output of a failed test's processes to its report."""
     report = (yield).get_result()
     forks = getattr(item, "funcargs", {}).get("forks")
     if forks is None:
@@ -52,9 +52,9 @@ def pytest_runtest_makereport(item, call):
 
 
 class Heap:
-    """Keeps full collections, of which measuring makes many, from going over all that was there before a test.
+    """Keeps full garbage collections, of which measuring makes many, from visiting objects older than the test.
 
-    That is a million objects of torch, and as many of what torch and others import when they are first asked to export.
+    Torch alone is a million objects, and its exporters import as many again.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Heap:
         self._began_s = 0.0
 
     def collected(self, phase: str, told: dict[str, int]) -> None:
-        """The interpreter's word of a collection that begins or ends."""
+        """A callback of the interpreter: a collection begins or ends."""
         if phase == "start":
             self._began_s = time.thread_time()
         elif told["generation"] == 2 and time.thread_time() - self._began_s > FROZEN_FROM_S:
             self._is_slow = True
 
     def freeze(self) -> None:
-        """Leave out what is here, if it makes collections slow."""
+        """Exclude the present objects from collections, if they make collections slow."""
         if self._is_slow:
             gc.collect()
             gc.freeze()
@@ -82,7 +82,7 @@ def _heap():
     gc.callbacks.append(heap.collected)
     yield heap
     gc.callbacks.remove(heap.collected)
-    gc.unfreeze()  # what has a finalizer still runs it
+    gc.unfreeze()  # finalizers still run
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def _frozen_heap(_heap):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """Makes a folder by its name, once for all processes that run tests; ``make`` gets it empty, and fills it."""
+    """Makes a folder once for all test processes; ``make`` fills the empty folder."""
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once"
     shared.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def made_once(tmp_path_factory):
         with (shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a failed one
                 folder.mkdir()
                 make(folder)
                 complete.touch()
@@ -113,7 +113,7 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
-    """Processes that have the agent imported already."""
+    """Processes with the agent already imported."""
     forks = Forks(tmp_path_factory.mktemp("forks"))
     yield forks
     forks.close()

@@ -1,10 +1,9 @@
-"""Processes that have the agent imported from the start: forks of one that does nothing but import it.
+"""Processes with the agent already imported: forks of a server that only imports it.
 
-A test that kills, hangs or breaks a process needs one of its own, but not the seconds in which torch is imported anew.
-A fork runs its code as ``python -c`` would: with its own folder, environment, arguments, output and ``__main__``, and
-to the same end but one step, as multiprocessing's do: it waits for threads and runs what is registered for the end, but
-does not take the modules down one by one, which copies a gigabyte of shared pages. What is about that step, about
-importing, about the environment before it or about memory has no place here.
+A test that kills, hangs or breaks a process needs a new one, but not the seconds that importing torch takes. A fork
+runs its code as ``python -c`` would, with its own folder, environment, arguments, output and ``__main__``. At its end
+it waits for threads and runs exit handlers. It does not tear modules down: that would copy a gigabyte of shared pages.
+Tests of that step, of importing, of the environment before it or of memory cannot use a fork.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ POLLED_S = 0.005
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it wrote."""
+    """Exit code and output of a process."""
 
     returncode: int
     stdout: str
@@ -51,7 +50,7 @@ class Ended:
 
 
 class Fork:
-    """One process. It is reaped when it is waited for, so that until then its number is nobody else's."""
+    """One process. It is reaped by ``wait`` or ``poll``; until then its process id is not reused."""
 
     def __init__(self, server: Forks, pid: int, output: tuple[Path, Path]) -> None:
         self.pid = pid
@@ -60,13 +59,13 @@ class Fork:
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, or the negative number of the signal that ended it; None while it runs."""
+        """Exit code, or the negative number of the signal that ended it; None while it runs."""
         if self._returncode is None:
             self._returncode = self._server.asked({"reap": self.pid})
         return self._returncode
 
     def wait(self, timeout_s: float) -> Ended:
-        """Its end; one that does not come is killed, and an error."""
+        """Wait for the end. After the timeout the process is killed: TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -76,19 +75,19 @@ class Fork:
         return Ended(self._returncode, self._written(0), self._written(1))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """As subprocess has it: nothing where it has ended."""
+        """As in subprocess: no effect after the end."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """In the middle of whatever it does; it is gone when this returns."""
+        """SIGKILL; the process is gone when this returns."""
         self.send_signal(signal.SIGKILL)
         while self.poll() is None:
             time.sleep(POLLED_S)
 
     @property
     def told(self) -> str:
-        """What it has written so far, and how it ended, if anybody has looked."""
+        """Output so far, and the exit code if the process was polled since its end."""
         texts = (path.read_text("utf-8", "replace") for path in dict.fromkeys(self._output) if path.exists())
         return f"{self.pid}, exit code {self._returncode}\n{''.join(texts)}"
 
@@ -97,11 +96,11 @@ class Fork:
 
 
 class Forks:
-    """The process that has imported everything, and what is asked of it."""
+    """The process that has imported everything, and requests to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.begun: list[Fork] = []  # since somebody cleared it
+        self.begun: list[Fork] = []  # since the last clear
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
@@ -110,7 +109,7 @@ class Forks:
             )
 
     def start(self, code: str, *arguments: object, log: Path | None = None, **environment: str) -> Fork:
-        """Begin one. ``environment``: beside this process's own. ``log``: where it writes to instead, at its end."""
+        """Begin one. ``environment``: added to this process's. ``log``: file that its output is appended to."""
         output = (log, log) if log else tuple(self._file(name) for name in ("out", "err"))
         request = {
             "code": code,
@@ -123,16 +122,16 @@ class Forks:
         return self.begun[-1]
 
     def run(self, code: str, *arguments: object, timeout_s: float = 120.0, **environment: str) -> Ended:
-        """One from its beginning to its end."""
+        """Begin one and wait for its end."""
         return self.start(code, *arguments, **environment).wait(timeout_s)
 
     def asked(self, request: dict[str, object]) -> int | None:
-        """What the server answers."""
+        """The server's answer."""
         self._channel.send(json.dumps(request).encode())
         return json.loads(self._channel.recv(MOST_BYTES))
 
     def close(self) -> None:
-        """End it; what it forked goes on."""
+        """End the server; its forks go on."""
         self._channel.close()
         self._process.wait(10)
         self._process.stdout.close()
@@ -144,7 +143,7 @@ class Forks:
 
 
 def serve(channel: socket.socket) -> str | None:
-    """Answer until nobody asks any more. In a fork: return the code that it is to run."""
+    """Answer until the channel closes. In a fork: return the code to run."""
     while request := channel.recv(MOST_BYTES):
         request = json.loads(request)
         if "reap" in request:
@@ -158,7 +157,7 @@ def serve(channel: socket.socket) -> str | None:
 
 
 def become(code: str, argv: list[str], cwd: str, environment: dict[str, str], output: list[str]) -> str:
-    """Everything that tells this process from the one that it was forked from; the code again."""
+    """Give this fork its folder, environment, arguments and output; returns the code."""
     for number, path in enumerate(output, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING shows works as it stands there: each example keeps its contract."""
+"""The examples in CONTRIBUTING work as written: each keeps its contract."""
 
 from __future__ import annotations
 

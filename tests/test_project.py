@@ -28,7 +28,7 @@ ROOM = re.compile(r"^( *)([\w-]+)/ +\S")  # of the drawing of the house, which s
 
 
 def absent_tests(markdown: str) -> set[str]:
-    """Tests, or files of them, that a text names and that are not there."""
+    """Tests, or files of them, that a text names and that do not exist."""
     return {
         f"{file}::{name}" if name else file
         for file, name in NAMED_TEST.findall(markdown)
@@ -38,12 +38,12 @@ def absent_tests(markdown: str) -> set[str]:
 
 
 def pages() -> list[Path]:
-    """What is read of the project: its front door, and all behind it."""
+    """The project's pages: README, CONTRIBUTING and docs."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def absent_files(markdown: str, folder: Path) -> set[str]:
-    """Files and folders of the project that a page of this folder names, or links to, and that are not there."""
+    """Files and folders that a page of this folder names or links to, and that do not exist."""
     named = {name for name in NAMED_FILE.findall(markdown) if not (ROOT / name).exists()}
     return named | {link for link in LINK.findall(markdown) if not (folder / link).exists()}
 
@@ -66,7 +66,7 @@ def make_targets() -> set[str]:
 
 
 def targets_named_in(markdown: str) -> set[str]:
-    """What a text tells its reader to make: in fenced blocks and in inline code, not in prose ("make sure")."""
+    """Make targets in fenced blocks and in inline code, not in prose ("make sure")."""
     fenced = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`[^`\n]+`", markdown)
     return {word for code in (*fenced, *inline) for word in re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z][a-z-]*)", code)}

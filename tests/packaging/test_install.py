@@ -1,7 +1,7 @@
 """install.sh over archives of small packages: installed, upgraded in place, rolled back, removed, below a folder.
 
-The archives are written by what `make bundle` calls, and hold a `coserve` that is a few lines long. That the real one
-installs with the network cut off is what `packaging/prove-bundle.sh` proves; it takes gigabytes.
+The archives are written by the code of `make bundle`, around a `coserve` of a few lines. `packaging/prove-bundle.sh`
+proves that the real one installs without a network; it takes gigabytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main():
         sys.exit(78 if {refused!r} in Path(sys.argv[3]).read_text() else 0)
 """
 
-# A pip that unpacks wheels, as far as these need it: the real one takes seconds for each of a dozen installations.
+# A pip that only unpacks these wheels: the real one takes seconds for each of a dozen installations.
 PIP = """
 import sys, zipfile, sysconfig
 from pathlib import Path
@@ -98,7 +98,7 @@ def bundle(bundling, tmp_path):
 
 
 class Box:
-    """What lies below the folder that everything is installed into."""
+    """Files below the folder that everything is installed into."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ class Box:
 
     @property
     def version(self) -> str:
-        """What the command says that is on everybody's path."""
+        """Output of the installed command."""
         command = self.folder / "usr" / "local" / "bin" / "coserve"
         return subprocess.run([command], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
@@ -182,7 +182,7 @@ class TestInstalling:
         assert box.version == "1.0"
 
     def change(self, bundle, bundling, key, value):
-        """Another line in BUNDLE, whose sum is right."""
+        """Change a line in BUNDLE, and its sum."""
         file = bundle / "BUNDLE"
         lines = dict(line.split("=", 1) for line in file.read_text().splitlines()) | {key: value}
         file.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))

@@ -31,9 +31,9 @@ LIFETIME_S = 240  # after which all of it is killed, whatever happens to the tes
 PATIENCE_S = 90.0
 SLOW_START_S = 30
 
-# What differs from the shipped unit. There is no journal, so stderr goes to a file; the watchdog and the restart come
-# sooner, or the test would take minutes; how each run ended is written down; the inbox lies outside /var/lib/coserve,
-# as on a real box, and is let in the way that docs/service.md says, and so is a password.
+# Changes to the shipped unit. There is no journal, so stderr goes to a file. The watchdog and the restart come sooner:
+# the test would take minutes. The end of each run is written down. The inbox is outside /var/lib/coserve, as on a real
+# box, and is made accessible as docs/service.md says; so is a password.
 DROP_IN = """
 [Service]
 StandardOutput=append:/var/log/%N.log
@@ -87,7 +87,7 @@ from coserve import main
 main()
 """
 
-# What stands where; then systemd takes over as PID 1. Mounts of the machine stay as they are: all of these are private.
+# Puts the files in place; then systemd becomes PID 1. All mounts are private: the machine's stay as they are.
 SETUP = """
 set -e
 echo $$ > "$CGROUP/cgroup.procs"
@@ -129,7 +129,7 @@ exec env -i container=other SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin
 
 
 def cgroup_of_this_process() -> Path | None:
-    """Its folder in the unified hierarchy; None where there is none."""
+    """The folder in the unified hierarchy; None where there is none."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     at = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
     inside = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
@@ -145,7 +145,7 @@ def child_of(pid: int | None) -> int | None:
 
 
 class PrivateSystem:
-    """A systemd of its own, its console, and its files as they are seen from outside."""
+    """A private systemd, its console, and its files as seen from outside."""
 
     def __init__(self, prepared: Path) -> None:
         self.console = b""
@@ -175,7 +175,7 @@ class PrivateSystem:
                 return
 
     def has_started(self) -> bool:
-        """Whether systemd runs as PID 1 there. False as long as it may still come to it."""
+        """Whether systemd runs as PID 1 there."""
         if self._process.poll() is not None:
             return False
         self._init = child_of(child_of(self._process.pid))  # timeout -> what was a shell, and is unshare -> PID 1
@@ -185,7 +185,7 @@ class PrivateSystem:
 
     @property
     def refusal(self) -> str | None:
-        """Why there is none; None while it is not known."""
+        """Reason why systemd did not start; None while it may still start."""
         return self._complaints.read_text() or "it ended" if self._process.poll() is not None else None
 
     def path(self, inside: str) -> Path:
@@ -209,7 +209,7 @@ class PrivateSystem:
 
     @property
     def logs(self) -> str:
-        """Everything there is to read when something went wrong."""
+        """Console and logs, for a failed test."""
         logs = "\n".join(
             f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.path("var/log").glob("coserve*.log")
         )
@@ -240,7 +240,7 @@ class PrivateSystem:
         until(lambda: any((self.path("srv/images/line") / "done").rglob(name)), lambda: self.logs)
 
     def end(self) -> None:
-        """Kill all of it, and leave nothing."""
+        """Kill all processes, and remove their cgroups."""
         if self._init is not None and self._process.poll() is None:
             os.kill(self._init, signal.SIGKILL)
         elif self._process.poll() is None:
@@ -252,7 +252,7 @@ class PrivateSystem:
 
     def _is_removed(self) -> bool:
         for folder in sorted([self._cgroup, *self._cgroup.rglob("*/")], reverse=True):
-            with suppress(OSError):  # something lives in it
+            with suppress(OSError):  # it still has processes
                 folder.rmdir()
         return not self._cgroup.exists()
 
