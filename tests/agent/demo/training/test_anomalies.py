@@ -62,7 +62,7 @@ def trained(few_dimensions, trunk, crops, tmp_path_factory):
     return train_anomaly(trunk, crops, tmp_path_factory.mktemp("weights"), 0)
 
 
-def test_distances_are_mahalanobis_distances_from_what_was_learned(model, parts, monkeypatch, trunk):
+def test_distances_are_mahalanobis_distances_from_what_was_learned(trunk, parts, monkeypatch):
     monkeypatch.setattr(anomalies, "SHIFTS_PX", ((0, 0),))
     model = PatchGaussians(trunk, parts[0], seed=0)
     seen, asked = (normalised(pictures(each)) for each in (parts[0], parts[2]))
