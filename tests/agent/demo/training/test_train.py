@@ -43,7 +43,7 @@ def train(crops):
         patch.setattr(detectors, "STEPS", 2)
         patch.setattr(detectors, "COPIES", 1)
         patch.setattr(anomalies, "DIMENSIONS", 6)
-        yield lambda folder, **changes: train_experts(
+        yield lambda folder, crops=crops, **changes: train_experts(
             crops, dataclasses.replace(synthetic_plan(), **changes), folder / "weights", quiet, threads=1, seed=3
         )
 
@@ -103,14 +103,13 @@ def test_same_seed_gives_the_same_weights(line, train, tmp_path):
         assert one.weights.read_bytes() == other.weights.read_bytes()
 
 
-def test_a_joint_network_comes_first_where_the_stored_one_does_not_know_the_crops(train, tmp_path):
+def test_a_joint_network_comes_first_where_the_stored_one_does_not_know_the_crops(train, crops, tmp_path):
+    few = [crop for crop in crops if crop.component in {"resistor-0402", "diode-sod123"}]
     joint = JointPlan((8, 16), crops_centre=True, turns=True, learning_rate=1e-3, batch_size=64)
-    trained = train(tmp_path, own=OwnPlan(1, 1e-4, turns=True), joint=joint, detectors={}, measured=frozenset())
+    trained = train(tmp_path, few, own=OwnPlan(1, 1e-4, turns=True), joint=joint, detectors={}, measured=frozenset())
     assert {expert.id: expert.labels for expert in trained.experts} == {
         "cls/resistor-0402": (OK, "missing", "shifted", "tombstone"),
-        "cls/capacitor-0805": (OK, "cracked", "missing", "shifted"),
         "cls/diode-sod123": (OK, "cracked", "missing", "reversed"),
-        "cls/shield-can": (OK, "dented", "missing", "scratched", "stained"),
     }
     states = [load_file(expert.weights) for expert in trained.experts]
     stem = "conv1.weight"
