@@ -63,7 +63,11 @@ class FakeText:
     written: int = 0
 
     def cancel(self) -> None:
-        self.desk.cancel_text(self)
+        with self.desk.changed:
+            if self in self.desk.texts:
+                self.desk.texts.remove(self)
+                self.desk.cancelled_texts.append(self.order)
+                self.desk.changed.notify_all()
 
     def write(self, text: str) -> None:
         self.written += 1
@@ -73,7 +77,9 @@ class FakeText:
         self.listener.wrote(TextPiece("llm/code", text, shown))
 
     def end(self, ending: Ending | None = Ending.STOP, failure: OrderRefused | None = None) -> None:
-        self.desk.end_text(self)
+        with self.desk.changed:
+            self.desk.texts.remove(self)
+            self.desk.changed.notify_all()
         end = TextEnd(ending, "llm/code", 7, self.written, 0.5, 0.125, 0.25, failure=failure)
         self.listener.ended(end)
 
@@ -85,7 +91,11 @@ class FakeTicket:
     listener: Listener
 
     def cancel(self) -> None:
-        self.desk.withdraw(self)
+        with self.desk.changed:
+            if self in self.desk.under_way:
+                self.desk.under_way.remove(self)
+                self.desk.withdrawn.append(self.order)
+                self.desk.changed.notify_all()
 
 
 @dataclass
@@ -167,18 +177,6 @@ class FakeDesk:
             text.write(piece)
         text.end()
 
-    def end_text(self, text: FakeText) -> None:
-        with self._lock:
-            self.texts.remove(text)
-            self.changed.notify_all()
-
-    def cancel_text(self, text: FakeText) -> None:
-        with self._lock:
-            if text in self.texts:
-                self.texts.remove(text)
-                self.cancelled_texts.append(text.order)
-                self.changed.notify_all()
-
     def text_models(self) -> list[TextModelView]:
         views = [TextModelView(name, (name,), 64, True) for name in WRITERS[:2]]
         return [*views, TextModelView("helpdesk", WRITERS[:2], None, False, "quarantined")]
@@ -189,13 +187,6 @@ class FakeDesk:
             self.holds = False
             for ticket in self.under_way:
                 self._threads.submit(self._judge, ticket)
-
-    def withdraw(self, ticket: FakeTicket) -> None:
-        with self._lock:
-            if ticket in self.under_way:
-                self.under_way.remove(ticket)
-                self.withdrawn.append(ticket.order)
-                self.changed.notify_all()
 
     def wait_for(self, condition) -> None:
         """Until something is so of this desk."""
@@ -217,7 +208,8 @@ class FakeDesk:
 
     def _parts(self, order: ImageOrder) -> list[VerdictView]:
         asked = order.subject.component or order.subject.expert
-        return [self._stored(self._part(order, name), order.is_kept) for name in ([asked] if asked else ROUTES)]
+        parts = (self._part(order, name) for name in ([asked] if asked else ROUTES))
+        return [self.commit(part) if order.is_kept else part for part in parts]
 
     def _part(self, order: ImageOrder, component: str) -> VerdictView:
         image = order.image if isinstance(order.image, bytes) else bytes(order.image)
@@ -247,9 +239,6 @@ class FakeDesk:
             anomalies=(AnomalyView("look/solder", 3.5, 1.25, shown),) if STRANGE in image else (),
             outputs=(LabelScore("bent", 0.75, 0.5),) if STRANGE in image else (),
         )
-
-    def _stored(self, part: VerdictView, is_kept: bool) -> VerdictView:
-        return self.commit(part) if is_kept else part
 
     def commit(self, part: VerdictView) -> VerdictView:
         """Store a result, and tell of it; a board is closed by its second one."""

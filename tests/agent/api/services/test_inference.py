@@ -322,7 +322,7 @@ tensor = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(tensor, max_size=3),
     st.lists(st.binary(max_size=12) | st.just(b"\x01\0\0\0x"), max_size=3),
