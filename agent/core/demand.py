@@ -46,7 +46,7 @@ PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has
 
 
 class Evicts(Enum):
-    """Which copies a claim may evict, of those that are not in use and not pinned."""
+    """Copies that a claim may evict, of those that are not in use and not pinned."""
 
     ANY = auto()
     USED_LATER = auto()  # not queued, or queued for later than the claim's own group

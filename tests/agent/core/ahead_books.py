@@ -1,4 +1,4 @@
-"""Books of what a shell holds prepared: what the Engine told it, and that it keeps to what it promises."""
+"""Books of a shell's prepared images, kept from the Engine's effects, which check the Engine's promises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AheadBooks:
-    """Of one Engine. ``images``: the requests that have one."""
+    """Books of one Engine. ``images``: the requests that have one."""
 
     budget_bytes: int
     images: set[int] = field(default_factory=set)
@@ -29,12 +29,10 @@ class AheadBooks:
     decoded: int = 0
 
     def know(self, matrix: PerformanceMatrix) -> None:
-        """The experts of a line."""
         for column in matrix.experts.values():
             self.forms.update((expert, row.prepared) for expert, row in column.items())
 
     def take(self, effect) -> None:
-        """What the shell is told, one by one."""
         if isinstance(effect, Prepare):
             self.prepare(effect)
         elif isinstance(effect, Forget):
@@ -48,7 +46,7 @@ class AheadBooks:
             self.start(effect.batch)
 
     def prepare(self, effect: Prepare) -> None:
-        """For whom it is queued; what was begun is decoded no second time unless it was given back."""
+        """A begun image is decoded no second time unless it was forgotten."""
         assert self.budget_bytes
         assert effect.request in self.images
         assert self.queued[effect.request] == effect.expert
@@ -63,7 +61,7 @@ class AheadBooks:
         self.told[effect.request], self.held[effect.request] = effect, forms
 
     def start(self, batch) -> None:
-        """Nobody waits for an image that was never begun."""
+        """Each image of a batch was begun."""
         for request in batch.requests:
             expert = self.queued.pop(request, None)
             form = self.forms.get(expert)
@@ -71,19 +69,16 @@ class AheadBooks:
                 assert self.told[request].expert == batch.expert == expert
 
     def hold(self, batch) -> None:
-        """It is held behind another one: its images still count."""
         self.behind.update(batch.requests)
 
     def run(self, batch) -> None:
-        """It runs now."""
         self.behind.difference_update(batch.requests)
 
     def give_back(self, request: int, expert: str) -> None:
-        """Its batch failed, and it is queued again."""
         self.queued[request] = expert
 
     def check(self, used_bytes: int, graph: ExpertGraph, lines: Mapping[int, list[int]]) -> None:
-        """Once an event is dealt with. ``lines``: the requests of each queue whose routes are this graph's."""
+        """After an event. ``lines``: the requests of each queue whose routes are this graph's."""
         for request, told in self.told.items():
             assert told.expert == self.queued.get(request, told.expert), "held for a step that is over"
         held_bytes = sum(self.counted(request) for request in self.told)
@@ -101,14 +96,14 @@ class AheadBooks:
         return form.size_bytes <= self.budget_bytes
 
     def most_needed(self, request: int, graph: ExpertGraph) -> int:
-        """With any that may come on any route."""
+        """Bytes with all that may follow on any route."""
         expert = self.queued[request]
         after = set(graph.subsequents(expert)).union(*(graph.subsequents(each) for each in graph.subsequents(expert)))
         later = {form.name: form.size_bytes for each in after if (form := self.forms.get(each)) is not None}
         return self.form(expert).size_bytes + sum(later.values())
 
     def counted(self, request: int) -> int:
-        """What of a request counts: in a queue all of it, in a batch what is for later."""
+        """Bytes of a request that count: in a queue all of them, in a batch those for later steps."""
         told = self.told[request]
         sizes = {self.form(expert).name: self.form(expert).size_bytes for expert in told.later}
         own = self.form(told.expert)

@@ -1,4 +1,4 @@
-"""The Engine's answers to the letter: what each event leads to, what it says of itself, and that it notices damage."""
+"""Effects of each event, exactly; statistics; and damage that check_invariants finds."""
 
 from __future__ import annotations
 

@@ -91,7 +91,6 @@ def image_performance(draw) -> Performance:
 
 
 def text_performance(draw) -> Performance:
-    """Of an expert whose requests take leases, and run in quanta."""
     return replace(image_performance(draw), K_prompt_s=0.001, K_output_s=0.01, lease_bytes=draw(st.integers(1, 3)))
 
 
@@ -216,7 +215,7 @@ def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
 
 
 def successor(setup: Setup, old: str, draw) -> tuple[Footprint, Performance]:
-    """What one that replaces another costs: no more than the largest expert ever."""
+    """Costs of an expert that replaces another: no more than the largest expert ever."""
     rows = [row for column in setup.profile.experts.values() for row in column.values()]
     own_bytes = draw(st.integers(1, max(row.footprint.own_bytes for row in rows)))
     shared = draw(st.sampled_from(rows)).footprint.shared
@@ -226,13 +225,13 @@ def successor(setup: Setup, old: str, draw) -> tuple[Footprint, Performance]:
 
 @st.composite
 def choosing(draw):
-    """What a play draws with: st.data() without its record of every draw. Of a play that fails the events are shown."""
+    """Draws for a play, without the record that st.data() keeps of every draw; a play that fails shows its events."""
     return draw
 
 
 @dataclass
 class Shell:
-    """Answers whatever the Engine asks, in an order that hypothesis chooses, and keeps its own books."""
+    """Answers all loads and batches in an order that hypothesis chooses, and keeps books."""
 
     setup: Setup
     engine: Engine
@@ -351,7 +350,6 @@ class Shell:
             self.ended[effect.request] = effect.outcome.verdict
 
     def begin(self, batch) -> None:
-        """Who is in a batch leaves its queue, and holds its lease from its first one on."""
         for request, expert in experts_of(batch).items():
             executor, queued_for, _ = self.queued.pop(request)
             assert (executor, queued_for) == (batch.executor, expert)
@@ -369,13 +367,13 @@ class Shell:
         return sum(size for name, size in self.begun.values() if name == pool)
 
     def share_of(self, pool: str) -> int:
-        """What may be leased there: as planned, or as was told since."""
+        """Bytes that may be leased there: as planned, or as changed since."""
         planned = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
         assert self.shares.get(pool, planned) <= planned
         return self.shares.get(pool, planned)
 
     def check_nobody_needs_more(self, pool: str) -> None:
-        """Whoever waits for a lease there finds room for the most that it may hold, once the others have ended."""
+        """Each waiting request finds room for its largest lease, once the others have ended."""
         for request, (executor, expert, _) in self.queued.items():
             if self.pool_of(executor) == pool and self.runs_in_quanta(executor, expert):
                 most_bytes = self.performance_of(executor, expert).most_for(self.left[request])
@@ -402,7 +400,7 @@ class Shell:
         return not size or size + self.owed_before(since, pool) <= self.share_of(pool) - self.leased(pool)
 
     def owed_before(self, since: float, pool: str, but: Collection[int] = ()) -> int:
-        """What those need together who wait for a lease there, and came max_overtake_s or more earlier."""
+        """Bytes of all requests that wait for a lease there and came max_overtake_s or more earlier."""
         if not PRESETS[self.setup.policy].bounded:
             return 0
         return sum(
@@ -442,7 +440,7 @@ class Shell:
                 assert is_overlapping or len(past) - past.count(None) == 1
 
     def check_standing(self, effect: StandingChanged) -> None:
-        """Nobody leaves quarantine, or is told to serve again without having been on probation; pauses are bounded."""
+        """No expert leaves quarantine, or serves again without having been on probation; pauses are bounded."""
         before, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
         assert before is not Standing.QUARANTINE
         assert effect.reason
@@ -459,7 +457,7 @@ class Shell:
         assert standing is Standing.SERVING or (standing is Standing.PROBATION and self.now >= until_s - 1e-9)
 
     def check_pin(self, effect: Evict) -> None:
-        """Who is pinned never leaves the memory of the first executor that can run it while it is asked."""
+        """A pinned expert that serves never leaves the memory of the first executor that can run it."""
         standing, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
         if effect.expert not in self.setup.limits.pinned or standing is not Standing.SERVING:
             return
@@ -511,7 +509,7 @@ class Shell:
         self.ahead.hold(batch)
 
     def runs(self, batch) -> bool:
-        """Does it run, and is held behind no other?"""
+        """False while it is queued ahead."""
         here = [other.batch.id for other in self.batches.values() if other.batch.executor == batch.executor]
         return batch.id == min(here)
 
@@ -539,7 +537,7 @@ class Shell:
         assert not spare & busy
 
     def check_parts(self, batch) -> None:
-        """Several experts run together only where they are one family, and all requests are somebody's."""
+        """Several experts run together only where they are one family, and each request is of one."""
         parts = batch.all_portions
         assert parts[0][:2] == (batch.expert, batch.copy)
         assert tuple(request for part in parts for request in part.requests) == batch.requests
@@ -556,8 +554,7 @@ class Shell:
         assert batch.workspace_bytes == max(row.performance.workspace_for(len(batch.requests)) for row in rows)
 
     def check_overtaking(self, batch) -> None:
-        """Who waits on a resident expert, and can begin, is overtaken by nobody who begins and came max_overtake_s or
-        more after it."""
+        """A request that begins passes none that can begin and came max_overtake_s or more before it."""
         beginning = [self.queued[request][2] for request in batch.requests if request not in self.begun]
         for request, (executor, expert, since) in self.queued.items():
             if executor != batch.executor or request in batch.requests or request in self.begun:
@@ -568,7 +565,7 @@ class Shell:
                 assert max(beginning, default=-1.0) < since + MAX_OVERTAKE_S
 
     def check_kept_leases(self, batch) -> None:
-        """Who begins leaves room for the leases of all who have waited for max_overtake_s or more when it came."""
+        """A request that begins leaves room for the leases of all that came max_overtake_s or more before it."""
         pool, experts = self.pool_of(batch.executor), experts_of(batch)
         taken = self.leased(pool)
         for request in batch.requests if batch.quantum_s is not None else ():
@@ -591,7 +588,7 @@ class Shell:
             assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes == self.share_of(pool.name)
 
     def check_prepared(self) -> None:
-        """Whoever is next in a queue was begun, as far as there is room for whoever is far."""
+        """The next images of each queue are begun, as far as there is room for far ones."""
         lines: dict[int, list[int]] = {}
         for request, (executor, _, _) in self.queued.items():
             if request not in self.begun:
@@ -608,7 +605,7 @@ class Shell:
                 assert self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
 
     def is_room_awaited(self, pool: str) -> bool:
-        """Has anybody waited longer than the bound for an expert that is not in this memory?"""
+        """Has a request waited longer than the bound for an expert that is not in this memory?"""
         return any(
             self.pool_of(executor) == pool
             and self.now - since >= MAX_OVERTAKE_S
@@ -617,11 +614,11 @@ class Shell:
         )
 
     def is_workspace_awaited(self, pool: str) -> bool:
-        """Does a batch run there that took more than what the experts of a later line leave it?"""
+        """Does a batch run there that took more than the experts of a later line leave it?"""
         return any(self.pool_of(self.batches[batch].batch.executor) == pool for batch in self.before_change)
 
     def check_budget(self, pool) -> None:
-        """Whatever ran short, each expert that has to run there fits."""
+        """Each expert that has to run there fits into the budget."""
         processors = {spec.processor for spec in self.setup.asked_executors if spec.pool == pool.name}
         rows = [row for processor in processors for row in self.setup.profile.experts[processor].values()]
         planned = next(spec for spec in self.setup.limits.pools if spec.name == pool.name)
@@ -639,7 +636,7 @@ class Shell:
         self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))
 
     def check_retired_are_gone(self) -> None:
-        """Nothing of an earlier line lies in memory once nobody waits for it."""
+        """No memory holds an expert of an earlier line once no request needs it."""
         while self.loads or self.batches:
             self.answer_something()
         for pool in self.engine.statistics().pools:
@@ -701,7 +698,7 @@ class Shell:
         assert self.offered_ended.get(number) == GAVE_WAY or not is_refused
 
     def progress(self, batch, fate: int):
-        """What became of each request of a quantum; whoever goes on has less to do than before."""
+        """The end of a quantum: an unfinished request has less work than before."""
         finished, unfinished, experts = [], [], experts_of(batch)
         for request in batch.requests:
             left = self.left[request]
@@ -720,23 +717,22 @@ class Shell:
         return events.Progressed(batch.id, tuple(finished), tuple(unfinished))
 
     def further(self, left: Work) -> Work:
-        """A token was written; one that has not the largest lease may need a larger one."""
+        """Work after one more token; a lease that is not the largest may have to grow."""
         lease = left.lease if left.lease is None else left.lease + self.draw(st.sampled_from((0, 0, 1, 4)))
         return Work(0, left.output - 1, left.most, lease, left.held + left.prompt + 1)
 
     def mistold(self, batch):
-        """One is missing, or told of twice."""
+        """An answer that misses a request, or names it twice."""
         both = tuple((request, self.left.get(request, IMAGE)) for request in batch.requests)
         return events.Progressed(batch.id, (), self.draw(st.sampled_from([both[1:], both + both[:1]])))
 
     def preempt(self, request: int) -> None:
-        """What it held is gone, if it has begun and waits."""
         if request in self.queued and self.begun.pop(request, None):
             self.left[request] = self.left[request].anew()
         self.handle(events.Preempted(request))
 
     def fate(self, pool: str) -> int:
-        """What becomes of a load or a batch there: 0 is out of memory, and most others go well."""
+        """How a load or a batch ends: 0 is out of memory, and most numbers are success."""
         if not self.may_fail:
             return 19
         if pool in self.short and self.draw(st.integers(0, 3)):
@@ -757,7 +753,6 @@ class Shell:
 
 
 def experts_of(batch) -> dict[int, str]:
-    """Whom each request of a batch is for."""
     return {request: part.expert for part in batch.all_portions for request in part.requests}
 
 
@@ -786,7 +781,7 @@ def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
 
 
 def interfere(shell: Shell, number: int) -> None:
-    """What people, the line and the box do meanwhile. ``number``: the latest request."""
+    """Events beside arrivals and answers. ``number``: the latest request."""
     draw = shell.draw
     if draw(st.integers(0, 9)) == 0:
         shell.handle(events.Cancelled(draw(st.integers(0, number))))
@@ -810,7 +805,7 @@ def interfere(shell: Shell, number: int) -> None:
 
 
 def odd_events(shell: Shell, number: int) -> list:
-    """What a confused, or a stopping, shell may say at any time."""
+    """Events of a confused, or a stopping, shell."""
     setup = shell.setup
     is_open = number not in shell.ended
     early = [key for key, started in shell.batches.items() if not shell.runs(started.batch)]
@@ -871,7 +866,7 @@ def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup
 @SETTINGS
 @given(setups(), choosing())
 def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(setup, draw):
-    """One request after the longest pause is the trial of every expert on its route; from then on nobody is refused."""
+    """One request after the longest pause is the trial of every expert on its route; from then on none is refused."""
     shell = play(setup, draw, may_fail=True)
     shell.may_fail = False
     if shell.engine.statistics().is_draining:

@@ -1,4 +1,4 @@
-"""Who leaves: the paper's figure 10, our lookahead, the baselines."""
+"""Ranks of victims: the paper's figure 10, our lookahead, the baselines."""
 
 from __future__ import annotations
 

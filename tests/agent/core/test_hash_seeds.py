@@ -1,4 +1,4 @@
-"""The same events give the same effects in every process, however Python hashes its strings there."""
+"""Equal events give equal effects in every process, with any hash seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.agent.core.test_engine_properties import SHORT, choosing, play, setup
 
 
 def write_digest() -> None:
-    """Of every effect of some plays, which are the same ones in each process."""
+    """Digest of every effect of some plays, equal in each process."""
     digest = hashlib.sha256()
 
     @settings(SHORT, derandomize=True, database=None, max_examples=12)

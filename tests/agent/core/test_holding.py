@@ -24,7 +24,6 @@ class HoldingLine(Line):
         return effects
 
     def end(self):
-        """What runs goes well."""
         batch = self.under_way.pop(0)
         self.now += 0.1
         return self.handle(events.Finished(batch.id, (GOOD,) * len(batch.requests)))
@@ -39,7 +38,7 @@ class HoldingLine(Line):
 
 
 def running(*then, **box):
-    """A line whose executor runs request 1, of a, when the others come."""
+    """A line that runs request 1, of a, when the others come."""
     line = HoldingLine(**box)
     line.ask("a", "b")
     line.load()

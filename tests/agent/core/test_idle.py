@@ -1,4 +1,4 @@
-"""Requests of idle precedence: asked while no other is in flight, in memory that nothing else needs."""
+"""Requests of idle precedence: served while no other is in flight, in memory that nothing else needs."""
 
 from __future__ import annotations
 

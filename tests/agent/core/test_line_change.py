@@ -34,7 +34,7 @@ NEXT = {"A": ["a+2"]}
 
 @pytest.fixture
 def line():
-    """Component A on expert a, of which nothing has been asked yet; a+2 takes its place with NEXT."""
+    """Component A on expert a, which was never loaded; a+2 takes its place with NEXT."""
     return ChangingLine({"A": ["a"]})
 
 

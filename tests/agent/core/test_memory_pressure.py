@@ -15,7 +15,7 @@ NO_MEMORY = {"reason": "no memory", "out_of_memory": True}
 
 
 class Box(AnsweringLine):
-    """A device and a CPU, each with memory of its own."""
+    """A device and a CPU, each with a memory."""
 
     def __init__(self, device_bytes=3, with_cpu=True, cache=None, is_one_piece=False, cpu_form="fp32", **more):
         processors = {"gpu": ("abcd", DEVICE)} | ({"cpu": ("abcd", HOST)} if with_cpu else {})
@@ -123,7 +123,7 @@ def test_an_expert_on_the_device_is_asked_there_though_the_host_has_no_room_for_
 
 @pytest.mark.parametrize("load_s", [0.0, 2.0, 100.0])
 def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(load_s):
-    """It does not go round the executors for ever: each pause is over when the next one has failed."""
+    """Each pause is over when the next executor has failed, and still the request ends."""
     box = Box()
     box.lack_room(DEVICE, HOST)
     box.load_s = load_s
@@ -147,7 +147,6 @@ def test_the_trial_of_an_expert_goes_on_elsewhere():
 
 
 def test_a_batch_that_ran_again_where_there_was_no_memory_ends_all_doubt():
-    """One load that fails later is one, and not one too many."""
     box = Box(device_bytes=1)
     box.lack_workspace(0)
     box.send("A")
@@ -163,7 +162,6 @@ def test_a_batch_that_ran_again_where_there_was_no_memory_ends_all_doubt():
 
 
 def test_a_line_with_larger_experts_gets_back_what_they_need_of_a_lowered_budget():
-    """Whoever changed the line found that each fits into what was planned with."""
     box = Box(device_bytes=6, with_cpu=False)
     box.lack_room(DEVICE)
     box.send("A")
@@ -214,7 +212,7 @@ def test_a_budget_that_came_back_too_soon_is_left_alone_for_longer():
 
 
 def test_a_memory_in_one_piece_keeps_its_budget():
-    """What leaves it makes no room for a batch: only other executors can help."""
+    """An eviction makes no room for a batch: only other executors can help."""
     box = Box(is_one_piece=True)
     box.send("B")
     box.lack_workspace(0)

@@ -1,4 +1,4 @@
-"""Who overtakes whom: groups that stop growing, and heads that waited beyond the bound."""
+"""Bounds on overtaking: groups that stop growing, and heads that waited beyond the bound."""
 
 from __future__ import annotations
 

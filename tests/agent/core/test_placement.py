@@ -25,7 +25,7 @@ def preliminary_line(policy="paper", **changes):
 
 
 def unhurried(usage, max_overtake_s=100.0):
-    """a, b and d lie in a memory for three; a runs, and b is queued."""
+    """A memory for three holds a, b and d; a runs, and b is queued."""
     line = unified(host=3, usage=usage, max_overtake_s=max_overtake_s, long_queue_s=100.0)
     line.play("bring abd; ask a @1.0 -> run a; ask b @1.0 -> nothing")
     return line
@@ -380,7 +380,7 @@ def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
 
 
 def away_until(line, until_s):
-    """The file of "a" is away; it is looked for whenever the Engine asks. Everything that was told."""
+    """Effects while the file of a is missing, and read again at each retry."""
     told = []
     while True:
         told += line.load_failed("a", is_away=True)

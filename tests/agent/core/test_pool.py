@@ -1,4 +1,4 @@
-"""ModelPool and Leases against plain lists: who lies there, what it counts, who may begin; and damage is noticed."""
+"""ModelPool and Leases against plain lists: copies, bytes, leases that can begin; and damage is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExecutorQueue against a plain list of groups: what stands where, who is first, and how long the queue says it is."""
+"""ExecutorQueue against a plain list of groups: order, first groups, and predicted length."""
 
 from __future__ import annotations
 

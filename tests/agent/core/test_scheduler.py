@@ -1,4 +1,4 @@
-"""Scheduler on known cases: who gets a request, where it stands then, and what the decision says of the others."""
+"""Scheduler on known cases: executor and group of a request, and the candidates of each decision."""
 
 from __future__ import annotations
 

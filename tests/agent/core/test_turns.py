@@ -1,4 +1,4 @@
-"""Requests that count in tokens beside images: quanta, who goes next, who joins, and what begins, ends and is lost."""
+"""Requests that count in tokens beside images: quanta, turns, requests that join, begin, end and are preempted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class Line:
                 self.tell(events.Loaded(load))
 
     def tell(self, event):
-        """What starts because of it, and who ends."""
         self.effects = self.engine.handle(event, self.now)
         self.engine.check_invariants()
         for effect in self.effects:
@@ -79,7 +78,7 @@ class Line:
         return self.tell(events.Arrived(request, expert=expert, work=text if expert in "tu" else IMAGE))
 
     def quantum_ends(self, finished=(), executor=0, left=LEFT):
-        """Who of the batch is not among the finished has so much left."""
+        """Each request of the batch that is not finished has ``left``."""
         batch = self.running.pop(executor)
         ended = tuple((request, PASS) for request in batch.requests if request in finished)
         others = tuple((request, left) for request in batch.requests if request not in finished)

@@ -1,4 +1,4 @@
-"""What the core's tests build their lines of."""
+"""Lines for tests of the core."""
 
 from __future__ import annotations
 
@@ -199,13 +199,11 @@ class Line:
         return self.handle(PLAIN[verb](*args), at) if verb in PLAIN else getattr(self, verb)(*args, at=at)
 
     def bring(self, *experts):
-        """Have experts resident, each asked for once and idle again."""
         for expert in experts:
             self.run(expert)
             self.finished(expert)
 
     def run(self, expert):
-        """Have an expert resident and in use."""
         self.ask(expert)
         for _ in range(2):  # in split memory a load to the host, and one on to the device
             if expert in self.loads:
@@ -226,9 +224,9 @@ class Line:
 
 
 class AnsweringLine(Line):
-    """One whose loads and batches are answered at once, but for faults.
+    """A line whose loads and batches are answered at once, but for faults.
 
-    ``bad_loads``: what is said instead of loads, by expert, copy or memory; ``bad_batches``: by expert or executor.
+    ``bad_loads``: answers in place of Loaded, by expert, copy or memory; ``bad_batches``: by expert or executor.
     """
 
     def __init__(self, *args, **told):
@@ -263,13 +261,11 @@ class AnsweringLine(Line):
         self.handle(events.BatchFailed(batch.id, **said) if said else events.Finished(batch.id, results))
 
     def release(self):
-        """Answer what is held, and hold nothing more."""
         held, self.held = self.held, None
         for batch in held:
             self.answer(batch)
 
     def send(self, component):
-        """A request for a component comes; its number."""
         self.arrive(component)
         return self.last_request
 
@@ -279,7 +275,7 @@ class AnsweringLine(Line):
         return outcome.verdict, outcome.reason
 
     def pass_time(self, seconds):
-        """The Engine has its Ticks when it asks for them."""
+        """The Engine has its Ticks when they are due."""
         end_s = self.now + seconds
         while (wakeup_s := self.engine.next_wakeup_s()) is not None and wakeup_s <= end_s:
             self.now = max(self.now, wakeup_s)
@@ -321,7 +317,7 @@ def unified(host=3, policy="coserve", **more):
 
 
 def split(host=6, device=2, policy="coserve", **more):
-    """Executor 0 has a device of its own, with the host in front of it; executor 1 runs in the host."""
+    """Executor 0 has a device, with the host in front of it; executor 1 runs in the host."""
     pools = (PoolSpec("host", host, 16), PoolSpec("device", device, 16, cache="host"))
     return Line(pools, {"left": (LEFT, "device"), "right": (RIGHT, "host")}, policy, **more)
 

@@ -1,4 +1,4 @@
-"""Forecasts: hand-worked figures, requests whose routes no policy changes, and what cannot be planned."""
+"""Forecasts: figures by hand, routes that no policy changes, and lines that cannot be planned."""
 
 from __future__ import annotations
 
