@@ -11,8 +11,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
-from agent.demo.judging import crops_of, judge_apart, renamed
-from agent.demo.line import LINE_FILE, PICTURE, write_line_yaml
+from agent.demo.line import LINE_FILE, PICTURE, crops_of, judge_apart, renamed, write_line_yaml
 from agent.demo.rendering.components import COMPONENTS
 from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board

@@ -1,24 +1,50 @@
-"""Line file of a demo: experts, routes and boards, with comments for its reader."""
+"""A demo's line: its line file, and its crops judged by the agent itself, in a process apart."""
 
 from __future__ import annotations
 
 import os
+import re
+import sqlite3
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import psutil
 import yaml
+from PIL import Image
 
+from agent.config import read_line
 from agent.demo.rendering.components import COMPONENTS
+from agent.demo.rendering.picture import PartVerdict
+from agent.demo.rendering.render import RenderedBoard, crop
+from agent.demo.training.crops import LabelledCrop
+from agent.records.result_reader import ResultReader
+from agent.service.line_service import LineService
+from experts.errors import CoServeError
+from experts.expert import Anomaly
 from experts.sizes import MEBIBYTE
+from experts.thresholds.map_pictures import map_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.demo.training.train import TrainedLine
+    from agent.records.results import ResultRow
+    from agent.runtime.loop import LoopStatistics
     from experts.expert import Expert
     from experts.graph import RouteStep
 
 INBOX, LINE_FILE, PICTURE = "inbox", "line.yaml", "board.png"  # in a demo's folder
 FILE_PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+DROP = "drop"  # beside the line file: crops on their way to the inbox
+JUDGING_LIMIT_S = 600.0
 
 
 def write_line_yaml(folder: Path, trained: TrainedLine, memory_bytes: int, *, has_boards: bool) -> None:
@@ -75,3 +101,120 @@ def expert_values(expert: Expert, folder: Path) -> dict[str, Any]:
 def step_values(step: RouteStep) -> dict[str, Any]:
     least = {"min_score": step.min_score} if step.min_score else {}
     return {"expert": step.expert, "pass": sorted(step.passing), **least}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Verdicts by file name, with the agent's use of time and memory.
+
+    ``grown_bytes``: most that the process grew over its size before it touched any weights; ``left_bytes``: what of
+    that was still there after the experts had gone.
+    """
+
+    verdicts: Mapping[str, PartVerdict]
+    statistics: LoopStatistics
+    budget_bytes: int
+    grown_bytes: int
+    left_bytes: int
+    judging_s: float
+
+
+def crops_of(board: RenderedBoard) -> list[LabelledCrop]:
+    """The crops of all parts, as a camera's files: ``<board>_<component>_<ref>.png``."""
+    return [
+        LabelledCrop(
+            place.component, place.label, f"{board.name}_{place.component}_{place.ref}.png",
+            np.asarray(crop(board, place)),
+        )
+        for place in board.placements
+    ]  # fmt: skip
+
+
+def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
+    """Crops under the same pattern. Board: the image they come from; the name does not contain the label."""
+    counts: Counter[str] = Counter()
+    crops = []
+    for each in held_out:
+        board = re.sub(r"[^0-9A-Za-z-]", "-", each.source)
+        counts[board] += 1
+        crops.append(replace(each, file=f"{board}_{each.component}_P{counts[board]}.png"))
+    return crops
+
+
+def judge_apart(line_file: Path, crops: Sequence[LabelledCrop], progress: Callable[[str, int, int], None]) -> Judged:
+    """Serve the line in a process of its own: memory that training left in this one would hide what the agent takes."""
+    drop = line_file.parent / DROP
+    drop.mkdir()
+    for each in crops:
+        Image.fromarray(each.pixels).save(drop / each.file, compress_level=1)
+    stored = ResultReader(read_line(line_file, environment={}).results_file)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        future = apart.submit(judge, line_file, [each.file for each in crops])
+        while not future.done():
+            wait([future], timeout=0.2)
+            with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
+                progress("judge held-out images", sum(1 for _ in stored.query()), len(crops))
+        return future.result()
+
+
+def judge(line_file: Path, files: Sequence[str]) -> Judged:
+    """Serve the line, move the files into its inbox as a camera would, wait for all verdicts, stop."""
+    config = read_line(line_file, environment={})
+    service = LineService(config, lambda stage, done, total: None)
+    inbox = line_file.parent / INBOX
+    inbox.mkdir(exist_ok=True)
+    service.start()
+    started = time.monotonic()
+    with growth(service.agent.rss_before_bytes) as grown_bytes:
+        for file in files:
+            (line_file.parent / DROP / file).rename(inbox / file)
+        try:
+            wait_for(service, len(files))
+            judging_s = time.monotonic() - started
+            statistics = service.agent.loop.statistics()
+        finally:
+            service.stop()
+    left_bytes = psutil.Process().memory_info().rss - service.agent.rss_before_bytes
+    stored = ResultReader(config.results_file)
+    verdicts = {row.result.subject.image: part_verdict(row, stored) for row in stored.query()}
+    budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
+    return Judged(verdicts, statistics, budget_bytes, max(grown_bytes), left_bytes, judging_s)
+
+
+def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
+    """A stored result, with the measurement of its route's last expert if that is an anomaly expert."""
+    result = row.result
+    steps = result.detail.get("steps", [])
+    numbers = steps[-1].get("anomaly") if steps else None
+    maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
+    anomaly = Anomaly(**numbers, map=maps.get(len(steps) - 1)) if numbers else None
+    return PartVerdict(result.verdict, str(result.label or result.reason), anomaly)
+
+
+def wait_for(service: LineService, images: int) -> None:
+    """Until so many images have their verdict. Raises CoServeError when the agent stands still for too long."""
+    deadline = time.monotonic() + JUDGING_LIMIT_S
+    while (done := service.judged) < images:
+        if service.inspector.crash is not None:
+            raise service.inspector.crash
+        if time.monotonic() > deadline:
+            raise CoServeError(f"only {done} of {images} images were judged within {JUDGING_LIMIT_S:.0f} s")
+        time.sleep(0.05)
+
+
+@contextmanager
+def growth(before_bytes: int) -> Iterator[list[int]]:
+    """Bytes that this process has grown beyond a size, sampled twenty times a second."""
+    grown_bytes, over, process = [0], threading.Event(), psutil.Process()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            grown_bytes.append(process.memory_info().rss - before_bytes)
+
+    thread = threading.Thread(target=watch, name="memory-watch", daemon=True)
+    thread.start()
+    try:
+        yield grown_bytes
+    finally:
+        over.set()
+        thread.join()

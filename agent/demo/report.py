@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from agent.demo.judging import Judged
+    from agent.demo.line import Judged
     from agent.demo.rendering.picture import PartVerdict
     from agent.demo.training.anomalies import TrainedAnomaly
     from agent.demo.training.crops import LabelledCrop

@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,20 +79,21 @@ def run_text_demo(
         for pair in zip(*(subject.held_out[:SHOWN] for subject in subjects.values()), strict=True):
             for question in pair:
                 show(f"> {question.text}\n")
-                show(f"   ({ask(service.desk, question, show).expert})\n")
+                show(f"   ({ask(service.desk, question, show)[1].expert})\n")
         answers, answering_s = ask_held_out(service.desk, subjects, progress)
         pools = service.agent.loop.statistics().engine.pools
     finally:
         service.stop()
-    tokens = sum(answer.tokens for answer in answers.values())
+    ends = [end for _, end in answers.values()]
+    tokens = sum(end.written_tokens for end in ends)
     return {
         "line_file": str(line_file),
         "subjects": [
             {
                 "expert": name,
                 "questions": len(subject.held_out),
-                "right": sum(answers[one].text == one.answer for one in subject.held_out),
-                "misrouted": sum(answers[one].expert != name for one in subject.held_out),
+                "right": sum(answers[one][0] == one.answer for one in subject.held_out),
+                "misrouted": sum(answers[one][1].expert != name for one in subject.held_out),
             }
             for name, subject in subjects.items()
         ],
@@ -101,7 +101,7 @@ def run_text_demo(
         "held_bytes": sum(pool.peak_used_bytes for pool in pools),
         "tokens": tokens,
         "tokens_per_s": tokens / answering_s,
-        "first_token_s": statistics.median(answer.first_token_s for answer in answers.values()),
+        "first_token_s": statistics.median(end.first_token_s or 0.0 for end in ends),
         "at_once": AT_ONCE,
         "training_s": training_s,
         "answering_s": answering_s,
@@ -125,16 +125,6 @@ def line_yaml() -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DemoAnswer:
-    """The line's answer to a question. ``first_token_s``: 0 where nothing was written."""
-
-    text: str
-    expert: str
-    tokens: int
-    first_token_s: float
-
-
 class _Hearing:
     """Keeps ``agent.api.calls.desk.TextListener``."""
 
@@ -151,8 +141,8 @@ class _Hearing:
         self.end.set_result(end)
 
 
-def ask(desk: LineDesk, question: DemoQuestion, show: Callable[[str], None] = lambda text: None) -> DemoAnswer:
-    """The answer, once it is whole. Raises CoServeError where it failed or takes too long."""
+def ask(desk: LineDesk, question: DemoQuestion, show: Callable[[str], None] = lambda text: None) -> tuple[str, TextEnd]:
+    """The whole answer, and how it ended. Raises CoServeError where it failed or takes too long."""
     hearing = _Hearing(show)
     message = {"role": "user", "content": question.text}
     desk.generate(TextOrder(ROUTE, messages=(message,), most_tokens=MOST_TOKENS, sampling=GREEDY), hearing)
@@ -162,12 +152,12 @@ def ask(desk: LineDesk, question: DemoQuestion, show: Callable[[str], None] = la
         raise CoServeError(f"{question.text!r} was not answered within {ANSWER_LIMIT_S:.0f} s") from None
     if end.failure is not None:
         raise end.failure
-    return DemoAnswer("".join(hearing.pieces), end.expert or "", end.written_tokens, end.first_token_s or 0.0)
+    return "".join(hearing.pieces), end
 
 
 def ask_held_out(
     desk: LineDesk, subjects: Mapping[str, Questions], progress: Progress
-) -> tuple[dict[DemoQuestion, DemoAnswer], float]:
+) -> tuple[dict[DemoQuestion, tuple[str, TextEnd]], float]:
     """Answers to all held-out questions, the subjects mixed, at most AT_ONCE at a time; and the seconds of all."""
     numbered = [(number, one) for each in subjects.values() for number, one in enumerate(each.held_out)]
     mixed = [one for _, one in sorted(numbered, key=lambda pair: pair[0])]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.demo.judging import crops_of, part_verdict, renamed
+from agent.demo.line import crops_of, part_verdict, renamed
 from agent.demo.rendering.picture import PartVerdict
 from agent.demo.rendering.render import RenderedBoard, render_board
 from agent.demo.report import report_of, show_report
