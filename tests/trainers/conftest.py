@@ -1,4 +1,4 @@
-"""A line that is empty but for what `coserve experts add` brings it, and images to judge."""
+"""An empty line, filled by `coserve experts add`, and images to judge."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, wor
 
 
 class Line:
-    """A line file and its commands, as people type them."""
+    """A line file and its commands."""
 
     def __init__(self, folder):
         self.file = folder / "line.yaml"
         self.file.write_text(BEGUN)
 
     def add(self, file, *words):
-        """What ``experts add --json`` tells of a file that it added for the component ``part``."""
+        """Output of ``experts add --json``, for the component ``part``."""
         return json.loads(self.run("experts", "add", self.file, file, "--component", "part", "--json", *words))
 
     def inspect(self, images):
-        """One row for each image, of the component ``part``."""
+        """One row per image, of the component ``part``."""
         return json.loads(self.run("inspect", self.file, *images, "--component", "part", "--json"))["results"]
 
     def run(self, *words):
@@ -39,7 +39,7 @@ class Line:
         return done.stdout
 
     def refused(self, file, *words):
-        """Why ``experts add`` does not add a file, which leaves nothing behind."""
+        """Message of ``experts add`` that refuses a file; the line's folder stays as it was."""
         before = self.file.read_bytes(), set(os.listdir(self.file.parent))
         done = CliRunner().invoke(app, ["experts", "add", *map(str, (self.file, file, "--component", "part", *words))])
         assert done.exit_code == 1, done.output
@@ -56,7 +56,7 @@ def line(tmp_path):
 
 @pytest.fixture(scope="session")
 def images(made_once):
-    """Some to judge, of several sizes and shapes."""
+    """Images of several sizes and shapes."""
     return sorted(made_once("images", draw_images).iterdir())
 
 
@@ -70,7 +70,7 @@ def draw_images(folder):
 
 @pytest.fixture(scope="session")
 def made_by(made_once, images):
-    """The folder that made_by_NAME.py fills, run where timm, Lightning and Anomalib are installed."""
+    """The folder that made_by_NAME.py fills, run by the Python with timm, Lightning and Anomalib."""
     if not TRAINERS.exists():
         pytest.skip("timm, Lightning and Anomalib are not installed: make trainers")
 

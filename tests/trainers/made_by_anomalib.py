@@ -1,8 +1,8 @@
-"""Run by the trainers' interpreter: `made_by_anomalib.py FOLDER` leaves there what Anomalib's users have.
+"""Run by the trainers' interpreter: `made_by_anomalib.py FOLDER` writes the files that Anomalib's users have.
 
-Two models are fitted by Anomalib's engine to parts that it draws, without pretrained weights, and exported by it:
-padim/weights/onnx/model.onnx, padim/weights/torch/model.pt, and likewise patchcore/. parts/ has images that neither
-has seen, and padim/answers.json what Anomalib itself predicts of each: its name, score and whether it is anomalous.
+Anomalib's engine fits two models to drawn parts, without pretrained weights, and exports them:
+padim/weights/onnx/model.onnx, padim/weights/torch/model.pt, and likewise patchcore/. parts/ has unseen images, and
+padim/answers.json Anomalib's prediction for each: name, score and whether it is anomalous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by the trainers' interpreter: `made_by_lightning.py FOLDER IMAGE...` leaves there what Lightning's users have.
+"""Run by the trainers' interpreter: `made_by_lightning.py FOLDER IMAGE...` writes files that Lightning's users have.
 
 last.ckpt as its trainer saves it after one epoch, and answers.json: the probabilities of each image by the module as
 Lightning itself loads it from there.

@@ -1,4 +1,4 @@
-"""A network that tells images apart after one step of training, where chance would give all of them one label.
+"""A network that tells images apart after one training step; an untouched one would give all the same label.
 
 Imports nothing of the project: the scripts that other interpreters run use it, too.
 """

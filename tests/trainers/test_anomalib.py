@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 OWN_THRESHOLD = 0.5  # of Anomalib's exports, which scale their scores so
-SCORE = 0.001  # how far what is served may be from what Anomalib says
+SCORE = 0.001  # largest difference of a served score from Anomalib's
 
 
 @pytest.mark.parametrize("model", ["padim", "patchcore"])
@@ -29,9 +29,9 @@ def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, mo
 
 
 class Before(torch.nn.Module):
-    """What Anomalib exported before its version 2, which cannot be installed beside it: a map, on a scale of its own.
+    """Export of Anomalib before version 2, which cannot be installed beside it: a map on an unscaled range.
 
-    The graph took images that were normalised before; its score was the map's maximum.
+    The graph takes normalised images; the score is the map's maximum.
     """
 
     def forward(self, image):

@@ -1,4 +1,4 @@
-"""One JPEG that a camera held upright: each trainer's own loader shows it as this project does for its models."""
+"""A JPEG with an EXIF orientation: this project decodes it for a trainer's models as that trainer's loader does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.trainers.test_ultralytics import require_same
 from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, train
 
 STORED, UPRIGHT = (60, 100), (100, 60)  # height, width
-DECODERS = 4 / 255  # by how much two decoders of JPEG, and what is scaled after them, may differ
+DECODERS = 4 / 255  # largest difference of two JPEG decoders, also after scaling
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The table of docs/models.md: for each of its cells a file as the trainer leaves it, added to a line or refused.
+"""The table of docs/models.md: for each of its cells a trainer's file, added to a line or refused.
 
-A cell says yes or no; what it says is what happens, and no row is without its files.
+A cell says yes or no, and that is what happens; each row has files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FIRST = ("--pass", "0")  # of models that nothing was trained with: their labels
 
 
 def cells():
-    """Of each row of the table, by its name: what it says of weights, and of an ONNX export."""
+    """Each row of the table by its name: its cells on weights and on an ONNX export."""
     table = PAGE.read_text("utf-8").partition("## What is served")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     return {name: {"weights": weights, "export": export} for name, weights, export in rows[2:]}
 
 
-# what makes a file: of the tools below, and a path that is the test's own
+# functions that make a file, from the tools below and a path
 
 
 def resnet_with_a_small_stem(tools, file):
@@ -86,7 +86,7 @@ def yolov5_of_its_repository(tools, file):
 
 
 def exported_yolov5(tools, file):
-    """The answers that its exports have, made of ultralytics'."""
+    """Answers as its exports have them, made from ultralytics'."""
     graph = file.with_suffix(".onnx")
     graph.write_bytes(exported_yolo(tools, file).read_bytes())
     return edited(graph, as_yolov5, {"stride": "32", "names": str(list(ultralytics_models.LABELS))})
@@ -125,7 +125,7 @@ def by_anomalib(name):
 
 
 class Map(nn.Module):
-    """Answers with a map and nothing else, as graphs that Anomalib exported before its version 2."""
+    """Answers with a map alone, as exports of Anomalib before version 2."""
 
     def forward(self, image):
         return image.mean(dim=1, keepdim=True)
@@ -225,7 +225,7 @@ CASES = {
 
 @pytest.fixture
 def tools(made_once, images, request):
-    """What files are made with; made_by skips where the trainers' environment is not installed."""
+    """Tools that make files; made_by skips where the trainers' environment is not installed."""
     return SimpleNamespace(
         made_once=made_once, images=images, made_by=lambda name: request.getfixturevalue("made_by")(name)
     )

@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.trainers.torchvision_models import LABELS, SIZE, prepared, trained
 
-SCORE = 0.01  # how far what is served may be from what torch says
+SCORE = 0.01  # largest difference of a served score from torch's
 GRAPH = ("--normalize", "imagenet", "--task", "multiclass")
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", *GRAPH)
-FORMS = {  # of files, and what is saved
+FORMS = {  # of files, with their content
     "state dict": nn.Module.state_dict,
     "checkpoint": lambda network: {"epoch": 1, "model_state_dict": network.state_dict(), "classes": list(LABELS)},
     "DataParallel": lambda network: {"state_dict": nn.DataParallel(network).state_dict(), "best_acc": 0.9},

@@ -10,7 +10,7 @@ from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, t
 
 ARCHITECTURES = ("yolov5n", "yolov8n", "yolo11n")
 EXPORTS = {"exported": False, "exported-nms": True}
-PLACE_PX, SCORE = 1.0, 0.01  # how far what is served may be from what ultralytics says
+PLACE_PX, SCORE = 1.0, 0.01  # largest differences of a served box from ultralytics'
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def model(made_once):
 
 
 def require_same(boxes, own):
-    """Each box has one of the other's beside it, of its label; nearly equal scores may swap places."""
+    """Each box has a near box of its label in the other; nearly equal scores may swap places."""
     assert len(boxes) == len(own)
     left = [(LABELS[int(label)], score, corners) for corners, score, label in zip(*rows_of(own), strict=True)]
     for box in boxes:

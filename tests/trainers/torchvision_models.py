@@ -1,4 +1,4 @@
-"""Models of torchvision as training scripts have them, and as torch exports them."""
+"""Models of torchvision as training scripts make them, and as torch exports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detectors as ultralytics leaves them: trained by its own trainer, exported by its own exporter."""
+"""Detectors of ultralytics: trained by its trainer, exported by its exporter."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-import experts.backends.detector  # noqa: F401  # before ultralytics: it asks nobody, and writes nothing at home
+import experts.backends.detector  # noqa: F401  # before ultralytics: then it neither calls home nor writes there
 from tests.experts.conftest import spread_scores, trained_looking
 
 LABELS = ("aligned", "shifted", "tilted")
 SIZE = 64
-OVERLAP = 0.45  # of boxes, from which on only the surer one is kept: the line's, where ultralytics' own is 0.7
+OVERLAP = 0.45  # of two boxes, above which only the surer is kept: the line's; ultralytics' default is 0.7
 
 
 def draw_dataset(folder):
@@ -33,9 +33,9 @@ def draw_dataset(folder):
 
 
 def train(architecture, folder):
-    """best.pt after one epoch, and unfinished.pt: last.pt as it is while training goes on.
+    """best.pt after one epoch, and unfinished.pt: last.pt during training.
 
-    It begins with scores that are worth a box, which one epoch of four pictures would not teach it.
+    Training begins with scores that make boxes; one epoch of four pictures would not reach them.
     """
     from ultralytics import YOLO
 
@@ -69,10 +69,9 @@ def export(best, file, *, nms):
 
 
 def own_boxes(file, images):
-    """What ultralytics itself finds: of each image its boxes, whose places are in pixels of the image.
+    """Boxes that ultralytics finds in each image, in pixels of the image.
 
-    With grey around an image up to the square, as exports have it and the line; of its own weights alone ultralytics
-    leaves some of that grey out.
+    Images are padded with grey to a square, as exports and the line do; with its weights ultralytics pads less.
     """
     from ultralytics import YOLO
 
@@ -114,7 +113,7 @@ def _small_rtdetr():
 
 
 def _as_rtdetr_was(self, boxes, scores):
-    """What RT-DETR's head answered with in ultralytics before 8.4."""
+    """Answer of RT-DETR's head in ultralytics before 8.4."""
     return torch.cat((boxes, scores), dim=-1)
 
 
@@ -130,7 +129,7 @@ def _spread_queries(model):
 
 
 def save(name, file):
-    """A model that nothing was trained with yet, as ``YOLO(...).save`` leaves it."""
+    """An untrained model, as ``YOLO(...).save`` writes it."""
     from ultralytics import RTDETR, YOLO
 
     model = (RTDETR if "rtdetr" in name else YOLO)(f"{name}.yaml")

@@ -1,7 +1,7 @@
 """Checkpoints as YOLOv5's own repository writes them: its classes by their names there, and a head with anchors.
 
-Its code cannot be installed beside ultralytics' package, so the few layers here are ours; what a reader of the file
-sees is its own: a pickled ``models.yolo.DetectionModel`` of half floats under ``model``, with names and options.
+Its code cannot be installed beside ultralytics' package, so the few layers here are ours. The file has the
+repository's format: a pickled ``models.yolo.DetectionModel`` of half floats under ``model``, with names and options.
 """
 
 from __future__ import annotations
