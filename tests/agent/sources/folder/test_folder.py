@@ -515,14 +515,8 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypat
     assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
 
 
-def test_what_is_in_anybodys_hands_is_never_offered_again(line):
-    (line.root / "done").write_text("a file where the shelf should be")
-    line.write(*(f"b1_r_R{number}.png" for number in range(6)))
-    line.run(5)
-    for arrival in line.arrivals[:3]:
-        line.source.verdict_committed(arrival.subject, Verdict.OK, None)
-    line.run(40)
-    assert len(line.arrivals) == 6
+def test_what_waits_for_room_after_a_restart_is_offered_once(line):
+    line.arrive(*(f"b1_r_R{number}.png" for number in range(6)))
     again = Line(line.root)
     again.room = 2
     again.run(40)
@@ -537,7 +531,7 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
     line.has_room = lambda _: line.source.held < 4
     line.write(*(f"b1_r_R{number}.png" for number in range(9)))
     line.run(5)
-    line.settle(seconds=10)
+    line.settle(seconds=40)
     assert (len(line.arrivals), line.source.held) == (4, 4)
     assert line.source.status().alarm is not None
     assert caplog.text.count("intake_not_filed") == 1
