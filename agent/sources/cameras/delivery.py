@@ -60,7 +60,7 @@ class Delivery:
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._guard = threading.Lock()  # over the counts
-        self._overflown = 0
+        self._overflowed = 0
         self.waiting = 0  # triggers that were admitted and have not ended; in free run, frames
         self.handed = 0  # frames that were taken, or are on their way
         self.received = 0
@@ -89,15 +89,15 @@ class Delivery:
     def can_overflow(self) -> bool:
         """True if one more lost trigger could be reported; otherwise none should be made."""
         with self._guard:
-            if self._overflown >= OVERFLOW_MAXIMUM:
-                self.alarm = f"interval_s pauses: {self._overflown} lost triggers are not stored yet"
+            if self._overflowed >= OVERFLOW_MAXIMUM:
+                self.alarm = f"interval_s pauses: {self._overflowed} lost triggers are not stored yet"
                 return False
         return True
 
     def overflow(self, subject: Subject, reason: str) -> None:
         """Report a trigger of the interval that met a full queue."""
         with self._guard:
-            self._overflown += 1
+            self._overflowed += 1
         self._parcels.put(_Parcel(subject, None, reason, is_overflow=True))
 
     def stop(self) -> None:
@@ -149,7 +149,7 @@ class Delivery:
                 return
         with self._guard:
             if parcel.is_overflow:
-                self._overflown -= 1
+                self._overflowed -= 1
             else:
                 self.waiting -= 1
 
