@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
@@ -142,11 +142,10 @@ class Workshop:
                 runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
         self.text_engines.runs_on = runs_on
         for store in self.stores:
-            store.devices_of = partial(_devices_in, store.pool, runs_on)
-
-
-def _devices_in(pool: str, runs_on: Mapping[str, Collection[tuple[str, str]]], copy: str) -> list[str]:
-    return sorted(device for name, device in runs_on.get(copy, ()) if name == pool)
+            devices: defaultdict[str, list[str]] = defaultdict(list)
+            for copy, places in runs_on.items():
+                devices[copy] = sorted(device for pool, device in places if pool == store.pool)
+            store.devices_of = devices.__getitem__
 
 
 # A call is made on the loop's thread; None is the last message.

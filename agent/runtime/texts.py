@@ -167,10 +167,13 @@ class RunningTexts:
         quantum = engine.run(turns, batch.quantum_s)
         if quantum.lacking:  # ledger and arena disagree
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
-        finished = [(request, self._ended(request, result)) for request, result in quantum.finished]
+        finished: list[tuple[int, Prediction | Rejected]] = refused
+        for request, result in quantum.finished:
+            self._asked[request].leave()
+            finished.append((request, Rejected(result.reason) if isinstance(result, RefusedText) else result))
         experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
         unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]
-        return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
+        return Progressed(batch.id, tuple(finished), tuple(unfinished))
 
     def statistics(self, executor: int) -> TextEngineStatistics | None:
         engine = self._engines.get(executor)
@@ -208,10 +211,6 @@ class RunningTexts:
             written=generation.written + len(written),
         )
         asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
-
-    def _ended(self, request: int, result: Prediction | RefusedText) -> Prediction | Rejected:
-        self._asked[request].leave()
-        return Rejected(result.reason) if isinstance(result, RefusedText) else result
 
     def _left(self, request: int, expert: str, left: Left) -> Work:
         asked = self._asked[request]

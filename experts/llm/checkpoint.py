@@ -112,8 +112,13 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
             header = file.get_slice(name)
             stored[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     if (directory / SINGLE_NAME) not in files:
-        _check_index(directory, expert, stored)
-    parts = {assembly.name: (assembly, _form_in(assembly, stored)) for assembly in assemblies(spec)}
+        for name, file in _weight_map(directory / INDEX_NAME, expert).items():
+            if name not in stored or stored[name].file.name != file:
+                raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
+    parts: dict[str, tuple[Assembly, tuple[SourceTensor, ...]]] = {}
+    for assembly in assemblies(spec):
+        present = (form for form in assembly.forms if any(part.name in stored for part in form))
+        parts[assembly.name] = assembly, next(present, assembly.forms[0])
     _check(directory, expert, spec, [part for _, form in parts.values() for part in form], stored)
     return Checkpoint(expert, spec, parts, stored, files)
 
@@ -157,17 +162,6 @@ def _open(path: Path, expert: str) -> Any:  # noqa: ANN401  safetensors has no t
         raise WeightsCorrupt(expert, f"{path} is not a sound .safetensors file: {error}") from error
 
 
-def _check_index(directory: Path, expert: str, stored: Mapping[str, StoredTensor]) -> None:
-    for name, file in _weight_map(directory / INDEX_NAME, expert).items():
-        if name not in stored or stored[name].file.name != file:
-            raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
-
-
-def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[SourceTensor, ...]:
-    there = (form for form in assembly.forms if any(part.name in stored for part in form))
-    return next(there, assembly.forms[0])
-
-
 def _check(
     directory: Path, expert: str, spec: ArchSpec, parts: Sequence[SourceTensor], stored: Mapping[str, StoredTensor]
 ) -> None:
@@ -185,10 +179,10 @@ def _check(
         ("in a number format that is not served", [f"{name} {stored[name].number_format}" for name in misformed]),
     )
     if any(names for _, names in complaints):
-        text = "; ".join(_complaint(what, names) for what, names in complaints if names)
+        text = "; ".join(f"{what}: {shown(names)}" for what, names in complaints if names)
         raise WeightsMismatch(expert, f"{directory} does not fit its config.json ({spec.family}): {text}")
 
 
-def _complaint(what: str, names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"
+    return ", ".join(names[:NAMES_SHOWN]) + more

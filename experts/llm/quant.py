@@ -61,7 +61,8 @@ Matrix: TypeAlias = "Tensor | Int8Matrix"
 def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """(rows, in) times one matrix: (rows, out), in the rows' dtype."""
     if not isinstance(matrix, Int8Matrix):
-        if len(rows) <= FEW_FP32_ROWS and _is_in_blocks(rows, matrix):
+        is_few = len(rows) <= FEW_FP32_ROWS and rows.dtype is torch.float32 and rows.device.type == "cpu"
+        if is_few and matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous():
             return _in_blocks(rows, matrix, bias)
         return linear(rows, matrix, bias)
     if len(rows) <= FEW_ROWS and has_int8_kernel(rows.device.type, rows.dtype):
@@ -69,11 +70,6 @@ def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     else:
         projected = linear(rows, matrix.values.to(rows.dtype)) * matrix.scale
     return projected if bias is None else projected + bias
-
-
-def _is_in_blocks(rows: Tensor, matrix: Tensor) -> bool:
-    fits = matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous()
-    return fits and rows.dtype is torch.float32 and rows.device.type == "cpu"
 
 
 def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -133,25 +133,17 @@ class DueThreads:
             thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    @property
-    def _may_begin(self) -> bool:
-        return len(self._threads) - self._idle < self._allowed
-
     def _push(self, work: _Work[Result], due_s: float) -> None:
-        if len(self._tasks) >= self._clears_at:
-            self._clear()
+        if len(self._tasks) >= self._clears_at:  # drop claimed tasks: a pool that may not work would keep them
+            self._tasks = [each for each in self._tasks if each[2]]
+            heapify(self._tasks)
+            self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
         heappush(self._tasks, (due_s, next(self._number), work))
         self._changed.notify()
         if self._idle < len(self._tasks) and len(self._threads) < self._count:
             thread = Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
-
-    def _clear(self) -> None:
-        """Drop claimed tasks: a pool that may not work would keep them."""
-        self._tasks = [each for each in self._tasks if each[2]]
-        heapify(self._tasks)
-        self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
 
     def _run(self) -> None:
         self._begin()
@@ -164,7 +156,9 @@ class DueThreads:
         with self._changed:
             self._idle += 1
             while True:
-                self._changed.wait_for(lambda: self._is_stopped or (self._tasks and self._may_begin))
+                self._changed.wait_for(
+                    lambda: self._is_stopped or (self._tasks and len(self._threads) - self._idle < self._allowed)
+                )
                 if self._is_stopped:
                     return None
                 held = _claimed(heappop(self._tasks)[2])

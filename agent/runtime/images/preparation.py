@@ -267,7 +267,7 @@ class Preparation:
 
     def _work(self, image: _Image, form: _Form, answer: Callable[[Prepared | Rejected], None]) -> None:
         try:
-            with self._watching(image):
+            with nullcontext() if image.request is None or image.is_taken else self.watch(image.request):
                 prepared, pixels = self._prepared(image, form)
         except ImageError as error:
             answer(Rejected(str(error)))
@@ -281,9 +281,6 @@ class Preparation:
             answer(prepared)
             self._hold(image, form.name, prepared, pixels)
         image.let_go()
-
-    def _watching(self, image: _Image) -> AbstractContextManager[object]:
-        return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
         with image.changing:

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch
+from experts.llm.checkpoint import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NAMES_SHOWN = 4
 RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
 EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
 LAYER, KIND = r"layers\.(?P<layer>\d+)\.", r"(?P<kind>weight|bias)"
@@ -205,9 +205,7 @@ class GptCheckpoint:
         places = {name: _place(name) for name in self._states.names if not NEEDLESS.search(name)}
         unknown = [name for name, place in places.items() if place is None]
         if unknown:
-            more = f" and {len(unknown) - NAMES_SHOWN} more" if len(unknown) > NAMES_SHOWN else ""
-            shown = ", ".join(unknown[:NAMES_SHOWN]) + more
-            raise WeightsMismatch(self._source, f"no tensors of a GPT by Megatron-DeepSpeed are {shown}")
+            raise WeightsMismatch(self._source, f"no tensors of a GPT by Megatron-DeepSpeed are {shown(unknown)}")
         found = tuple(place for place in places.values() if place is not None)
         of_names: dict[str, str] = {}
         for one in found:

@@ -228,7 +228,9 @@ class LlmEngine:
                 if text.has_room:
                     self._arena.grow(text.request, text.lease)
                 else:
-                    self._begin(text, layout)
+                    prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
+                    text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
+                    text.has_room = True
                 text.promised = text.lease
             except MemoryExceeded as error:
                 if not text.has_room:
@@ -236,11 +238,6 @@ class LlmEngine:
                 if error.wanted_bytes > self._arena.budget_bytes:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
-
-    def _begin(self, text: TextState, layout: KvLayout) -> None:
-        prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
-        text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
-        text.has_room = True
 
     def _prefix(self, text: TextState, end: int) -> Prefix | None:
         return None if text.weights is None else Prefix(text.weights, tuple(text.tokens[:end]))

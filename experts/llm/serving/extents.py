@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import Chunk, TokenBatch
 
 EXTENTS_A_SLAB = 128
-MAP_NORESERVE = 0x4000  # Linux's flag, which Python lacks: address space reserves no memory
+# Address space reserves no memory: Linux's MAP_NORESERVE, which Python does not name.
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 CALL_BYTES = 256 * 1024  # attention reads so much while another call of it begins
 
 
@@ -51,7 +52,8 @@ class Slab:
         self.number = number
         self._unit = _unit(layout)
         self._extent_bytes = positions * layout.token_bytes
-        self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=_flags())
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=flags)
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page exceeds the promise
@@ -475,8 +477,3 @@ def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def _unit(layout: KvLayout) -> int:
     """Least number of tokens for which each head of each layer fills whole pages."""
     return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, layout.head_bytes)
-
-
-def _flags() -> int:
-    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return anonymous | MAP_NORESERVE if sys.platform == "linux" else anonymous

@@ -45,8 +45,8 @@ class OutputLengths:
             ended = self._ended.get(expert)
             ordered = [] if ended is None else ended.ordered
             longer = ordered[bisect_right(ordered, written) :]
-        expected = longer[len(longer) // 2] if longer else self._unknown(bool(ordered), written, most)
+        if longer:
+            expected = longer[len(longer) // 2]
+        else:
+            expected = max(2 * written, 0 if ordered else min(most // UNKNOWN_SHARE, UNKNOWN_MOST))
         return max(min(expected, most) - written, 1)
-
-    def _unknown(self, has_ended_any: bool, written: int, most: int) -> int:
-        return 2 * written if has_ended_any else max(min(most // UNKNOWN_SHARE, UNKNOWN_MOST), 2 * written)

@@ -137,13 +137,10 @@ class StopStrings:
 
     def _begun(self) -> int:
         """Count of characters at the end that may begin a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        return next(
-            (size for size in range(min(longest, len(self._held)), 0, -1) if self._begins(self._held[-size:])), 0
-        )
-
-    def _begins(self, end: str) -> bool:
-        return any(stop.startswith(end) and stop != end for stop in self._stops)
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
+        ends = (self._held[-size:] for size in range(longest, 0, -1))
+        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stops))
+        return len(next(begun, ""))
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
