@@ -20,13 +20,7 @@ from experts.errors import MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, RefusedText, check_against
-from experts.llm.serving.iteration import (
-    LEAST_CHUNK_TOKENS,
-    IterationCandidate,
-    IterationLimits,
-    IterationTimes,
-    plan,
-)
+from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, IterationCandidate, IterationLimits, IterationTimes, plan
 from experts.llm.serving.kv import KvLayout, Prefix
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.llm.serving.sampling import sample

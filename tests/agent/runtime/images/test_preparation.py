@@ -17,12 +17,7 @@ from PIL import Image, ImageOps
 import agent.runtime.images.preparation
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.images.preparation import ByteGate, Order, Preparation, least_pixels, prepare
-from agent.runtime.images.sources import (
-    EncodedImage,
-    Frame,
-    FramePart,
-    decoded,
-)
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.backends.boxes import prediction

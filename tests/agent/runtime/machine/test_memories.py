@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from agent.runtime.machine.detection import detect, has_nvidia_gpu, host_memory
-from agent.runtime.machine.memories import (
-    CudaMemory,
-    EmulatedMemory,
-    HostMemory,
-    MpsMemory,
-    allocator_fraction,
-)
+from agent.runtime.machine.memories import CudaMemory, EmulatedMemory, HostMemory, MpsMemory, allocator_fraction
 from experts.errors import BackendUnavailable, MemoryExceeded
 
 MIB = 1024 * 1024
