@@ -135,7 +135,7 @@ def assert_prepared(prepared, source, expert):
 def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_engine_counts(workplace, later, side):
     image = encoded(side, side)
     workplace.prepare(1, image, SMALL, *later)
-    workplace.result(1, image, SMALL)
+    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
     workplace.settle()
     assert 0 < workplace.held_bytes() <= bytes_of(*later)
     for number, step in enumerate(later):
