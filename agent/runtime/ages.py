@@ -1,8 +1,8 @@
 """Ages of batches and loads without an answer.
 
 Work that hangs in the kernel or a driver never answers. Past one limit its age is logged, past another it ends the
-agent: another process asks the drive and the device anew. An age ends the agent only ``ended_s - told_s`` after it was
-logged: a process that was suspended goes on.
+agent: another process opens the drive and the device anew. An age ends the agent only ``ended_s - logged_s`` after its
+log line: a process that was suspended goes on.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class AgeLimits:
     Generous: a cold disk and a packing beside batches cost many times the prediction.
     """
 
-    told_s: float = 120.0
-    told_multiple: float = 20.0
+    logged_s: float = 120.0
+    logged_multiple: float = 20.0
     ended_s: float = 600.0
     ended_multiple: float = 100.0
 
 
 @dataclass(slots=True)
 class OpenedWork(Generic[Work]):
-    """``told_at_s``: when its age was logged; None: not yet."""
+    """``logged_at_s``: when its age was logged; None: not yet."""
 
     work: Work
     described: str
     advice: str
     opened_at_s: float
     predicted_s: float
-    told_at_s: float | None = None
+    logged_at_s: float | None = None
 
     def due_s(self, limits: AgeLimits) -> float:
-        told_after_s = max(limits.told_s, limits.told_multiple * self.predicted_s)
-        if self.told_at_s is None:
-            return self.opened_at_s + told_after_s
-        return self.told_at_s + max(limits.ended_s, limits.ended_multiple * self.predicted_s) - told_after_s
+        logged_after_s = max(limits.logged_s, limits.logged_multiple * self.predicted_s)
+        if self.logged_at_s is None:
+            return self.opened_at_s + logged_after_s
+        return self.logged_at_s + max(limits.ended_s, limits.ended_multiple * self.predicted_s) - logged_after_s
 
 
 class OpenWork:
@@ -119,10 +119,10 @@ class OpenWork:
             if now < opened.due_s(self._limits):
                 continue
             age_s = now - opened.opened_at_s
-            if opened.told_at_s is not None:
+            if opened.logged_at_s is not None:
                 is_batch = opened in self.batches.values()
                 raise WorkOverdue(opened.described, age_s, opened.advice, is_batch=is_batch)
-            opened.told_at_s = now
+            opened.logged_at_s = now
             logger.error(
                 "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",
                 age_s, opened.predicted_s, opened.described, opened.due_s(self._limits) - now,

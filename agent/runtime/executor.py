@@ -118,8 +118,8 @@ class BatchExecutor:
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
         """Run a batch on its images, in order, at once or after the one that runs."""
-        asked = zip(batch.requests, images, strict=True)
-        self._inbox.put(_Work(batch, [self._prepare(expert, image, request) for request, image in asked]))
+        shown = zip(batch.requests, images, strict=True)
+        self._inbox.put(_Work(batch, [self._prepare(expert, image, request) for request, image in shown]))
 
     def hurry(self, batch: Batch) -> None:
         """Prepare the batch's images before all others: the batch is next, or runs."""

@@ -79,9 +79,9 @@ def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm |
         return None
     pixels = expert.pixels
     fit = Fit.LETTERBOXED if family(expert.architecture) == "detector" else pixels.fit
-    is_scaled_as_told = fit in {Fit.STRETCHED, Fit.CROPPED}
-    name = f"{fit} {pixels.height}x{pixels.width} {pixels.normalize if is_scaled_as_told else 'unit'}"
-    if is_scaled_as_told and (pixels.resize, pixels.interpolation) != (None, "bilinear"):
+    is_scaled_by_spec = fit in {Fit.STRETCHED, Fit.CROPPED}
+    name = f"{fit} {pixels.height}x{pixels.width} {pixels.normalize if is_scaled_by_spec else 'unit'}"
+    if is_scaled_by_spec and (pixels.resize, pixels.interpolation) != (None, "bilinear"):
         name += f" resize={pixels.resize} {pixels.interpolation}"
     if pixels.orientation is Orientation.EXIF:
         name += f" {pixels.orientation}"

@@ -24,7 +24,7 @@ from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.effect_log import log_effect
-from agent.runtime.images.preparation import Order, nothing_told
+from agent.runtime.images.preparation import Order, unwatched
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.device_loss import Breakdown
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agent.runtime.images.preparation import Preparation
     from agent.runtime.machine.box import Box
     from agent.runtime.text_engines import TextEngines
-    from agent.runtime.texts import AskedText, RunningTexts
+    from agent.runtime.texts import RunningTexts, TextProgress
     from agent.runtime.weights.slots import SkeletonShelf, SlotStatistics, SlotStore
     from agent.runtime.weights.transfer import Transfers, TransferStatistics
     from experts.graph import ExpertGraph
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
 STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
-ASK_AGAIN_S = 0.2  # poll interval of a waiting thread: does the loop still run?
+POLL_S = 0.2  # poll interval of a waiting thread: does the loop still run?
 
 Answer = TypeVar("Answer")
 
@@ -102,7 +102,7 @@ class BatchWatch:
 
     begun: Callable[[Sequence[int]], None] = lambda _: None
     ended: Callable[[Sequence[int]], None] = lambda _: None
-    preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
+    preparing: Callable[[int], AbstractContextManager[object]] = unwatched
     given: Callable[[Sequence[int]], None] = lambda _: None
     ran: Callable[[Batch, float], None] = lambda *_: None
     idle: Callable[[], None] = lambda: None
@@ -232,18 +232,18 @@ class AgentLoop:
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
         if self._is_stopped or self._crash is not None:
             raise RuntimeError("the agent has stopped and takes no requests") from self._crash
-        asked = self._asked_text(source, component, expert) if isinstance(source, TextSource) else None
+        text = self._begun_text(source, component, expert) if isinstance(source, TextSource) else None
         request = next(self._numbers)
         self._sources[request] = source
         if precedence is Precedence.IDLE:
             self._idle_request = request
-        if asked is not None:
-            self._texts.take(request, asked)
-        work = IMAGE if asked is None else asked.work
+        if text is not None:
+            self._texts.take(request, text)
+        work = IMAGE if text is None else text.work
         self._inbox.put(events.Arrived(request, component, expert, work, precedence))
         return request
 
-    def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
+    def _begun_text(self, source: TextSource, component: str | None, expert: str | None) -> TextProgress:
         reached = self._routes.experts_of(component) if component is not None else (expert or "",)
         copies = [copy for name in reached for copy in self._copies_of(name)]
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
@@ -281,20 +281,20 @@ class AgentLoop:
 
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         """Serve other experts and routes from now on; ``copies``: new ones. Earlier requests keep their routes."""
-        self._ask(lambda: self._change_line(change, copies))
+        self._call(lambda: self._change_line(change, copies))
 
     def drain(self) -> None:
         """Refuse new requests, and finish the others: then ``wait_until_drained``."""
         self._inbox.put(events.Drain())
 
-    def when_crashed(self, tell: Callable[[AgentCrashed], None]) -> None:
+    def when_crashed(self, callback: Callable[[AgentCrashed], None]) -> None:
         """Call back once if the loop crashes, on its thread; at once if it has crashed already."""
         with self._changed:
             crash = self._crash
             if crash is None:
-                self._on_crash.append(tell)
+                self._on_crash.append(callback)
         if crash is not None:
-            tell(crash)
+            callback(crash)
 
     @property
     def crash(self) -> AgentCrashed | None:
@@ -307,7 +307,7 @@ class AgentLoop:
 
     def statistics(self) -> LoopStatistics:
         """A frozen snapshot, taken between two events."""
-        return self._ask(self._snapshot)
+        return self._call(self._snapshot)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Until no request, load or batch is under way; False if that took longer. Raises AgentCrashed."""
@@ -356,16 +356,16 @@ class AgentLoop:
         if self._crash is not None:
             raise self._crash
 
-    def _ask(self, ask: Callable[[], Answer]) -> Answer:
+    def _call(self, work: Callable[[], Answer]) -> Answer:
         """Call on the loop's thread, or here once that has ended."""
         if current_thread() is self._thread:
-            return ask()
+            return work()
         answer: Future[Answer] = Future()
-        self._inbox.put(lambda: answer.set_result(ask()))
+        self._inbox.put(lambda: answer.set_result(work()))
         while self._thread.is_alive():
             with suppress(TimeoutError):
-                return answer.result(ASK_AGAIN_S)
-        return answer.result() if answer.done() else ask()
+                return answer.result(POLL_S)
+        return answer.result() if answer.done() else work()
 
     # -- on the loop's thread --
 
@@ -391,10 +391,10 @@ class AgentLoop:
         crash.__cause__ = crash.error
         with self._changed:
             self._crash = crash
-            told, self._on_crash = self._on_crash, []
+            callbacks, self._on_crash = self._on_crash, []
             self._changed.notify_all()
-        for tell in told:
-            tell(crash)
+        for callback in callbacks:
+            callback(crash)
 
     def _next(self) -> Message:
         """A Tick where the Engine's moment, or an age's limit, comes before a message."""

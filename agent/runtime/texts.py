@@ -56,7 +56,7 @@ class RecordingWriter:
 
 
 @dataclass(slots=True)
-class AskedText:
+class TextProgress:
     """One request: its text for each expert, and its progress at the present one."""
 
     source: TextSource
@@ -103,11 +103,11 @@ class RunningTexts:
     def __init__(self, engines: Mapping[int, LlmEngine], lengths: OutputLengths) -> None:
         self._engines = dict(engines)
         self._lengths = lengths
-        self._asked: dict[int, AskedText] = {}
+        self._progress: dict[int, TextProgress] = {}
 
     # -- of any thread --
 
-    def begin(self, source: TextSource, reached: Sequence[Reached]) -> AskedText:
+    def begin(self, source: TextSource, reached: Sequence[Reached]) -> TextProgress:
         """A request that may come to these experts, with its work at each.
 
         Raises what its source raises for the first; an error for another ends the request when it gets there.
@@ -125,16 +125,16 @@ class RunningTexts:
         first = works[0][1] if works else IMAGE
         work = replace(first, steps=tuple(works)) if len(works) > 1 else first
         rounding = {each.expert: each.tokens_for for each in reached}
-        return AskedText(source, texts, work, rounding=rounding)
+        return TextProgress(source, texts, work, rounding=rounding)
 
-    def take(self, request: int, asked: AskedText) -> None:
-        self._asked[request] = asked
+    def take(self, request: int, progress: TextProgress) -> None:
+        self._progress[request] = progress
 
     def forget(self, request: int) -> None:
         """Idempotent."""
-        asked = self._asked.pop(request, None)
-        if asked is not None and asked.executor is not None:
-            self._engines[asked.executor].forget(request)
+        progress = self._progress.pop(request, None)
+        if progress is not None and progress.executor is not None:
+            self._engines[progress.executor].forget(request)
 
     # -- of the loop's thread --
 
@@ -157,7 +157,7 @@ class RunningTexts:
             if isinstance(text, Rejected):
                 refused.append((request, text))
             else:
-                lease = self._asked[request].lease
+                lease = self._progress[request].lease
                 turns.append(Turn(request, copy.expert.id, models[copy.name], text, weights_name(copy), lease))
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
@@ -169,7 +169,7 @@ class RunningTexts:
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
         finished: list[tuple[int, Prediction | Rejected]] = refused
         for request, result in quantum.finished:
-            self._asked[request].leave()
+            self._progress[request].leave()
             finished.append((request, Rejected(result.reason) if isinstance(result, RefusedText) else result))
         experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
         unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]
@@ -181,46 +181,46 @@ class RunningTexts:
 
     def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
         """Text of a request: the same object each time, unless the request has come from another executor."""
-        asked = self._asked.get(request)
-        if asked is None:
+        progress = self._progress.get(request)
+        if progress is None:
             return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
-        if asked.expert != expert_name(copy):
+        if progress.expert != expert_name(copy):
             try:
-                text = asked.text_for(copy.expert.id)
+                text = progress.text_for(copy.expert.id)
             except Exception as error:  # noqa: BLE001 - the boundary to the caller's source
                 return Rejected(_reason(request, copy, error))
-            asked.expert = expert_name(copy)
-            asked.lease = asked.work.at(asked.expert).leased
-            asked.give(text, batch.executor)
-        elif asked.executor != batch.executor:
-            self._come_along(request, asked, batch.executor)
-        assert asked.running is not None, "it is at an expert"
-        return asked.running
+            progress.expert = expert_name(copy)
+            progress.lease = progress.work.at(progress.expert).leased
+            progress.give(text, batch.executor)
+        elif progress.executor != batch.executor:
+            self._come_along(request, progress, batch.executor)
+        assert progress.running is not None, "it is at an expert"
+        return progress.running
 
-    def _come_along(self, request: int, asked: AskedText, executor: int) -> None:
+    def _come_along(self, request: int, progress: TextProgress, executor: int) -> None:
         """Continue on another executor, which reads the written tokens as a part of the prompt."""
-        assert asked.running is not None
-        assert asked.executor is not None
-        assert asked.writer is not None
-        self._engines[asked.executor].forget(request)
-        generation, written = asked.running.generation, tuple(asked.writer.tokens)
+        assert progress.running is not None
+        assert progress.executor is not None
+        assert progress.writer is not None
+        self._engines[progress.executor].forget(request)
+        generation, written = progress.running.generation, tuple(progress.writer.tokens)
         further = replace(
             generation,
             prompt=generation.prompt + written,
             most_new_tokens=generation.most_new_tokens - len(written),
             written=generation.written + len(written),
         )
-        asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
+        progress.give(replace(progress.running, generation=further, writer=progress.writer.target), executor)
 
     def _left(self, request: int, expert: str, left: Left) -> Work:
-        asked = self._asked[request]
-        assert asked.writer is not None
-        if left.held >= asked.lease:
-            expected = asked.rounded(asked.read + len(asked.writer.tokens) + left.output, expert)
-            asked.lease = max(expected, asked.lease + 1)
-        foreseen = asked.work if asked.expert is None else asked.work.at(asked.expert)
-        most = max(foreseen.most, asked.rounded(left.most, expert))  # its expert may not have been foreseen
-        return Work(left.prompt, left.output, most, asked.lease, left.held)
+        progress = self._progress[request]
+        assert progress.writer is not None
+        if left.held >= progress.lease:
+            expected = progress.rounded(progress.read + len(progress.writer.tokens) + left.output, expert)
+            progress.lease = max(expected, progress.lease + 1)
+        foreseen = progress.work if progress.expert is None else progress.work.at(progress.expert)
+        most = max(foreseen.most, progress.rounded(left.most, expert))  # its expert may not have been foreseen
+        return Work(left.prompt, left.output, most, progress.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
         generation = text.generation

@@ -51,7 +51,7 @@ MARGIN = 2  # with less, the decoder would do the smoothing
 AT_ONCE = -math.inf
 
 
-def nothing_told(request: int) -> AbstractContextManager[object]:
+def unwatched(request: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -169,7 +169,7 @@ class Preparation:
         self.scaled = scaled
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
-        self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered ahead of batches
+        self.watch: Callable[[int], AbstractContextManager[object]] = unwatched  # entered ahead of batches
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
         """Have a request's image prepared."""
@@ -275,8 +275,8 @@ class Preparation:
             raise
         except Exception as error:
             logger.exception("preparation_broke expert=%s image=%s", form.expert.id, image.name)
-            told = f"{image.name}: cannot be prepared for {form.expert.id}: {type(error).__name__}: {error}"
-            answer(Rejected(told))
+            reason = f"{image.name}: cannot be prepared for {form.expert.id}: {type(error).__name__}: {error}"
+            answer(Rejected(reason))
         else:
             answer(prepared)
             self._hold(image, form.name, prepared, pixels)

@@ -247,7 +247,7 @@ class Transfers:
         if gone is None:
             reason = "it is being packed or looked at"
             logger.warning("corrupt_file_kept expert=%s reason=%s: %s", expert, reason, error.message)
-            return errors.LoadError(expert, f"{error.message}; somebody works on its files: trying again")
+            return errors.LoadError(expert, f"{error.message}; another process works on its files: trying again")
         if not gone:
             return errors.LoadError(expert, f"{error.message}; looked at again it is sound: trying again")
         by = "the next start" if self.mend is None else "the agent"
@@ -255,8 +255,8 @@ class Transfers:
             logger.error("corrupt_file_dropped expert=%s file=%s: %s packs it anew from %s", expert, file, by, source)
         found = f"{', '.join(map(str, gone))} was not what was packed"
         if self.mend is None:
-            told = f"{found} and has been removed: start again, and it is packed anew from {source}"
-            return errors.WeightsCorrupt(expert, told)
+            reason = f"{found} and has been removed: start again, and it is packed anew from {source}"
+            return errors.WeightsCorrupt(expert, reason)
         missing = errors.WeightsMissing(expert, f"{found}: it is packed anew from {source}")
         missing.__cause__ = FileNotFoundError(found)
         return missing

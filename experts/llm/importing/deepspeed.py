@@ -99,7 +99,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 def _convert(source: Path, states: StateFiles, given: Mapping[str, Any], made: Path) -> tuple[int, ...]:
     """Write config.json and one file for each layer, and for what is in none; the number of experts of each layer."""
-    model = GptCheckpoint(str(source), states, Arguments(str(source), states.told, given))
+    model = GptCheckpoint(str(source), states, Arguments(str(source), states.facts, given))
     values = model.config()
     (made / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
     weight_map: dict[str, str] = {}

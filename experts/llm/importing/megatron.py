@@ -68,17 +68,17 @@ REFUSED_ARGUMENTS = {
 
 
 class StateFiles:
-    """Tensors of a checkpoint by model-parallel rank, one safetensors file for each pickle. ``told``: its facts."""
+    """Tensors of a checkpoint by model-parallel rank, one safetensors file per pickle. ``facts``: the trainer's."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         """Raises WeightsCorrupt for a tensor in two files."""
-        self.told: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         held: dict[int, dict[str, Any]] = {}
         for file in files:
             opened: Any = safe_open(folder / f"{file.name}.safetensors", framework="pt")
             match = RANK_FILE.fullmatch(file.name)
             if match is not None:
-                self.told = json.loads((opened.metadata() or {})["told"]) | self.told
+                self.facts = json.loads((opened.metadata() or {})["told"]) | self.facts
             else:
                 match = EXPERT_FILE.fullmatch(file.name)
             assert match is not None, "only such files are read"

@@ -1,7 +1,7 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
 It has no thread and no policy: the agent's core gives turns and leases. Guarantees: a finished text leaves at once, and
-its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times tell, and
+its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times predict, and
 answers each request once. A request's tokens do not depend on its neighbours; a fault of its prompt, writer or expert
 ends that request alone. A model's exception passes through, and no text is lost.
 """

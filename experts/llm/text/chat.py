@@ -46,12 +46,12 @@ class ChatTemplate:
         other._expert = expert
         return other
 
-    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None) -> str:
-        """``told``: more variables. Raises PromptInvalid (the template refuses) or TokenizerUnusable (it fails)."""
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """``variables``: more of them. Raises PromptInvalid (the template refuses) or TokenizerUnusable (it fails)."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
-        if taken := sorted((told or {}).keys() & reserved.keys()):
+        if taken := sorted((variables or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")
-        given = {**(told or {}), **reserved}
+        given = {**(variables or {}), **reserved}
         try:
             return self._sandbox.render(self._compiled(self._source), given)
         except _TemplateRefused as refused:

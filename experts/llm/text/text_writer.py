@@ -33,10 +33,10 @@ class Piece:
 
 
 class TextWriter:
-    """A ``generation.Writer``. ``tell`` must not raise. ``written``: tokens, those of a stop string included."""
+    """A ``generation.Writer``. ``show`` must not raise. ``written``: tokens, those of a stop string included."""
 
     def __init__(
-        self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], tell: Callable[[Piece], None]
+        self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], show: Callable[[Piece], None]
     ) -> None:
         """``prompt``: what the text follows. Raises PromptInvalid for stop strings that are none."""
         self.written = 0
@@ -44,8 +44,8 @@ class TextWriter:
         self._model = model
         self._words = Words(model.decode, prompt[-PATIENCE:])
         self._stops = StopStrings(check_stops(stops))
-        self._tell = tell
-        self._untold: deque[tuple[Sampled, int]] = deque()  # each with where in the text it begins
+        self._show_piece = show
+        self._unshown: deque[tuple[Sampled, int]] = deque()  # each with where in the text it begins
         self._length = self._shown = 0  # characters that tokens made, and that were shown
 
     def write(self, sampled: Sampled) -> bool:
@@ -53,7 +53,7 @@ class TextWriter:
         if self.is_stopped:
             return True
         self.written += 1
-        self._untold.append((sampled, self._length))
+        self._unshown.append((sampled, self._length))
         more = self._words.add(sampled.token)
         self._length += len(more)
         self._show(self._stops.add(more))
@@ -68,10 +68,10 @@ class TextWriter:
     def _show(self, text: str) -> None:
         if text:
             self._shown += len(text)
-            told = []
-            while self._untold and self._untold[0][1] < self._shown:
-                told.append(self._untold.popleft()[0])
-            self._tell(Piece(text, tuple(told)))
+            tokens = []
+            while self._unshown and self._unshown[0][1] < self._shown:
+                tokens.append(self._unshown.popleft()[0])
+            self._show_piece(Piece(text, tuple(tokens)))
 
 
 class Words:

@@ -19,7 +19,7 @@ from experts.llm.serving.generation import Sampling
 from experts.llm.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -70,14 +70,14 @@ class TextModel:
         return self.checked(self.encode(text), "prompt")
 
     def chat_prompt_of(
-        self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """A chat's tokens. ``told``: see ``render``. Raises PromptInvalid; TokenizerUnusable without a template."""
+        """A chat's tokens; see ``render``. Raises PromptInvalid; TokenizerUnusable without a template."""
         if self.chat is None:
             raise TokenizerUnusable(
                 self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
             )
-        return self.checked(self.encode(self.chat.render(messages, told), adds_special=False), "messages")
+        return self.checked(self.encode(self.chat.render(messages, variables), adds_special=False), "messages")
 
     def checked(self, prompt: tuple[int, ...], field: str) -> tuple[int, ...]:
         """Return a checked prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
@@ -97,10 +97,10 @@ class TextModel:
     def tokens(self) -> int:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
+    def drawn(self, requested: Sampling, given: frozenset[str]) -> Sampling:
         """Sampling for a caller: its own values where given or not the default, else the model's."""
-        unasked = {name for name in self.sampling if name not in given and getattr(asked, name) == getattr(USUAL, name)}
-        return replace(asked, **{name: self.sampling[name] for name in unasked})
+        unset = {name for name in self.sampling.keys() - given if getattr(requested, name) == getattr(USUAL, name)}
+        return replace(requested, **{name: self.sampling[name] for name in unset})
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token, perhaps a part of a character. Special tokens are spelled out."""

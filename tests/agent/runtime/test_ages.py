@@ -10,7 +10,7 @@ from agent.core.request import Batch
 from agent.runtime.ages import AgeLimits, OpenWork
 from experts.errors import WorkOverdue
 
-LIMITS = AgeLimits(told_s=10.0, told_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
+LIMITS = AgeLimits(logged_s=10.0, logged_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
 PERFORMANCE = Performance(K_s=4.0, B_s=2.0, max_batch=8, workspace_bytes=0)
 PROFILE = PerformanceMatrix({"cpu": {"cls/slow": ExpertProfile("slow", PERFORMANCE, Footprint(1), {"ssd": 30.0})}})
 EXECUTORS = [ExecutorSpec(0, "cpu", "host")]

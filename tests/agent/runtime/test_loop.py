@@ -294,7 +294,7 @@ def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
     hung, clock, what = hanging
     told = queue.SimpleQueue()
     hung.loop.when_crashed(told.put)
-    clock.now += LIMITS.told_s - 1
+    clock.now += LIMITS.logged_s - 1
     for _ in range(3):  # looks
         hung.loop.statistics()
     assert "overdue" not in caplog.text
@@ -303,7 +303,7 @@ def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
         hung.loop.statistics()
     assert caplog.text.count("overdue") == {"batch": 1, "load": 2}[what]  # two loads are in flight at a time
     assert f"the {what} of" in caplog.text
-    clock.now += LIMITS.ended_s - LIMITS.told_s - 1
+    clock.now += LIMITS.ended_s - LIMITS.logged_s - 1
     hung.loop.statistics()
     assert hung.loop.crash is None
     clock.now += 1

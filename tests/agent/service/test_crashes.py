@@ -48,7 +48,7 @@ from agent.runtime.loop import LoopOptions
 def hang(*_):
     threading.Event().wait()
 
-ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
+ages = AgeLimits(logged_s=0.5, logged_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
 options = AgentOptions(loop=LoopOptions(ages=ages))
 inspector = agent.service.inspections.inspector
 inspector.build_agent = partial(inspector.build_agent, options=options)
