@@ -108,12 +108,19 @@ def require_same(prediction, boxes):
 
 SUPPRESSED = {"nms": True, "iou": 0.45}
 EXPORTS = [
-    *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolov8n", "yolo11n", "yolo12n", "yolo26n")),
+    *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolov8n", "yolo26n")),
     ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST),
-    *((name, SUPPRESSED, Layout.CHOSEN) for name in ("yolov5n", "yolov8n", "yolo11n")),
+    ("yolov8n", SUPPRESSED, Layout.CHOSEN),
     ("yolov8n", {"dynamic": True, "batch": 2, **SUPPRESSED}, Layout.CHOSEN),
-    *((name, {"nms": False}, Layout.CHOSEN) for name in ("yolov10n", "yolo26n")),
-    ("yolo26n", {"dynamic": True, "nms": False}, Layout.CHOSEN),
+    ("yolov10n", {"nms": False}, Layout.CHOSEN),
+]
+EXPORTS += [  # each has a representative above
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in (
+        *((name, {}, Layout.ANCHORS_LAST) for name in ("yolo11n", "yolo12n")),
+        *((name, SUPPRESSED, Layout.CHOSEN) for name in ("yolov5n", "yolo11n")),
+        *(("yolo26n", {"nms": False, **more}, Layout.CHOSEN) for more in ({}, {"dynamic": True})),
+    )
 ]
 
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from experts.backends.onnx import layouts
 from experts.backends.onnx.heading import FLOAT, INT64, Heading, Value, read_heading
 from experts.backends.onnx.layouts import image_facts
-from experts.errors import WeightsCorrupt, WeightsMissing
+from experts.errors import WeightsCorrupt
 from experts.packed.image_facts import KeptImageFacts
 
 
@@ -74,24 +74,17 @@ def test_names_are_labels_in_their_order_or_nothing(heading_of, names, labels):
     assert heading_of(model(names=names)).names == labels
 
 
-def test_a_file_that_is_not_there_is_missing(tmp_path):
-    with pytest.raises(WeightsMissing, match="copy it there, or correct `weights`"):
-        read_heading("det/x", tmp_path / "none.onnx")
-
-
-@settings(max_examples=400, deadline=None)
-@given(places=st.lists(st.integers(0, 10_000), max_size=4), value=st.integers(0, 255), length=st.integers(0, 10_000))
-def test_a_damaged_file_is_a_heading_or_corrupt(heading_of, places, value, length):
+@st.composite
+def damaged(draw):
     content = bytearray(model(task="detect", names="{0: 'ok'}"))
-    for place in places:
-        content[place % len(content)] = value
-    with suppress(WeightsCorrupt):
-        assert isinstance(heading_of(bytes(content[: length or None])), Heading)
+    for place in draw(st.lists(st.integers(0, 10_000), max_size=4)):
+        content[place % len(content)] = draw(st.integers(0, 255))
+    return bytes(content[: draw(st.integers(0, 10_000)) or None])
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_heading_or_corrupt(heading_of, content):
+@settings(max_examples=500, deadline=None)
+@given(damaged() | st.binary(max_size=200))
+def test_any_file_is_a_heading_or_corrupt(heading_of, content):
     with suppress(WeightsCorrupt):
         assert isinstance(heading_of(content), Heading)
 

@@ -1,6 +1,7 @@
 """ONNX Runtime as a form of execution: torch's answers, one program per architecture, packed beside the others."""
 
 import os
+import pickle
 
 import onnx
 import pytest
@@ -90,31 +91,20 @@ def test_serving_what_is_packed_exports_nothing(files, store, forks):
     """A process that has exported nothing runs it from the packed files, without the exporter."""
     expert = files.classifier("cls/x", "squeezenet1_1")
     packed_in(store, [expert], FORM)
-    program = (
-        "import sys, warnings\n"
-        "warnings.simplefilter('error')\n"
-        "from pathlib import Path\n"
-        "import numpy as np, torch\n"
-        "from experts.backends import backend_for\n"
-        "from experts.expert import Expert, InputSpec, Precision\n"
-        "from experts.packed.packing import pack_line\n"
-        "from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views\n"
-        "torch.set_num_threads(1)\n"
-        f"path, labels = Path({str(expert.weights)!r}), {expert.labels}\n"
-        "expert = Expert('cls/x', 'squeezenet1_1', path, labels, InputSpec(64, 64))\n"
-        f"store = SegmentStore(Path({str(store.directory)!r}))\n"
-        "form = Precision.ONNXRUNTIME\n"
-        "packed = pack_line([expert], lambda name: {form}, store).packed[expert.id][form]\n"
-        "buffer = AlignedBuffer(packed.own.slot_bytes)\n"
-        "store.read(packed.own, buffer, expert.id)\n"
-        "backend = backend_for(expert.architecture)\n"
-        "skeleton = backend.skeleton(expert, form, store.program(packed), 'cpu')\n"
-        "skeleton.bind(tensor_views(buffer.tensor, packed.own))\n"
-        "image = np.zeros((64, 64, 3), dtype=np.uint8)\n"
-        "print(skeleton.infer(expert, [backend.prepare(expert, image)])[0].label)\n"
-        "store.close()\n"
-        "assert 'onnxscript' not in sys.modules\n"
-    )
+    program = f"""
+import pickle, sys, warnings
+warnings.simplefilter("error")
+from pathlib import Path
+import numpy as np
+from experts.packed.weights import SegmentStore
+from tests.experts.conftest import Slot, packed_in
+expert, directory = pickle.loads({pickle.dumps((expert, store.directory))!r})
+store = SegmentStore(directory)
+packed = packed_in(store, [expert], {FORM.value!r})[expert.id][{FORM.value!r}]
+print(Slot(expert, packed, store).infer(expert, np.zeros((64, 64, 3), np.uint8))[0].label)
+store.close()
+assert "onnxscript" not in sys.modules
+"""
     ended = forks.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() in expert.labels

@@ -86,21 +86,18 @@ def test_convolutions_get_the_order_that_this_processor_wants():
     assert graph.inputs["scale"].order is WeightOrder.AS_IS
 
 
-def test_a_weight_of_two_convolutions_serves_both():
-    nodes = [
+def test_a_weight_that_is_read_twice_serves_both():
+    convolved_twice = [
         helper.make_node("Conv", ["images", "weight"], ["first"], pads=[1, 1, 1, 1]),
         helper.make_node("Conv", ["first", "weight"], ["answer"], pads=[1, 1, 1, 1]),
     ]
-    check_same_answers(graph_of(nodes, {"weight": (3, 3, 3, 3)}, 3), {"weight": (3, 3, 3, 3)})
-
-
-def test_a_weight_that_is_convolved_with_and_added_serves_both():
-    nodes = [
+    convolved_and_added = [
         helper.make_node("Conv", ["images", "weight"], ["c"]),
         helper.make_node("ReduceSum", ["weight"], ["sum"], keepdims=0),
         helper.make_node("Add", ["c", "sum"], ["answer"]),
     ]
-    check_same_answers(graph_of(nodes, {"weight": (16, 3, 1, 1)}, 16), {"weight": (16, 3, 1, 1)})
+    for nodes, shape in ((convolved_twice, (3, 3, 3, 3)), (convolved_and_added, (16, 3, 1, 1))):
+        check_same_answers(graph_of(nodes, {"weight": shape}, shape[0]), {"weight": shape})
 
 
 def test_a_weight_that_is_not_found_again_is_told_by_name():
