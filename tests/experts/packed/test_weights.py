@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
-from experts.packed.weights import AlignedBuffer, PackedExpert, Segment, TensorSpec, tensor_views
+from experts.packed.weights import AlignedBuffer, PackedExpert, Segment, SegmentStore, TensorSpec, tensor_views
 
 PARTS_BYTES = 8 * 1024 * 1024 * 2 + 4096  # more than one part of a parallel read, and not a multiple of it
 
