@@ -53,22 +53,22 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
         )
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
-    tensors, names = read_tensors(expert.id, expert.weights), told_labels(expert.weights)
+    tensors, names = read_tensors(expert.id, expert.weights), read_labels(expert.weights)
     if names is not None and len(names) == len(expert.labels):  # other numbers belong to another head
         require_names(expert, names)
     return tensors
 
 
-def told_labels(path: Path) -> tuple[str, ...] | None:
+def read_labels(path: Path) -> tuple[str, ...] | None:
     """A file's labels in the order of its outputs, if it has any. An import writes them into .safetensors."""
     try:
         if path.suffix == ".onnx":
             return read_heading(str(path), path).names
         with safe_open(path, framework="pt") as file:
-            told = json.loads((file.metadata() or {})[LABELS])
+            found = json.loads((file.metadata() or {})[LABELS])
     except (KeyError, ValueError, OSError, SafetensorError, LoadError, WeightsCorrupt, WeightsMissing):
         return None
-    return tuple(told) if isinstance(told, list) and all(isinstance(each, str) for each in told) else None
+    return tuple(found) if isinstance(found, list) and all(isinstance(each, str) for each in found) else None
 
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:

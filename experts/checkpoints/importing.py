@@ -73,9 +73,9 @@ def bring(source: Path, destination: Path) -> ImportedWeights:
 
 def _other_order(candidate: Path, destination: Path) -> tuple[str, ...]:
     """A remark where the replaced file, and so the line, has the labels in another order."""
-    from experts.backends.weight_files import told_labels
+    from experts.backends.weight_files import read_labels
 
-    before, now = told_labels(destination), told_labels(candidate)
+    before, now = read_labels(destination), read_labels(candidate)
     if before is None or now is None or before == now:
         return ()
     return (
