@@ -78,6 +78,7 @@ class _Answered:
     """See ``Reader``: reads the head's raw outputs, boxes and scores."""
 
     strides: tuple[float, ...]
+    template: Template  # kept alive: another reader of this kind builds no model
 
     def __call__(self, expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_numbers(expert, *outputs)
@@ -141,7 +142,8 @@ class DetectorBackend(TorchBackend):
         return {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
 
     def reader(self, expert: Expert) -> Reader:
-        return _Answered(_strides(self.prototype(expert)))
+        template = self.prototype(expert)
+        return _Answered(_strides(template), template)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
