@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -23,6 +22,8 @@ from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
 from experts.expert import Task
 from experts.thresholds.binding import threshold_of
+from tests.experts.backends.onnx.anomaly_graphs import brightness
+from tests.experts.conftest import onnx_classifier
 
 BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
 RESNET = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
@@ -34,21 +35,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_file(build_trainable("resnet18", 2, stem="3x3").state_dict(), folder / "net 1.safetensors")
     save_file(build_detector("yolov8n", 2).state_dict(), folder / "yolo.safetensors")
-    weights = numpy_helper.from_array(torch.randn(2, 3).numpy(), "w")
-    graph = helper.make_graph(
-        [
-            helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
-            helper.make_node("Flatten", ["mean"], ["flat"]),
-            helper.make_node("Gemm", ["flat", "w"], ["logits"], transB=1),
-        ],
-        "test",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 2])],
-        [weights],
-    )
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "graph.onnx"
-    )
+    onnx.save(onnx_classifier(0, 2, 16, "n"), folder / "graph.onnx")
     return folder
 
 
@@ -175,15 +162,7 @@ class TestAnomalies:
     @pytest.fixture
     def graph(self, tmp_path):
         """An anomaly model: the brightest pixel is its score."""
-        brightest = helper.make_node("ReduceMax", ["image"], ["anomaly_map"], axes=[1], keepdims=1)
-        image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, 32, 32])
-        strange = helper.make_tensor_value_info("anomaly_map", TensorProto.FLOAT, ["n", 1, 32, 32])
-        model = helper.make_model(
-            helper.make_graph([brightest], "test", [image], [strange]),
-            opset_imports=[helper.make_opsetid("", 17)],
-            ir_version=8,
-        )
-        onnx.save(model, tmp_path / "bright.onnx")
+        onnx.save(brightness(("anomaly_map", "map")), tmp_path / "bright.onnx")
         return tmp_path / "bright.onnx"
 
     def test_one_without_a_threshold_is_added_and_does_not_judge_yet(self, line, graph):

@@ -16,6 +16,7 @@ from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore
 from agent.records.results import KeptMap
 from experts.expert import Verdict
+from tests.agent.line_files import LineFile, expert, fake, route
 from tests.lines import result
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -28,14 +29,8 @@ def coserve(*words):
 @pytest.fixture
 def line(tmp_path):
     """A line that has judged two boards of one image each."""
-    declared = {"weight_bytes": 1000, "workspace_bytes": 1000, "label": "ok"}
-    (tmp_path / "f.yaml").write_text(json.dumps(declared))
-    file = tmp_path / "line.yaml"
-    file.write_text(
-        "line: test\nstate: ./state\nexperts:\n"
-        "  cls/f: {architecture: fake, weights: f.yaml, labels: [ok, bad], input: {size: [8, 8]}}\n"
-        "routes:\n  c0: [{expert: cls/f, pass: [ok]}]\n"
-    )
+    fake(tmp_path / "f.yaml")
+    file = LineFile(tmp_path, experts={"cls/f": expert("f.yaml")}, routes={"c0": route("cls/f")}).write()
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         for number, verdict in enumerate((Verdict.OK, Verdict.NG)):
             at = NOON + timedelta(seconds=10 * number)

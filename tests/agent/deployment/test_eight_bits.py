@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.deployment.build import AS_SERVED, build_agent, groundwork_of
+from agent.deployment.build import AS_SERVED, groundwork_of
 from agent.deployment.line_change import plan_change
 from agent.deployment.profile_in_use import precision_of
 from experts.backends import observed_ranges
@@ -63,16 +63,13 @@ class Line(LineFile):
 class Served:
     """A running agent of a line, with its outcomes."""
 
-    def __init__(self, line):
-        self._line = line
-        self.outcomes = {}
-        self.agent = build_agent(line.config, self.outcomes.__setitem__, lambda *_: None)
-        self.agent.start()
+    def __init__(self, line, agent, outcomes):
+        self._line, self.agent, self.outcomes = line, agent, outcomes
 
     def judged(self):
         """Outcomes of an image of each component."""
         image = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-        numbers = [self.agent.loop.submit(image, component=name) for name in ("a", "b")]
+        numbers = [self.agent.loop.submit(image, component=name) for name in "ab"]
         assert self.agent.loop.wait_until_idle(PATIENCE_S)
         return [self.outcomes[number] for number in numbers]
 
@@ -91,11 +88,8 @@ class Served:
 
 @contextmanager
 def serving(line):
-    served = Served(line)
-    try:
-        yield served
-    finally:
-        served.agent.stop()
+    with line.built(starts=True) as (agent, outcomes, _):
+        yield Served(line, agent, outcomes)
 
 
 def told(caplog, word="not_calibrated"):
