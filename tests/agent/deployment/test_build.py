@@ -19,7 +19,7 @@ from agent.deployment.engine_setup import planned
 from agent.deployment.packed_copies import copies_of, packed_experts
 from agent.deployment.profile_in_use import usage_of
 from agent.device_profile.identity import identity_of, packed_sha256
-from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
+from agent.device_profile.records import Allocation, ImageDecoding, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
@@ -30,6 +30,7 @@ from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.runtime.native_threads import native_threads, on_linux
+from tests.profiler.lines import kind_of
 
 PATIENCE_S = 60.0
 MIB = 2**20
@@ -105,12 +106,15 @@ ALLOCATION = Allocation(
 
 
 def kind_profile(kind, processor, precision):
-    return KindProfile(
-        kind=kind, architecture="fake", processor=processor, precision=str(precision),
-        threads=detect("cpu").cores, K_s=0.25, B_s=0.125, fit_error=0.0, max_batch=3, weight_bytes=MIB,
-        workspace_base_bytes=64, workspace_bytes=MIB - 64, load_s={"ssd": 0.02, "host": 0.002}, batches=(),
-        samples="synthetic",
-    )  # fmt: skip
+    times = {
+        "threads": detect("cpu").cores,
+        "K_s": 0.25,
+        "B_s": 0.125,
+        "max_batch": 3,
+        "load_s": {"ssd": 0.02, "host": 0.002},
+    }
+    sizes = {"weight_bytes": MIB, "workspace_base_bytes": 64, "workspace_bytes": MIB - 64}
+    return kind_of(kind, precision, processor=processor, batches=(), **times, **sizes)
 
 
 @pytest.fixture

@@ -11,37 +11,27 @@ from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedTensors
 from agent.deployment.performance_matrix import core_share, families, load_time_s, matrix, unmeasured
-from agent.device_profile.records import (
-    Allocation,
-    BoxIdentity,
-    KindProfile,
-    LinkSpeed,
-    StoredProfile,
-    UsageProfile,
-)
+from agent.device_profile.records import LinkSpeed
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.box import Box, MemorySize
 from experts.expert import Expert, InputSpec
 from experts.packed.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
+from tests.profiler.lines import box_of, kind_of, profile_of
 
 UNIT = SLOT_QUANTUM_BYTES
 BOX = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 16), MemorySize(12, 12), (("torch", "2"),))
-IDENTITY = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"})
 
 
 def kind(processor="cpu", precision="fp32", **changes):
-    measured = KindProfile(
-        kind="resnet18 64x64 imagenet", architecture="resnet18", processor=processor, precision=precision, threads=8,
-        K_s=0.01, B_s=0.002, fit_error=0.01, max_batch=6, weight_bytes=10 * UNIT, workspace_base_bytes=7,
-        workspace_bytes=5, load_s={"ssd": 0.5, "host": 0.2}, batches=(), samples="synthetic",
-    )  # fmt: skip
-    return replace(measured, **changes)
+    times = {"threads": 8, "K_s": 0.01, "B_s": 0.002, "max_batch": 6, "load_s": {"ssd": 0.5, "host": 0.2}}
+    sizes = {"weight_bytes": 10 * UNIT, "workspace_base_bytes": 7, "workspace_bytes": 5}
+    given = {"architecture": "resnet18", "processor": processor} | times | sizes | changes
+    return kind_of("resnet18 64x64 imagenet", precision, **given)
 
 
-def profile(*kinds, links=(("ssd", 100.0 * UNIT), ("host", 1000.0 * UNIT)), speedups=None):
-    speeds = tuple(LinkSpeed(*link) for link in links)
-    usage, allocation = UsageProfile({}, {}, "served", 1), Allocation("casual", {}, (), {})
-    return StoredProfile("l", "", IDENTITY, speeds, kinds, (), {}, {}, usage, allocation, speedups or {})
+def profile(*kinds, speedups=None):
+    links = (LinkSpeed("ssd", 100.0 * UNIT), LinkSpeed("host", 1000.0 * UNIT))
+    return profile_of(box=box_of(cores=8), links=links, kinds=kinds, speedups=speedups or {})
 
 
 def copy(name="cls/a", precision="fp32", units=10, shared=(), **changes):
