@@ -35,8 +35,7 @@ def show_config(
 
     with explained():
         keys = [key for key in resolved_keys(line) if resolved or key.origin != "default"]
-    values = [key.value if isinstance(key.value, str) else json.dumps(key.value, default=str) for key in keys]
-    texts = [f"{key.key}: {value}" for key, value in zip(keys, values, strict=True)]
+    texts = [f"{key.key}: {_text(key.value)}" for key in keys]
     width = min(max(map(len, texts), default=0), SHOWN_WIDTH)
     lines = [f"{text:<{width}}  # {key.origin}" for text, key in zip(texts, keys, strict=True)]
     say(as_json, {"keys": [asdict(key) for key in keys]}, lines)
@@ -72,6 +71,11 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+def _text(value: object) -> str:
+    is_json = isinstance(value, bool | int | float | list | tuple | None)
+    return json.dumps(value, default=str) if is_json else str(value)
 
 
 def _refuse(as_json: bool, problems: list[dict[str, Any]], text: str, code: int) -> NoReturn:
