@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from agent.runtime.machine.detection import detect, has_nvidia_gpu, host_memory
-from agent.runtime.machine.memories import CudaMemory, EmulatedMemory, HostMemory, MpsMemory, allocator_fraction
+from agent.runtime.machine.memories import (
+    CudaMemory,
+    EmulatedMemory,
+    HostMemory,
+    MpsMemory,
+    allocator_fraction,
+    cuda_runtime,
+)
 from experts.errors import BackendUnavailable, MemoryExceeded
 
 MIB = 1024 * 1024
@@ -80,6 +87,14 @@ def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
     assert torch.cuda.get_per_process_memory_fraction() == bound < 1.0
     serving.close()
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_cuda_s_runtime_is_the_one_that_torch_has_loaded():
+    if torch.version.cuda is None:
+        with pytest.raises(BackendUnavailable, match="device: cpu"):
+            cuda_runtime()
+    else:
+        assert cuda_runtime().cudaHostGetDevicePointer is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

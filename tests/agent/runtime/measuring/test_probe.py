@@ -36,9 +36,10 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
     assert rows["cls/own-0"].performance == rows["cls/own-3"].performance, "one kind is measured once"
 
 
-def test_an_expert_that_answers_no_numbers_does_not_speak_for_its_kind(breakable_line):
+def test_an_expert_that_answers_no_numbers_or_is_broken_does_not_speak_for_its_kind(breakable_line):
     spoil(breakable_line, "own-0")
-    copies = [breakable_line.copy("own-0"), breakable_line.copy("own-1")]
+    breakable_line.file_of("kin-0").unlink()
+    copies = [breakable_line.copy(name) for name in ("own-0", "kin-0", "own-1")]
     found = probe(detect("cpu"), {"cpu": copies}, breakable_line.segments, {}, threads=1)
     assert found.failed == {}
     found = probe(detect("cpu"), {"cpu": copies[:1]}, breakable_line.segments, {}, threads=1)
