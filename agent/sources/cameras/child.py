@@ -51,7 +51,7 @@ def serve(agent: socket.socket, connection: CameraConnection) -> None:
         import cv2
 
         from agent.sources.cameras.grabber import Grabber
-        from agent.sources.cameras.pictures.source import source_of
+        from agent.sources.cameras.pictures.registry import source_of
 
         source = source_of(connection)
     except ImportError as error:

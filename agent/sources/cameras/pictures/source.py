@@ -1,4 +1,4 @@
-"""The contract of picture sources, and their registry by kind of camera. Imports nothing heavy.
+"""Contract of picture sources. Imports nothing heavy.
 
 A source is opened once, read by one thread, and closed once. A library's call may block beyond its deadline, even for
 ever: the process can be killed.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
-
-from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,21 +69,3 @@ class PictureSource(Protocol):
 
     def close(self) -> None:
         """Let the camera go; does nothing if it is not open."""
-
-
-def source_of(connection: CameraConnection) -> PictureSource:
-    """The source for a connection's scheme, not opened yet. Raises CameraFailed where there is none."""
-    match connection.scheme:
-        case "file":
-            from agent.sources.cameras.pictures.clip import ClipSource
-
-            return ClipSource(connection)
-        case "http" | "https" | "rtsp" | "rtsps" | "v4l2":
-            from agent.sources.cameras.pictures.stream import StreamSource
-
-            return StreamSource(connection)
-        case "genicam":
-            from agent.sources.cameras.pictures.genicam import GenicamSource
-
-            return GenicamSource(connection)
-    raise CameraFailed(f"nothing reads from {connection.scheme}:", is_final=True)

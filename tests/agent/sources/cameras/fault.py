@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.sources.cameras.pictures import source as pictures
+from agent.sources.cameras.pictures import registry as pictures
 from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 
