@@ -113,10 +113,6 @@ class TestTheDocuments:
         drawn = drawn_rooms((ROOT / "docs" / "architecture.md").read_text("utf-8"))
         assert {room for room in drawn if not room.startswith(("configs", "docs", "tests"))} == there
 
-    def test_a_drawing_is_read(self):
-        drawing = "text/ a\n```\nagent/       b\n  core/      c\n  cli.py     d\ndocs/        e\n```\n"
-        assert drawn_rooms(drawing) == {"agent", "agent/core", "docs"}
-
     def test_prose_is_not_taken_for_a_command(self):
         assert targets_named_in("make sure\n`make demo` `make VENV=x test`\n```\nmake lint\n```\n") == {
             "demo", "test", "lint",
