@@ -157,12 +157,13 @@ def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(
 
 
 def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path: Path) -> None:
-    recorded(tmp_path / "r.db", Outbox("demo", ["mqtt", "webhook"], ["ng"], 10), *(numbered(n) for n in range(5)))
+    outbox = Outbox("demo", ["mqtt", "other", "webhook"], ["ng"], 10)
+    recorded(tmp_path / "r.db", outbox, *(numbered(n) for n in range(5)))
     told: list[int] = []
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.write(Outbox("demo", ["webhook"], ["ng"], 2).begin, told.append)
     reader = OutboxReader(tmp_path / "r.db")
-    assert told == [5]
+    assert told == [10]
     assert payloads(reader) == []
     assert [each["seq"] for each in payloads(reader, "webhook")] == [4, 5], "a limit that was lowered holds at once"
 
