@@ -1,7 +1,5 @@
 """What the drills share."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

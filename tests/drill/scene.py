@@ -4,15 +4,12 @@ The account: what was dropped or accepted is judged exactly once, with the verdi
 caller was told is what is stored; each file lies where its verdict says.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import threading
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -22,9 +19,6 @@ from agent.api.proto import inspection_pb2_grpc
 from experts.errors import CoServeError
 from experts.expert import Verdict
 from tests.agent.service import fake_line
-
-if TYPE_CHECKING:
-    from tests.forks import Fork
 
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
@@ -56,10 +50,10 @@ class Scene(fake_line.FakeLine):
             "memory": {"host": "16MiB", "workspace": "8MiB"},
             "api": {"grpc": [self.socket]},
         }
-        self.dropped: dict[str, int] = {}  # file name -> colour
-        self.accepted: dict[str, tuple[str, int]] = {}  # key -> component, colour
-        self.answered: dict[str, str] = {}  # key -> verdict
-        self.refused: Counter[str] = Counter()
+        self.dropped = {}  # file name -> colour
+        self.accepted = {}  # key -> component, colour
+        self.answered = {}  # key -> verdict
+        self.refused = Counter()
         self._number = 0
         self.write()
 
@@ -174,7 +168,7 @@ class Agents:
     def __init__(self, scene, forks):
         self._scene = scene
         self._forks = forks
-        self.running: Fork | None = None
+        self.running = None
 
     def start(self):
         self.running = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)

@@ -100,7 +100,7 @@ def test_a_thousand_calls_at_once(scene, agents, told):
 
 
 def test_malformed_requests_and_images(scene, told):
-    ends: Counter[str] = Counter()
+    ends = Counter()
     chance = random.Random(5)
     good = picture(1)
     with scene.served():

@@ -1,7 +1,5 @@
 """What never answers: an expert that hangs, a camera that stalls; the agent ends or goes on, and loses nothing."""
 
-from __future__ import annotations
-
 import time
 
 from tests.agent.service.test_crashes import HANGING, serve_broken

@@ -1,7 +1,5 @@
 """Killed at random moments, over and over: nothing accepted is lost, judged twice, or OK without evidence."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Disks that are full, slow, or give back other bytes than were written."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

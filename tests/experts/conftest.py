@@ -1,7 +1,5 @@
 """Tiny experts of every backend, written as real files."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

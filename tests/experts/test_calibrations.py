@@ -1,7 +1,5 @@
 """Calibrations as files: what is written is read, and whatever is torn or foreign counts as absent."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The catalog: what a line may say about experts and routes, and how it is told what is wrong."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torchvision
 from onnx import TensorProto, helper, save_model
 
 from experts.architectures import CLASSIFIERS, DETECTORS
-from experts.catalog import Catalog, CatalogSections, build_catalog, catalog_problems
+from experts.catalog import CatalogSections, build_catalog, catalog_problems
 from experts.document import read_document
 from experts.errors import ConfigError
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Precision, Task
@@ -34,7 +32,7 @@ routes:
 """
 
 
-def catalog_of(folder: Path, text: str) -> Catalog:
+def catalog_of(folder, text):
     file = folder / "line.yaml"
     file.write_text(text)
     document = read_document(file)
@@ -44,13 +42,13 @@ def catalog_of(folder: Path, text: str) -> Catalog:
     return build_catalog(sections, document)
 
 
-def problems_of(folder: Path, text: str) -> list[str]:
+def problems_of(folder, text):
     with pytest.raises(ConfigError) as caught:
         catalog_of(folder, text)
     return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
-def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
+def test_a_good_file_becomes_experts_and_a_graph(tmp_path):
     catalog = catalog_of(tmp_path, GOOD)
     assert catalog.experts["cls/r"] == Expert(
         id="cls/r",
@@ -101,7 +99,7 @@ def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
         ("routes:", "route:", "line.yaml:10:1: route: unknown key - did you mean 'routes'?"),
     ],
 )
-def test_a_wrong_key_is_told_with_file_line_and_remedy(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_a_wrong_key_is_told_with_file_line_and_remedy(tmp_path, good, bad, expected):
     """AC37, where the weights are a pickle."""
     assert good in GOOD
     assert any(expected in problem for problem in problems_of(tmp_path, GOOD.replace(good, bad)))
@@ -113,7 +111,7 @@ ANOMALY = GOOD.replace(
 )
 
 
-def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path: Path) -> None:
+def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path):
     expert = catalog_of(tmp_path, ANOMALY).experts["anomaly/s"]
     assert (expert.task, expert.threshold, expert.labels) == (Task.ANOMALY, 2.0, ("ok", "anomalous"))
     named = ANOMALY.replace("threshold: 2", "labels: [good, odd]")
@@ -132,17 +130,17 @@ def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path: Path) -> Non
         ("    stem: 3x3", "    task: anomaly", "experts.cls/r: task anomaly is for onnx, not for resnet18 - remove it"),
     ],
 )
-def test_what_does_not_fit_an_anomaly_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_what_does_not_fit_an_anomaly_expert_is_told(tmp_path, good, bad, expected):
     assert good in ANOMALY
     assert any(expected in problem for problem in problems_of(tmp_path, ANOMALY.replace(good, bad)))
 
 
-def test_all_wrong_keys_are_told_at_once(tmp_path: Path) -> None:
+def test_all_wrong_keys_are_told_at_once(tmp_path):
     text = GOOD.replace("resnet18", "resnet81").replace("pin: true", "pni: true").replace("[64, 48]", "64")
     assert len(problems_of(tmp_path, text)) == 3
 
 
-def test_a_circle_over_two_routes_names_both_and_their_lines(tmp_path: Path) -> None:
+def test_a_circle_over_two_routes_names_both_and_their_lines(tmp_path):
     text = GOOD + "  back:\n    - {expert: det/a, pass: [aligned]}\n    - {expert: cls/r, pass: [ok]}\n"
     (problem,) = problems_of(tmp_path, text)
     assert "experts depend on one another in a circle" in problem
@@ -157,7 +155,7 @@ experts:
 """
 
 
-def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path: Path) -> None:
+def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path):
     catalog = catalog_of(tmp_path, LLM)
     code = Expert(
         "llm/code", "llm", tmp_path / "models/code-1.5", (), None, pin=True,
@@ -169,7 +167,7 @@ def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path: Path) -
     assert catalog.graph.routes == {}
 
 
-def mixed(text: str) -> str:
+def mixed(text):
     return text.replace("experts:\n", LLM)
 
 
@@ -193,22 +191,22 @@ def mixed(text: str) -> str:
         ("size: [64, 48]", "sise: [64, 48]", "experts.cls/r.input.sise: unknown key - did you mean 'size'?"),
     ],
 )
-def test_what_does_not_belong_to_an_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_what_does_not_belong_to_an_expert_is_told(tmp_path, good, bad, expected):
     assert good in mixed(GOOD)
     assert any(expected in problem for problem in problems_of(tmp_path, mixed(GOOD).replace(good, bad)))
 
 
-def test_experts_of_images_need_routes(tmp_path: Path) -> None:
+def test_experts_of_images_need_routes(tmp_path):
     text = GOOD.partition("routes:")[0]
     assert "routes: is missing - component type" in problems_of(tmp_path, text)[0]
     assert "routes: is missing - component type" in problems_of(tmp_path, text + "routes: {}\n")[0]
 
 
-def test_the_known_classifiers_are_torchvisions_own() -> None:
+def test_the_known_classifiers_are_torchvisions_own():
     assert sorted(CLASSIFIERS) == sorted(torchvision.models.list_models(module=torchvision.models))
 
 
-def test_every_detection_yaml_of_ultralytics_is_a_known_detector() -> None:
+def test_every_detection_yaml_of_ultralytics_is_a_known_detector():
     package = find_spec("ultralytics")
     assert package is not None
     assert package.origin is not None
@@ -220,7 +218,7 @@ def test_every_detection_yaml_of_ultralytics_is_a_known_detector() -> None:
 
 
 @pytest.mark.parametrize("name", ["yolov5q", "yolov8m-seg", "yolo", "rtdetr", "rtdetr-l"])
-def test_what_is_no_detector_is_not_taken_for_one(name: str) -> None:
+def test_what_is_no_detector_is_not_taken_for_one(name):
     assert not DETECTORS.fullmatch(name)
 
 
@@ -232,7 +230,7 @@ MULTILABEL = GOOD.replace(
 )
 
 
-def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_of_them(tmp_path: Path) -> None:
+def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_of_them(tmp_path):
     expert = catalog_of(tmp_path, MULTILABEL).experts["cls/bce"]
     assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, ("bent", "gone"), "fine")
     assert (expert.thresholds, expert.answers) == ((("gone", 0.3),), ("bent", "gone", "fine"))
@@ -269,12 +267,12 @@ def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_
         ),
     ],
 )
-def test_what_does_not_fit_a_multilabel_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_what_does_not_fit_a_multilabel_expert_is_told(tmp_path, good, bad, expected):
     assert good in MULTILABEL
     assert any(expected in problem for problem in problems_of(tmp_path, MULTILABEL.replace(good, bad)))
 
 
-def test_a_detector_has_a_confidence_and_an_overlap_of_its_own(tmp_path: Path) -> None:
+def test_a_detector_has_a_confidence_and_an_overlap_of_its_own(tmp_path):
     text = GOOD.replace("labels: [aligned,", "confidence: 0.4, iou: 0.7, labels: [aligned,")
     assert text != GOOD
     expert = catalog_of(tmp_path, text).experts["det/a"]
@@ -284,13 +282,13 @@ def test_a_detector_has_a_confidence_and_an_overlap_of_its_own(tmp_path: Path) -
 NEW = "  cls/new: {architecture: resnet34, weights: n.safetensors, labels: [missing, ok], input: {size: [64, 64]}%s}\n"
 
 
-def shadowed(shadow: str, new: str = "") -> str:
+def shadowed(shadow, new=""):
     """GOOD, with a shadow of cls/r, and another expert, on no route."""
     text = GOOD.replace("    stem: 3x3\n", f"    stem: 3x3\n    shadow: {shadow}\n")
     return text.replace("routes:\n", NEW % new + "routes:\n")
 
 
-def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path: Path) -> None:
+def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path):
     """So an expert that is given one is the same, and a reload does not replace it."""
     catalog = catalog_of(tmp_path, shadowed("cls/new"))
     assert catalog.graph.shadows == {"cls/r": "cls/new"}
@@ -319,12 +317,12 @@ def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path: Path) -> None:
         (shadowed("llm/x").replace("routes:", "  llm/x: {architecture: llm, weights: w}\nroutes:"), "llm takes texts"),
     ],
 )
-def test_what_cannot_be_a_shadow_is_told_with_its_place(tmp_path: Path, text: str, reason: str) -> None:
+def test_what_cannot_be_a_shadow_is_told_with_its_place(tmp_path, text, reason):
     assert any("shadow: " in problem and reason in problem for problem in problems_of(tmp_path, text))
 
 
 @pytest.mark.parametrize(("normalize", "expected"), [("", "unit"), (", normalize: imagenet", "imagenet")])
-def test_onnx_detectors_get_images_as_their_files_say(tmp_path: Path, normalize: str, expected: str) -> None:
+def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expected):
     """One that is not there, or is broken, is described as the line file has it: it is told of when it is packed."""
     images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])
     for name, shape in (("a", [1, 6, 84]), ("c", [1, 2])):
@@ -342,7 +340,7 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path: Path, normalize:
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
 
 
-def with_input(told: str) -> str:
+def with_input(told):
     return GOOD.replace("input: {size: [64, 48]}", f"input: {{size: [64, 48], {told}}}")
 
 
@@ -356,11 +354,11 @@ def with_input(told: str) -> str:
         ("normalize: unit", "unit"),
     ],
 )  # fmt: skip
-def test_a_mean_and_a_deviation_may_be_numbers(tmp_path: Path, told: str, expected: object) -> None:
+def test_a_mean_and_a_deviation_may_be_numbers(tmp_path, told, expected):
     assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels.normalize == expected
 
 
-def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path: Path) -> None:
+def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path):
     told = "fit: {resize: 72, crop: [64, 48], interpolation: bicubic}"
     expected = InputSpec(64, 48, "imagenet", Fit.CROPPED, 72, "bicubic")
     assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels == expected
@@ -385,7 +383,7 @@ def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path: Path) -
         ("orientation: up", "orientation", "'stored' or 'exif'"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path: Path, told: str, key: str, reason: str) -> None:
+def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path, told, key, reason):
     (problem,) = problems_of(tmp_path, with_input(told))
     assert problem.startswith("line.yaml:6:") or "line.yaml" in problem
     assert f"{key}: " in problem
@@ -393,12 +391,12 @@ def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path: Path, told: str, key
 
 
 @pytest.mark.parametrize("told", ["fit: {resize: 640}", "normalize: {mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}"])
-def test_a_detector_is_shown_images_as_its_trainer_does(tmp_path: Path, told: str) -> None:
+def test_a_detector_is_shown_images_as_its_trainer_does(tmp_path, told):
     (problem,) = problems_of(tmp_path, GOOD.replace("{size: [640, 640]}", f"{{size: [640, 640], {told}}}"))
     assert "images of yolov5m are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`" in problem
 
 
-def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherwise(tmp_path: Path) -> None:
+def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherwise(tmp_path):
     found = catalog_of(tmp_path, GOOD).experts
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.STORED, Orientation.EXIF]
     text = with_input("orientation: exif").replace("[640, 640]", "[640, 640], orientation: stored")
@@ -406,7 +404,7 @@ def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherw
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.EXIF, Orientation.STORED]
 
 
-def test_a_map_of_what_is_strange_lies_over_the_whole_image(tmp_path: Path) -> None:
+def test_a_map_of_what_is_strange_lies_over_the_whole_image(tmp_path):
     text = GOOD.replace("resnet18", "onnx, task: anomaly").replace(
         "    architecture: onnx, task: anomaly\n", "    architecture: onnx\n    task: anomaly\n"
     )

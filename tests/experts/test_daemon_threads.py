@@ -1,7 +1,5 @@
 """Threads that do what they are given, and never keep a process alive."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from experts.document import Document, parse_document, read_document
+from experts.document import parse_document, read_document
 from experts.errors import ConfigError
 
 FILE = Path("line.yaml")
 
 
-def parsed(text: str) -> Document:
+def parsed(text):
     return parse_document(FILE, text.encode())
 
 
@@ -47,18 +47,18 @@ def parsed(text: str) -> Document:
         ("[]", []),
     ],
 )
-def test_a_scalar_is_what_an_operator_means_by_it(text: str, value: object) -> None:
+def test_a_scalar_is_what_an_operator_means_by_it(text, value):
     assert parsed(f"key: {text}").values == {"key": value}
 
 
-def test_every_key_and_item_knows_its_line_and_column() -> None:
+def test_every_key_and_item_knows_its_line_and_column():
     document = parsed("a: 1\nb:\n  c: [x, y]\n  d:\n    - e: 5\n")
     assert (document.place("b", "c").line, document.place("b", "c").column) == (3, 3)
     assert (document.place("b", "c", 1).line, document.place("b", "c", 1).column) == (3, 10)
     assert str(document.place("b", "d", 0, "e")) == "line.yaml:5:7: b.d[0].e"
 
 
-def test_anchors_and_merges_share_values_and_keep_the_place_of_use() -> None:
+def test_anchors_and_merges_share_values_and_keep_the_place_of_use():
     document = parsed("base: &b {size: 1, kind: x}\none:\n  <<: *b\n  size: 2\ntwo: *b\n")
     assert document.values["one"] == {"size": 2, "kind": "x"}
     assert document.values["two"] == {"size": 1, "kind": "x"}
@@ -81,24 +81,24 @@ def test_anchors_and_merges_share_values_and_keep_the_place_of_use() -> None:
         ("a: 1\n---\nb: 2", "2:1: syntax", "single document"),
     ],
 )
-def test_what_no_configuration_may_hold_is_refused_with_its_place(text: str, where: str, words: str) -> None:
+def test_what_no_configuration_may_hold_is_refused_with_its_place(text, where, words):
     with pytest.raises(ConfigError) as caught:
         parsed(text)
     assert str(caught.value).startswith(f"line.yaml:{where}")
     assert words in str(caught.value)
 
 
-def test_bytes_that_are_not_utf8_are_placed() -> None:
+def test_bytes_that_are_not_utf8_are_placed():
     with pytest.raises(ConfigError, match=r"line\.yaml:2:4: encoding: byte 0xe4 is not UTF-8"):
         parse_document(FILE, b"a: 1\nb: \xe4\n")
 
 
-def test_a_byte_order_mark_and_an_empty_file_are_no_errors() -> None:
+def test_a_byte_order_mark_and_an_empty_file_are_no_errors():
     assert parse_document(FILE, b"\xef\xbb\xbfa: 1").values == {"a": 1}
     assert parse_document(FILE, b"# nothing\n").values == {}
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         read_document(tmp_path / "absent.yaml")
 
@@ -114,7 +114,7 @@ class Whole(BaseModel):
     name: str = Field(description="what it is called")
 
 
-def test_all_problems_of_a_model_are_reported_at_once_each_with_its_place() -> None:
+def test_all_problems_of_a_model_are_reported_at_once_each_with_its_place():
     document = parsed("parts:\n  a: {width: 0}\n  b:\n    widht: 4\n")
     with pytest.raises(ConfigError) as caught:
         document.validate(Whole)
@@ -127,7 +127,7 @@ def test_all_problems_of_a_model_are_reported_at_once_each_with_its_place() -> N
     assert caught.value.place == caught.value.problems[0].place
 
 
-def test_an_override_wins_and_its_errors_name_the_variable() -> None:
+def test_an_override_wins_and_its_errors_name_the_variable():
     document = parsed("name: x\nparts: {a: {width: 2}}").override(("parts", "a", "width"), "7", "X__WIDTH")
     assert document.validate(Whole).parts["a"].width == 7
     with pytest.raises(ConfigError, match=r"^environment variable X__WIDTH: parts\.a\.width: .* not -1"):
@@ -137,7 +137,7 @@ def test_an_override_wins_and_its_errors_name_the_variable() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_document_or_a_config_error(content: bytes) -> None:
+def test_any_bytes_are_a_document_or_a_config_error(content):
     try:
         values = parse_document(FILE, content).values
     except ConfigError:
@@ -152,5 +152,5 @@ def test_any_bytes_are_a_document_or_a_config_error(content: bytes) -> None:
         max_size=5,
     )
 )
-def test_what_json_writes_is_read_back(values: dict[str, object]) -> None:
+def test_what_json_writes_is_read_back(values):
     assert parsed(json.dumps(values)).values == values

@@ -1,19 +1,13 @@
 """Files that appear whole, in folders that others may write to."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
 from experts.filesystem import open_folder, whole_file, whole_text_file
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path: Path) -> None:
+def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path):
     with whole_file(tmp_path / "a") as file:
         file.write(b"first")
         assert not (tmp_path / "a").exists()
@@ -25,10 +19,10 @@ def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("has_rivals", [False, True])
-def test_an_error_leaves_what_was_there(tmp_path: Path, has_rivals: bool) -> None:
+def test_an_error_leaves_what_was_there(tmp_path, has_rivals):
     (tmp_path / "a").write_bytes(b"first")
 
-    def fail() -> None:
+    def fail():
         with whole_file(tmp_path / "a", has_rivals=has_rivals) as file:
             file.write(b"half")
             raise KeyError
@@ -39,14 +33,14 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, has_rivals: bool) -> Non
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_the_draft_of_a_killed_writer_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_the_draft_of_a_killed_writer_goes_with_the_next_one(tmp_path):
     (tmp_path / ".a.tmp").write_bytes(b"half")
     with whole_file(tmp_path / "a") as file:
         file.write(b"whole")
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path: Path) -> None:
+def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"untouched")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -59,7 +53,7 @@ def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path: Path) -> Non
     assert not (folder / "a").is_symlink()
 
 
-def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_path: Path) -> None:
+def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "named").symlink_to(tmp_path / "elsewhere")  # whoever wrote the line file may mean a link
     (tmp_path / "elsewhere" / "link").symlink_to(tmp_path)

@@ -1,7 +1,5 @@
 """Routes that branch: the label that a router answers with picks the expert that ends the route."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Orientation: what Pillow makes of the same EXIF entry, of pixels and of what is found in them."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """TIFF files as their writers leave them, and as somebody made them up: the end is found at a bounded cost."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tracemalloc
@@ -24,17 +22,17 @@ STRIPS, SIZES = 273, 279
 class CountingFile(io.BytesIO):
     """Counts what is read, and may claim to be longer than it is: zeros follow."""
 
-    def __init__(self, content: bytes, size: int | None = None) -> None:
+    def __init__(self, content, size=None):
         super().__init__(content)
         self.size = len(content) if size is None else size
         self.bytes_read = 0
         self.place = 0
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, offset, whence=io.SEEK_SET):
         self.place = self.size + offset if whence == io.SEEK_END else offset
         return self.place
 
-    def read(self, length: int | None = -1) -> bytes:
+    def read(self, length=-1):
         length = self.size - self.place if length is None or length < 0 else min(length, max(self.size - self.place, 0))
         self.bytes_read += length
         content = self.getvalue()[self.place : self.place + length].ljust(length, b"\0")
@@ -42,13 +40,13 @@ class CountingFile(io.BytesIO):
         return content
 
 
-def encoded(**options: object) -> bytes:
+def encoded(**options):
     buffer = io.BytesIO()
     Image.fromarray(PIXELS).save(buffer, "TIFF", **options)
     return buffer.getvalue()
 
 
-def directory(*entries: tuple[int, int, int, int], order: str = "<", is_big: bool = False) -> bytes:
+def directory(*entries, order="<", is_big=False):
     """A TIFF file of nothing but a directory: (tag, type, count, value or offset)."""
     start = b"II" if order == "<" else b"MM"
     if is_big:
@@ -58,7 +56,7 @@ def directory(*entries: tuple[int, int, int, int], order: str = "<", is_big: boo
     return head + b"".join(struct.pack(order + "HHII", *entry) for entry in entries) + bytes(4)
 
 
-def judged(content: bytes, size: int | None = None) -> Completeness:
+def judged(content, size=None):
     file = CountingFile(content, size)
     found = completeness(file)
     assert file.bytes_read <= READ_BYTES
@@ -68,7 +66,7 @@ def judged(content: bytes, size: int | None = None) -> Completeness:
 @pytest.mark.parametrize(
     "options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}, {"tiffinfo": {270: "x" * 999}}]
 )
-def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options: dict[str, object]) -> None:
+def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options):
     content = encoded(**options)
     assert judged(content) is Completeness.WHOLE
     assert all(judged(content[:kept]) is Completeness.CUT for kept in range(4, len(content) - 1, 97))
@@ -77,7 +75,7 @@ def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options: dict[str,
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("is_big", [False, True])
 @pytest.mark.parametrize(("end", "expected"), [(50, Completeness.WHOLE), (51, Completeness.CUT)])
-def test_pixels_end_where_the_directory_says(order: str, is_big: bool, end: int, expected: Completeness) -> None:
+def test_pixels_end_where_the_directory_says(order, is_big, end, expected):
     content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 0), order=order, is_big=is_big)
     count = end + len(content) - 50
     letters = "HHQQ" if is_big else "HHII"
@@ -89,7 +87,7 @@ def test_pixels_end_where_the_directory_says(order: str, is_big: bool, end: int,
 
 
 @pytest.mark.parametrize("is_big", [False, True])
-def test_a_table_of_four_gibibytes_is_not_read(is_big: bool) -> None:
+def test_a_table_of_four_gibibytes_is_not_read(is_big):
     """The file has that size, too: sparse, it costs its sender nothing."""
     table = (1 << 30) - 1
     content = directory((STRIPS, LONG, table, 512), (SIZES, LONG, table, 512), is_big=is_big)
@@ -102,7 +100,7 @@ def test_a_table_of_four_gibibytes_is_not_read(is_big: bool) -> None:
     assert judged(content) is Completeness.CUT
 
 
-def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end() -> None:
+def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end():
     place = 512
     strips = np.zeros(LARGEST_TABLE, "<u4")
     content = directory((STRIPS, LONG, strips.size, place), (SIZES, LONG, strips.size, place + strips.nbytes))
@@ -115,26 +113,26 @@ def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end() -> None:
     assert judged(body + sizes.tobytes()) is Completeness.CUT
 
 
-def test_offsets_and_counts_that_overflow_together_reach_beyond_the_end() -> None:
+def test_offsets_and_counts_that_overflow_together_reach_beyond_the_end():
     content = directory((STRIPS, 16, 1, 2**64 - 8), (SIZES, 16, 1, 16), is_big=True)
     assert judged(content) is Completeness.CUT
 
 
 @pytest.mark.parametrize("length", [LARGEST_DIRECTORY + 1, 0xFFFF])
-def test_a_directory_that_no_image_has_is_cut(length: int) -> None:
+def test_a_directory_that_no_image_has_is_cut(length):
     strip = [(STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8)]
     assert judged(directory(*strip * 2)) is not Completeness.CUT
     assert judged(directory(*strip * (length // 2), strip[0])) is Completeness.CUT
 
 
-def test_tags_that_claim_the_whole_file_again_and_again_never_reach_a_decoder() -> None:
+def test_tags_that_claim_the_whole_file_again_and_again_never_reach_a_decoder():
     """Each would be read: so many times the file."""
     claims = [(1000 + number, BYTE, 40_000, 8) for number in range(3000)]
     content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8), *claims).ljust(50_000, b"x")
     assert judged(content) is Completeness.CUT
 
 
-def test_a_makers_own_tag_that_points_nowhere_harms_no_image() -> None:
+def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
     maker = struct.pack("<HHII", 65000, BYTE, 100, 1 << 30)
     content = encoded()
     place = struct.unpack_from("<I", content, 4)[0]
@@ -161,16 +159,14 @@ def test_a_makers_own_tag_that_points_nowhere_harms_no_image() -> None:
     st.binary(max_size=64),
     st.sampled_from([None, 1 << 20, 1 << 34]),
 )
-def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(
-    entries: list[tuple[int, int, int, int]], order: str, is_big: bool, tail: bytes, size: int | None
-) -> None:
+def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(entries, order, is_big, tail, size):
     content = directory(*entries, order=order, is_big=is_big) + tail
     assert judged(content, None if size is None else size + len(content)) in set(Completeness)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([encoded(), encoded(compression="tiff_lzw"), encoded(big_tiff=True)]), st.data())
-def test_changed_bytes_are_answered_at_a_bounded_cost(content: bytes, data: st.DataObject) -> None:
+def test_changed_bytes_are_answered_at_a_bounded_cost(content, data):
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(0, 15) | st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -9,10 +9,7 @@ from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartB
 from agent.core.prepared import FAR_SHARE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from agent.core.performance import PerformanceMatrix, PreparedForm
-    from experts.graph import ExpertGraph
+    from agent.core.performance import PreparedForm
 
 
 @dataclass
@@ -28,11 +25,11 @@ class AheadBooks:
     behind: set[int] = field(default_factory=set)  # requests in batches that are held behind others
     decoded: int = 0
 
-    def know(self, matrix: PerformanceMatrix) -> None:
+    def know(self, matrix):
         for column in matrix.experts.values():
             self.forms.update((expert, row.prepared) for expert, row in column.items())
 
-    def take(self, effect) -> None:
+    def take(self, effect):
         if isinstance(effect, Prepare):
             self.prepare(effect)
         elif isinstance(effect, Forget):
@@ -45,7 +42,7 @@ class AheadBooks:
         elif isinstance(effect, StartBatch):
             self.start(effect.batch)
 
-    def prepare(self, effect: Prepare) -> None:
+    def prepare(self, effect):
         """A begun image is decoded no second time unless it was forgotten."""
         assert self.budget_bytes
         assert effect.request in self.images
@@ -60,7 +57,7 @@ class AheadBooks:
             self.decoded += 1
         self.told[effect.request], self.held[effect.request] = effect, forms
 
-    def start(self, batch) -> None:
+    def start(self, batch):
         """Each image of a batch was begun."""
         for request in batch.requests:
             expert = self.queued.pop(request, None)
@@ -68,16 +65,16 @@ class AheadBooks:
             if request in self.images and form is not None and 0 < form.size_bytes <= self.budget_bytes:
                 assert self.told[request].expert == batch.expert == expert
 
-    def hold(self, batch) -> None:
+    def hold(self, batch):
         self.behind.update(batch.requests)
 
-    def run(self, batch) -> None:
+    def run(self, batch):
         self.behind.difference_update(batch.requests)
 
-    def give_back(self, request: int, expert: str) -> None:
+    def give_back(self, request, expert):
         self.queued[request] = expert
 
-    def check(self, used_bytes: int, graph: ExpertGraph, lines: Mapping[int, list[int]]) -> None:
+    def check(self, used_bytes, graph, lines):
         """After an event. ``lines``: the requests of each queue whose routes are this graph's."""
         for request, told in self.told.items():
             assert told.expert == self.queued.get(request, told.expert), "held for a step that is over"
@@ -88,21 +85,21 @@ class AheadBooks:
             least_bytes = FAR_SHARE * self.budget_bytes - held_bytes
             assert not waiting or any(self.most_needed(request, graph) > least_bytes for request in waiting)
 
-    def could_be_begun(self, request: int) -> bool:
+    def could_be_begun(self, request):
         form = self.forms[self.queued[request]]
         return request in self.images and form is not None and request not in self.told and self.fits(form)
 
-    def fits(self, form: PreparedForm) -> bool:
+    def fits(self, form):
         return form.size_bytes <= self.budget_bytes
 
-    def most_needed(self, request: int, graph: ExpertGraph) -> int:
+    def most_needed(self, request, graph):
         """Bytes with all that may follow on any route."""
         expert = self.queued[request]
         after = set(graph.subsequents(expert)).union(*(graph.subsequents(each) for each in graph.subsequents(expert)))
         later = {form.name: form.size_bytes for each in after if (form := self.forms.get(each)) is not None}
         return self.form(expert).size_bytes + sum(later.values())
 
-    def counted(self, request: int) -> int:
+    def counted(self, request):
         """Bytes of a request that count: in a queue all of them, in a batch those for later steps."""
         told = self.told[request]
         sizes = {self.form(expert).name: self.form(expert).size_bytes for expert in told.later}
@@ -111,7 +108,7 @@ class AheadBooks:
             return told.later_bytes + own.size_bytes
         return told.later_bytes
 
-    def form(self, expert: str) -> PreparedForm:
+    def form(self, expert):
         form = self.forms[expert]
         assert form is not None
         return form

@@ -1,7 +1,5 @@
 """The core's constants as they were before each test: ``worlds.limits`` may set them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.agent.core.worlds import CONSTANTS

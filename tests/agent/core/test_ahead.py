@@ -1,7 +1,5 @@
 """Images are prepared before their batches start: in the order in which these run, within the budget, once."""
 
-from __future__ import annotations
-
 from agent.core import events
 from agent.core.effects import Assigned, Forget, Prepare, StartBatch, StartLoad
 from agent.core.performance import SSD, PoolSpec, PreparedForm

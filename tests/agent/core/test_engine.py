@@ -1,7 +1,5 @@
 """Effects of each event, exactly; statistics; and damage that check_invariants finds."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
@@ -43,9 +42,6 @@ from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 from tests.agent.core.ahead_books import AheadBooks
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 OK = frozenset({"ok"})
 MAX_OVERTAKE_S = 1.0
 CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"cpu": "host", "gpu": "host"}
@@ -75,22 +71,22 @@ class Setup:
     retired: frozenset[str] = frozenset()
 
     @property
-    def served(self) -> list[str]:
+    def served(self):
         return sorted(self.graph.experts - self.retired)
 
     @property
-    def asked_executors(self) -> tuple[ExecutorSpec, ...]:
+    def asked_executors(self):
         return self.executors[:1] if PRESETS[self.policy].assigning is Assigning.FIRST else self.executors
 
-    def engine(self) -> Engine:
+    def engine(self):
         return Engine(self.graph, self.profile, self.executors, PRESETS[self.policy], self.limits)
 
 
-def image_performance(draw) -> Performance:
+def image_performance(draw):
     return Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(0, 1)))
 
 
-def text_performance(draw) -> Performance:
+def text_performance(draw):
     return replace(image_performance(draw), K_prompt_s=0.001, K_output_s=0.01, lease_bytes=draw(st.integers(1, 3)))
 
 
@@ -175,7 +171,7 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
     )
 
 
-def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
+def next_line(setup, draw, generation, *, is_behind):
     """Another line for the same box: experts stay, are replaced by others, or go; their components stay or go.
 
     ``is_behind``: something still needs experts of an earlier one; if not, nothing is said of those any more.
@@ -214,7 +210,7 @@ def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
     )
 
 
-def successor(setup: Setup, old: str, draw) -> tuple[Footprint, Performance]:
+def successor(setup, old, draw):
     """Costs of an expert that replaces another: no more than the largest expert ever."""
     rows = [row for column in setup.profile.experts.values() for row in column.values()]
     own_bytes = draw(st.integers(1, max(row.footprint.own_bytes for row in rows)))
@@ -262,26 +258,26 @@ class Shell:
     held: int = 0  # batches that were started behind another one
     ahead: AheadBooks = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.ahead = AheadBooks(self.setup.limits.prepared_bytes)
         self.ahead.know(self.setup.profile)
 
-    def spec_of(self, executor: int) -> ExecutorSpec:
+    def spec_of(self, executor):
         return next(spec for spec in self.setup.executors if spec.id == executor)
 
-    def pool_of(self, executor: int) -> str:
+    def pool_of(self, executor):
         return self.spec_of(executor).pool
 
-    def profile_of(self, executor: int, expert: str) -> ExpertProfile:
+    def profile_of(self, executor, expert):
         return self.setup.profile.experts[self.spec_of(executor).processor][expert]
 
-    def performance_of(self, executor: int, expert: str) -> Performance:
+    def performance_of(self, executor, expert):
         return self.profile_of(executor, expert).performance
 
-    def is_resident(self, executor: int, expert: str) -> bool:
+    def is_resident(self, executor, expert):
         return self.profile_of(executor, expert).copy in self.resident.get(self.pool_of(executor), set())
 
-    def handle(self, event) -> None:
+    def handle(self, event):
         note((self.now, event))
         effects = self.engine.handle(event, self.now)
         self.log.append((self.now, event, tuple(effects)))
@@ -293,7 +289,7 @@ class Shell:
         if PRESETS[self.setup.policy].overlapping:
             self.check_nobody_idles()
 
-    def take(self, effect) -> None:
+    def take(self, effect):
         self.ahead.take(effect)
         if isinstance(effect, StandingChanged):
             self.check_standing(effect)
@@ -349,7 +345,7 @@ class Shell:
             self.begun.pop(effect.request, None)
             self.ended[effect.request] = effect.outcome.verdict
 
-    def begin(self, batch) -> None:
+    def begin(self, batch):
         for request, expert in experts_of(batch).items():
             executor, queued_for, _ = self.queued.pop(request)
             assert (executor, queued_for) == (batch.executor, expert)
@@ -357,29 +353,29 @@ class Shell:
                 self.begun[request] = self.pool_of(executor), self.lease_of(request, executor, expert)
         assert self.leased(self.pool_of(batch.executor)) <= self.share_of(self.pool_of(batch.executor))
 
-    def runs_in_quanta(self, executor: int, expert: str) -> bool:
+    def runs_in_quanta(self, executor, expert):
         return self.performance_of(executor, expert).lease_bytes > 0
 
-    def lease_of(self, request: int, executor: int, expert: str) -> int:
+    def lease_of(self, request, executor, expert):
         return self.performance_of(executor, expert).lease_bytes * self.left[request].leased
 
-    def leased(self, pool: str) -> int:
+    def leased(self, pool):
         return sum(size for name, size in self.begun.values() if name == pool)
 
-    def share_of(self, pool: str) -> int:
+    def share_of(self, pool):
         """Bytes that may be leased there: as planned, or as changed since."""
         planned = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
         assert self.shares.get(pool, planned) <= planned
         return self.shares.get(pool, planned)
 
-    def check_nobody_needs_more(self, pool: str) -> None:
+    def check_nobody_needs_more(self, pool):
         """Each waiting request finds room for its largest lease, once the others have ended."""
         for request, (executor, expert, _) in self.queued.items():
             if self.pool_of(executor) == pool and self.runs_in_quanta(executor, expert):
                 most_bytes = self.performance_of(executor, expert).most_for(self.left[request])
                 assert most_bytes <= self.share_of(pool)
 
-    def can_begin(self, request: int) -> bool:
+    def can_begin(self, request):
         """Is a request that has not begun the next of its expert's there, with a place in a batch and its lease free?
 
         Free is what is not held, but for what all need who came max_overtake_s or more before it.
@@ -399,7 +395,7 @@ class Shell:
         size = max(self.lease_of(each, executor, expert) for each in firsts)
         return not size or size + self.owed_before(since, pool) <= self.share_of(pool) - self.leased(pool)
 
-    def owed_before(self, since: float, pool: str, but: Collection[int] = ()) -> int:
+    def owed_before(self, since, pool, but=()):
         """Bytes of all requests that wait for a lease there and came max_overtake_s or more earlier."""
         if not PRESETS[self.setup.policy].bounded:
             return 0
@@ -412,7 +408,7 @@ class Shell:
             and other + MAX_OVERTAKE_S <= since
         )
 
-    def check_turns(self, batch) -> None:
+    def check_turns(self, batch):
         """Who goes on is passed by no two batches of images in a row, and by one that begins at most until somebody
         goes on; with an overlapping policy no image is passed by two quanta in a row."""
         is_text, goes_on = batch.quantum_s is not None, bool(self.begun.keys() & set(batch.requests))
@@ -439,7 +435,7 @@ class Shell:
                 assert (False, False) not in pairwise(past)
                 assert is_overlapping or len(past) - past.count(None) == 1
 
-    def check_standing(self, effect: StandingChanged) -> None:
+    def check_standing(self, effect):
         """No expert leaves quarantine, or serves again without having been on probation; pauses are bounded."""
         before, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
         assert before is not Standing.QUARANTINE
@@ -451,12 +447,12 @@ class Shell:
             assert before is Standing.PROBATION or effect.standing is Standing.QUARANTINE
         self.standings[effect.expert] = (effect.standing, self.now + (effect.retry_s or 0.0))
 
-    def check_is_asked(self, expert: str) -> None:
+    def check_is_asked(self, expert):
         """Nothing moves for an expert in quarantine, or on probation before its pause is over."""
         standing, until_s = self.standings.get(expert, (Standing.SERVING, 0.0))
         assert standing is Standing.SERVING or (standing is Standing.PROBATION and self.now >= until_s - 1e-9)
 
-    def check_pin(self, effect: Evict) -> None:
+    def check_pin(self, effect):
         """A pinned expert that serves never leaves the memory of the first executor that can run it."""
         standing, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
         if effect.expert not in self.setup.limits.pinned or standing is not Standing.SERVING:
@@ -468,7 +464,7 @@ class Shell:
         copies = {self.setup.profile.experts[processor][effect.expert].copy for processor in at_home}
         assert effect.pool != able[0].pool or effect.copy not in copies  # others are cached there for another memory
 
-    def check_batch(self, effect: StartBatch) -> None:
+    def check_batch(self, effect):
         batch = effect.batch
         assert batch.requests
         assert set(batch.copies) <= self.resident[self.pool_of(batch.executor)]
@@ -482,7 +478,7 @@ class Shell:
             self.check_overtaking(batch)
         self.check_turns(batch)
 
-    def check_is_next(self, batch) -> None:
+    def check_is_next(self, batch):
         """Its executor is idle, or runs one batch of the line's images and holds none: then this one is full, is what
         stood first there, needs no more memory than that has, and its images were begun."""
         before = [other.batch for other in self.batches.values() if other.batch.executor == batch.executor]
@@ -508,12 +504,12 @@ class Shell:
             assert len(batch.requests) == row.max_batch
         self.ahead.hold(batch)
 
-    def runs(self, batch) -> bool:
+    def runs(self, batch):
         """False while it is queued ahead."""
         here = [other.batch.id for other in self.batches.values() if other.batch.executor == batch.executor]
         return batch.id == min(here)
 
-    def check_precedence(self, batch) -> None:
+    def check_precedence(self, batch):
         """A request of idle precedence runs alone, while no other is in flight; its copy stays spare."""
         idle = self.offered.keys() & set(batch.requests)
         if idle:
@@ -524,7 +520,7 @@ class Shell:
         else:
             self.spare -= {(self.pool_of(batch.executor), copy) for copy in batch.copies}
 
-    def check_spare(self, effect: Evict, busy: set[str]) -> None:
+    def check_spare(self, effect, busy):
         """Only spare copies leave for a request of idle precedence. A spare copy that no request waits for leaves
         before any other, and no other leaves for want of room while a spare one is in use or on its way there."""
         wanted = effect.decision.for_copy
@@ -536,7 +532,7 @@ class Shell:
         assert not spare & (self.resident[effect.pool] - busy)
         assert not spare & busy
 
-    def check_parts(self, batch) -> None:
+    def check_parts(self, batch):
         """Several experts run together only where they are one family, and each request is of one."""
         parts = batch.all_portions
         assert parts[0][:2] == (batch.expert, batch.copy)
@@ -553,7 +549,7 @@ class Shell:
         assert len(batch.requests) <= most
         assert batch.workspace_bytes == max(row.performance.workspace_for(len(batch.requests)) for row in rows)
 
-    def check_overtaking(self, batch) -> None:
+    def check_overtaking(self, batch):
         """A request that begins passes none that can begin and came max_overtake_s or more before it."""
         beginning = [self.queued[request][2] for request in batch.requests if request not in self.begun]
         for request, (executor, expert, since) in self.queued.items():
@@ -564,7 +560,7 @@ class Shell:
             if self.is_resident(executor, expert) and self.can_begin(request):
                 assert max(beginning, default=-1.0) < since + MAX_OVERTAKE_S
 
-    def check_kept_leases(self, batch) -> None:
+    def check_kept_leases(self, batch):
         """A request that begins leaves room for the leases of all that came max_overtake_s or more before it."""
         pool, experts = self.pool_of(batch.executor), experts_of(batch)
         taken = self.leased(pool)
@@ -575,7 +571,7 @@ class Shell:
                 taken += size
                 assert not size or taken + owed <= self.share_of(pool)
 
-    def check_books(self) -> None:
+    def check_books(self):
         statistics = self.engine.statistics()
         told = {standing: {e for e, (each, _) in self.standings.items() if each is standing} for standing in Standing}
         assert statistics.quarantined.keys() == told[Standing.QUARANTINE]
@@ -587,16 +583,16 @@ class Shell:
             assert pool.workspace_used_bytes <= pool.workspace_bytes
             assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes == self.share_of(pool.name)
 
-    def check_prepared(self) -> None:
+    def check_prepared(self):
         """The next images of each queue are begun, as far as there is room for far ones."""
-        lines: dict[int, list[int]] = {}
+        lines = {}
         for request, (executor, _, _) in self.queued.items():
             if request not in self.begun:
                 lines.setdefault(executor, []).append(request)
         used_bytes = self.engine.statistics().prepared.used_bytes
         self.ahead.check(used_bytes, self.setup.graph, lines if self.generation == 1 else {})
 
-    def check_nobody_idles(self) -> None:
+    def check_nobody_idles(self):
         busy = {started.batch.executor for started in self.batches.values()}
         for request, (executor, expert, _) in self.queued.items():
             idles = executor not in busy and self.is_resident(executor, expert)
@@ -604,7 +600,7 @@ class Shell:
             if idles and (request in self.begun or self.can_begin(request)):
                 assert self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
 
-    def is_room_awaited(self, pool: str) -> bool:
+    def is_room_awaited(self, pool):
         """Has a request waited longer than the bound for an expert that is not in this memory?"""
         return any(
             self.pool_of(executor) == pool
@@ -613,11 +609,11 @@ class Shell:
             for executor, expert, since in self.queued.values()
         )
 
-    def is_workspace_awaited(self, pool: str) -> bool:
+    def is_workspace_awaited(self, pool):
         """Does a batch run there that took more than the experts of a later line leave it?"""
         return any(self.pool_of(self.batches[batch].batch.executor) == pool for batch in self.before_change)
 
-    def check_budget(self, pool) -> None:
+    def check_budget(self, pool):
         """Each expert that has to run there fits into the budget."""
         processors = {spec.processor for spec in self.setup.asked_executors if spec.pool == pool.name}
         rows = [row for processor in processors for row in self.setup.profile.experts[processor].values()]
@@ -626,7 +622,7 @@ class Shell:
         assert largest <= pool.expert_bytes <= planned.expert_bytes
         assert pool.expert_bytes == planned.expert_bytes or not planned.is_one_piece
 
-    def change_line(self) -> None:
+    def change_line(self):
         self.generation += 1
         is_behind = self.engine.statistics().serves_earlier_lines
         self.setup = next_line(self.setup, self.draw, self.generation, is_behind=is_behind)
@@ -635,14 +631,14 @@ class Shell:
         self.ahead.know(setup.profile)
         self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))
 
-    def check_retired_are_gone(self) -> None:
+    def check_retired_are_gone(self):
         """No memory holds an expert of an earlier line once no request needs it."""
         while self.loads or self.batches:
             self.answer_something()
         for pool in self.engine.statistics().pools:
             assert not self.setup.retired & {copy.rpartition("@")[0] for copy in pool.resident}
 
-    def answer_something(self) -> None:
+    def answer_something(self):
         options = [("load", key) for key in self.loads]
         options += [("batch", key) for key, started in self.batches.items() if self.runs(started.batch)]
         if not options:
@@ -658,7 +654,7 @@ class Shell:
         else:
             self.answer_batch(key)
 
-    def answer_load(self, key: int) -> None:
+    def answer_load(self, key):
         load = self.loads.pop(key)
         fate = self.fate(load.pool)
         if fate in (0, 1, 2):
@@ -668,7 +664,7 @@ class Shell:
         self.resident.setdefault(load.pool, set()).add(load.copy)
         self.handle(events.Loaded(key))
 
-    def answer_batch(self, key: int) -> None:
+    def answer_batch(self, key):
         batch = self.batches.pop(key).batch
         self.before_change.discard(key)
         for held in self.batches.values():
@@ -688,7 +684,7 @@ class Shell:
         results = tuple(self.result(fate) for _ in batch.requests)
         self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
 
-    def offer(self, shadow: str) -> None:
+    def offer(self, shadow):
         number = 10**5 + len(self.offered)
         self.offered[number] = shadow
         self.work[number] = self.left[number] = IMAGE
@@ -697,7 +693,7 @@ class Shell:
         self.handle(events.Arrived(number, expert=shadow, precedence=Precedence.IDLE))
         assert self.offered_ended.get(number) == GAVE_WAY or not is_refused
 
-    def progress(self, batch, fate: int):
+    def progress(self, batch, fate):
         """The end of a quantum: an unfinished request has less work than before."""
         finished, unfinished, experts = [], [], experts_of(batch)
         for request in batch.requests:
@@ -716,7 +712,7 @@ class Shell:
             return events.Finished(batch.id, tuple(result for _, result in finished))
         return events.Progressed(batch.id, tuple(finished), tuple(unfinished))
 
-    def further(self, left: Work) -> Work:
+    def further(self, left):
         """Work after one more token; a lease that is not the largest may have to grow."""
         lease = left.lease if left.lease is None else left.lease + self.draw(st.sampled_from((0, 0, 1, 4)))
         return Work(0, left.output - 1, left.most, lease, left.held + left.prompt + 1)
@@ -726,12 +722,12 @@ class Shell:
         both = tuple((request, self.left.get(request, IMAGE)) for request in batch.requests)
         return events.Progressed(batch.id, (), self.draw(st.sampled_from([both[1:], both + both[:1]])))
 
-    def preempt(self, request: int) -> None:
+    def preempt(self, request):
         if request in self.queued and self.begun.pop(request, None):
             self.left[request] = self.left[request].anew()
         self.handle(events.Preempted(request))
 
-    def fate(self, pool: str) -> int:
+    def fate(self, pool):
         """How a load or a batch ends: 0 is out of memory, and most numbers are success."""
         if not self.may_fail:
             return 19
@@ -739,12 +735,12 @@ class Shell:
             return 0
         return self.draw(st.integers(0, 19))
 
-    def result(self, fate: int):
+    def result(self, fate):
         if fate == 4:
             return Rejected("not an image")
         return Prediction("ok" if self.draw(st.booleans()) else "bad", 0.9)
 
-    def arrive(self, number: int, component: str, work: Work = IMAGE) -> None:
+    def arrive(self, number, component, work=IMAGE):
         self.arrived.add(number)
         self.work[number] = self.left[number] = work
         if work is IMAGE:
@@ -752,11 +748,11 @@ class Shell:
         self.handle(events.Arrived(number, component, work=work))
 
 
-def experts_of(batch) -> dict[int, str]:
+def experts_of(batch):
     return {request: part.expert for part in batch.all_portions for request in part.requests}
 
 
-def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
+def play(setup, draw, *, may_fail, requests=40):
     shell = Shell(setup, setup.engine(), draw, may_fail)
     shell.handle(events.Started())
     count = draw(st.integers(1, requests))
@@ -780,7 +776,7 @@ def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
     raise AssertionError(f"only {len(shell.ended)} of {count} requests have ended: the others wait for ever")
 
 
-def interfere(shell: Shell, number: int) -> None:
+def interfere(shell, number):
     """Events beside arrivals and answers. ``number``: the latest request."""
     draw = shell.draw
     if draw(st.integers(0, 9)) == 0:
@@ -804,7 +800,7 @@ def interfere(shell: Shell, number: int) -> None:
         shell.short ^= {draw(st.sampled_from([pool.name for pool in shell.setup.limits.pools]))}
 
 
-def odd_events(shell: Shell, number: int) -> list:
+def odd_events(shell, number):
     """Events of a confused, or a stopping, shell."""
     setup = shell.setup
     is_open = number not in shell.ended

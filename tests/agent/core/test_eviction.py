@@ -1,7 +1,5 @@
 """Ranks of victims: the paper's figure 10, our lookahead, the baselines."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from agent.core.eviction import STRATEGIES, EvictionCandidate, victims
 from agent.core.performance import Footprint, SharedTensors
 from agent.core.policy import Evicting
 
-NONE_KEPT: frozenset[str] = frozenset()
+NONE_KEPT = frozenset()
 
 
 def candidate(copy, size=1, usage=0.0, next_use_s=None, lacks=False, order=0, shared=()):

@@ -1,7 +1,5 @@
 """Equal events give equal effects in every process, with any hash seed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from tests.agent.core.test_engine_properties import SHORT, choosing, play, setups
 
 
-def write_digest() -> None:
+def write_digest():
     """Digest of every effect of some plays, equal in each process."""
     digest = hashlib.sha256()
 

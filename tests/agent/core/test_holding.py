@@ -1,7 +1,5 @@
 """An executor is given its next batch while one runs, where waiting for the answer could make nothing better."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

@@ -1,7 +1,5 @@
 """Requests of idle precedence: served while no other is in flight, in memory that nothing else needs."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

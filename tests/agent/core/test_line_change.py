@@ -1,7 +1,5 @@
 """Another line while the Engine works: what was accepted is finished by the earlier one, and then that one is gone."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

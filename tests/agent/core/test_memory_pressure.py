@@ -1,7 +1,5 @@
 """A box with less memory than was planned with: smaller batches, less in memory, other executors, and UNKNOWN last."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

@@ -1,7 +1,5 @@
 """Bounds on overtaking: groups that stop growing, and heads that waited beyond the bound."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

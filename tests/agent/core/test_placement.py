@@ -3,8 +3,6 @@
 Executor 0 alone runs experts a to h, executor 1 alone u to z: so a case says which queue a request goes to.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core import events

@@ -1,7 +1,5 @@
 """ModelPool and Leases against plain lists: copies, bytes, leases that can begin; and damage is noticed."""
 
-from __future__ import annotations
-
 import math
 import operator
 

@@ -1,7 +1,5 @@
 """ExecutorQueue against a plain list of groups: order, first groups, and predicted length."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

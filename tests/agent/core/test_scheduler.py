@@ -1,7 +1,5 @@
 """Scheduler on known cases: executor and group of a request, and the candidates of each decision."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core.effects import Assigned, AssignmentCandidate

@@ -1,7 +1,5 @@
 """BatchSplitter on known cases: what bounds a batch, how the bound of memory falls, and how it is forgotten."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core.performance import Performance

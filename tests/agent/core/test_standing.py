@@ -1,7 +1,5 @@
 """Failures that pass are no verdict: probation, trials, pauses that double, and release; quarantine is for the rest."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

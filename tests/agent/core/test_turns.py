@@ -1,7 +1,5 @@
 """Requests that count in tokens beside images: quanta, turns, requests that join, begin, end and are preempted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

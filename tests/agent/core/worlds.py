@@ -1,7 +1,5 @@
 """Lines for tests of the core."""
 
-from __future__ import annotations
-
 import re
 
 from hypothesis import strategies as st
@@ -52,7 +50,7 @@ PLAIN = {
 }  # verbs of a script
 
 
-def limits(pools, *args, **chosen) -> Limits:
+def limits(pools, *args, **chosen):
     """Limits, and constants of the core until the test ends."""
     for key in chosen.keys() & CONSTANTS.keys():
         setattr(*CONSTANTS[key], chosen.pop(key))

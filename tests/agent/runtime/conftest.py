@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,12 +17,6 @@ from experts.expert import Expert, InputSpec, Precision, Prediction
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.core.conftest import constants  # noqa: F401  a fixture
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from agent.runtime.weights.slots import Slot, SlotStore
 
 LABELS = ("ok", "missing", "tombstone")
 SIZE = InputSpec(64, 64)
@@ -52,15 +45,15 @@ class Line:
     copies: dict[str, ExpertCopy]
     predicted: dict[tuple[str, bytes], Prediction]  # by expert and image, over the whole session
 
-    def copy(self, name: str) -> ExpertCopy:
+    def copy(self, name):
         """The copy of an expert named without its kind."""
         return self.copies[f"cls/{name}@fp32"]
 
-    def file_of(self, name: str) -> Path:
+    def file_of(self, name):
         """Where an expert's own bytes lie."""
         return self.segments.segment_path(self.copy(name).packed.own.sha256)
 
-    def load(self, store: SlotStore, name: str) -> Slot:
+    def load(self, store, name):
         """Reserve, materialise and fill one copy."""
         copy = self.copy(name)
         slot = store.reserve(copy)
@@ -70,20 +63,20 @@ class Line:
         store.commit(slot)
         return slot
 
-    def pixels(self, seed: int) -> np.ndarray:
+    def pixels(self, seed):
         """A made-up image, larger than the experts' input: every seed has a colour of its own, under noise."""
         random = np.random.default_rng(seed)
         colour = random.integers(0, 256, 3)
         return np.clip(colour + random.integers(-60, 60, (70, 80, 3)), 0, 255).astype(np.uint8)
 
-    def predict(self, name: str, image: np.ndarray) -> Prediction:
+    def predict(self, name, image):
         """What an expert says without the runtime: a module of its own, made from its owner's file."""
         known = self.predicted.get((name, image.tobytes()))
         if known is None:
             known = self.predicted[name, image.tobytes()] = self._predict(name, image)
         return Prediction(known.label, pytest.approx(known.score, rel=1e-3), known.boxes)
 
-    def _predict(self, name: str, image: np.ndarray) -> Prediction:
+    def _predict(self, name, image):
         expert = self.copy(name).expert
         backend = backend_for(expert.architecture)
         skeleton = backend.skeleton(expert, Precision.FP32, b"", "cpu")
@@ -92,7 +85,7 @@ class Line:
 
 
 @pytest.fixture(scope="session")
-def packed_directory(tmp_path_factory) -> Path:
+def packed_directory(tmp_path_factory):
     """Weights and packed files, made once and never written again."""
     directory = tmp_path_factory.mktemp("line")
     _write_weights(directory)
@@ -104,25 +97,25 @@ def packed_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def predicted() -> dict[tuple[str, bytes], Prediction]:
+def predicted():
     """What the models said when they were run without the runtime."""
     return {}
 
 
 @pytest.fixture
-def line(packed_directory, predicted) -> Iterator[Line]:
+def line(packed_directory, predicted):
     """The line, over its packed files as they are."""
     yield from _opened(packed_directory, predicted)
 
 
 @pytest.fixture
-def breakable_line(packed_directory, predicted, tmp_path) -> Iterator[Line]:
+def breakable_line(packed_directory, predicted, tmp_path):
     """A line of its own, whose files a test may damage."""
     shutil.copytree(packed_directory, tmp_path / "line", copy_function=shutil.copy2)
     yield from _opened(tmp_path / "line", predicted)
 
 
-def experts_in(directory: Path) -> list[Expert]:
+def experts_in(directory):
     """The experts whose weights lie in a directory."""
     return [
         Expert(f"cls/{file.stem}", "shufflenet_v2_x0_5" if "wide" in file.stem else "squeezenet1_1", file, LABELS, SIZE)
@@ -130,7 +123,7 @@ def experts_in(directory: Path) -> list[Expert]:
     ]
 
 
-def _opened(directory: Path, predicted: dict[tuple[str, bytes], Prediction]) -> Iterator[Line]:
+def _opened(directory, predicted):
     segments = SegmentStore(directory / "packed")
     report = pack_line(experts_in(directory), lambda _: {Precision.FP32}, segments)
     copies = [
@@ -141,7 +134,7 @@ def _opened(directory: Path, predicted: dict[tuple[str, bytes], Prediction]) -> 
     segments.close()
 
 
-def _write_weights(directory: Path) -> None:
+def _write_weights(directory):
     for number in range(4):
         save_file(_squeezenet(number), directory / f"own-{number}.safetensors")
     for family, seed in (("twin", 100), ("kin", 200)):
@@ -153,7 +146,7 @@ def _write_weights(directory: Path) -> None:
     save_file(module.state_dict(), directory / "wide.safetensors")
 
 
-def _squeezenet(seed: int) -> dict[str, torch.Tensor]:
+def _squeezenet(seed):
     """Random weights, scaled so that different images get different labels."""
     torch.manual_seed(seed)
     state = models.squeezenet1_1(num_classes=len(LABELS)).state_dict()

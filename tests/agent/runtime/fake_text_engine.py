@@ -1,7 +1,5 @@
 """An engine that writes without a model: what the runtime makes of quanta can be told token by token."""
 
-from __future__ import annotations
-
 import threading
 
 from experts.expert import Prediction

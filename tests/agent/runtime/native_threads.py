@@ -17,7 +17,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="coun
 on_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
-def native_threads() -> int:
+def native_threads():
     """Once their number stands still: a team that ended with its thread takes a moment to leave."""
     last = _now()
     while True:
@@ -28,7 +28,7 @@ def native_threads() -> int:
         last = found
 
 
-def cores_by_thread() -> dict[int, set[int]]:
+def cores_by_thread():
     """By the system's number, the cores that each of them may run on, once their number stands still."""
     native_threads()
     found = {}
@@ -38,24 +38,24 @@ def cores_by_thread() -> dict[int, set[int]]:
     return found
 
 
-def _now() -> int:
+def _now():
     return len(_theirs())
 
 
-def _theirs() -> list[int]:
+def _theirs():
     own = {thread.native_id for thread in threading.enumerate()}
     return [task for task in map(int, os.listdir("/proc/self/task")) if task not in own]
 
 
-def scheduling_class() -> int | None:
+def scheduling_class():
     """Of the calling thread; None where the system has none."""
     return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
 
 
-def _is_given_way() -> bool:
+def _is_given_way():
     """Has a thread that gives way another class then? A sandbox may forbid it."""
 
-    def look() -> bool:
+    def look():
         before = scheduling_class()
         give_way()
         return scheduling_class() != before

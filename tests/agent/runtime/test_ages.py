@@ -1,7 +1,5 @@
 """Ages of open work, by predictions and limits; without a thread or a clock."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core.effects import StartLoad

@@ -1,7 +1,5 @@
 """A batch's way through an executor's thread: every request has its answer, whatever its image or weights are."""
 
-from __future__ import annotations
-
 import io
 import threading
 from dataclasses import replace

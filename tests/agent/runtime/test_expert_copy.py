@@ -1,7 +1,5 @@
 """What an expert's kind is called: one name for all that run alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

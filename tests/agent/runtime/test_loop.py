@@ -1,7 +1,5 @@
 """A whole agent in one process: real Engine, real files, real threads."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Requests whose outcomes somebody waits for, over a loop that answers when the test says so."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A whole agent that serves texts beside images: real Engine, files and threads; models that are real, or not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

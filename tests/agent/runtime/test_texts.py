@@ -1,7 +1,5 @@
 """What is known of each text, on whichever executor it is: work, what was written, and what is forgotten."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core.events import Progressed

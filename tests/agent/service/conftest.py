@@ -1,7 +1,5 @@
 """Lines of fake experts."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

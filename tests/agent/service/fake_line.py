@@ -1,7 +1,5 @@
 """A line of fake experts, served in this process: by its desk or from a folder, and what breaks on the way."""
 
-from __future__ import annotations
-
 import io
 import json
 import sqlite3

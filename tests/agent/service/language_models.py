@@ -1,7 +1,5 @@
 """Tiny language models with random weights, on a served line, and whoever has texts written there."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Cameras of a served line, played from real clips: frames become requests, triggers end once, whatever happens."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """`coserve serve` ended by what nothing else helps against: exit code 1, nothing judged, and the next one judges it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

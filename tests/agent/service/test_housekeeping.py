@@ -1,7 +1,5 @@
 """Duties by time, and garbage collections, read from Python's own collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

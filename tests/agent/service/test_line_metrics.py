@@ -1,7 +1,5 @@
 """A served line's metrics and health, asked over HTTP as Prometheus and those who look after health do."""
 
-from __future__ import annotations
-
 import http.client
 import math
 import os

@@ -1,7 +1,5 @@
 """A line served in this process: real folders, a real results file, fake experts; and what breaks on the way."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

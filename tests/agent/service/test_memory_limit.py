@@ -1,7 +1,5 @@
 """AC35: an agent in a control group with less memory than its line's packed weights, under the kernel's own limit."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess

@@ -5,8 +5,6 @@ it, and be counted. The run is as long as a start, a verdict of a YOLO detector 
 is let), a text and an end take; it is not the ten minutes that the criterion names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A line file that is read anew while its line is served: nothing that was accepted is lost, nothing waits."""
 
-from __future__ import annotations
-
 import threading
 
 import onnx
@@ -195,7 +193,7 @@ def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go
 
 def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(line):
     with line.served() as service:
-        callers: list = []
+        callers = []
         stop = threading.Event()
 
         def send():

@@ -1,7 +1,5 @@
 """A served line asked over the wire: an unmodified tritonclient, the line's own client, and what a stop does."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

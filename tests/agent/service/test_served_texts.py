@@ -1,7 +1,5 @@
 """Texts of a served line over its wires: OpenAI's client, gRPC, and those who go away in the middle."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import openai

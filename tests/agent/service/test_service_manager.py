@@ -1,7 +1,5 @@
 """What systemd is told, over the socket that it listens on: a real one, which the tests read."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

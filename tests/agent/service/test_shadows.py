@@ -1,7 +1,5 @@
 """A new version in the shadow of the one that serves: shown the same images, compared, and never deciding."""
 
-from __future__ import annotations
-
 from agent.commands.experts import promote
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict

@@ -1,7 +1,5 @@
 """What becomes of a served line's verdicts: told to a web server, kept with their images, traceable to their models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

@@ -1,20 +1,11 @@
 """Suite of the source contract: ``keeps_the_contract``."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 from agent.subject import SourceStatus
 from experts.expert import Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from agent.sources.base import Arrival, LeftOver
-    from agent.subject import Subject
 
 WAIT_S = 30.0
 QUIET_S = 0.3  # in which a source that has stopped offers nothing
@@ -25,9 +16,9 @@ class ContractLine:
 
     def __init__(self, config, journaled=None):
         self.config = config
-        self.left_overs: Sequence[LeftOver] = ()
-        self.arrivals: list[Arrival] = []
-        self.refusals: list[tuple[Subject, str]] = []
+        self.left_overs = ()
+        self.arrivals = []
+        self.refusals = []
         self._journaled = journaled or {}
         self._changed = threading.Condition()
 

@@ -1,7 +1,5 @@
 """The contract of ``agent.sources.base``, asked of every source that the registry makes of a line file."""
 
-from __future__ import annotations
-
 import io
 import sqlite3
 from datetime import UTC, datetime

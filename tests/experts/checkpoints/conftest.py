@@ -1,7 +1,5 @@
 """Checkpoints as trainers write them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

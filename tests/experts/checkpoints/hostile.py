@@ -1,7 +1,5 @@
 """Hostile and damaged files of torch.save, any number of them: the same ones for the same seed."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import io

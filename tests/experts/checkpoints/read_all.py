@@ -4,8 +4,6 @@ Prints JSON: of each file how it ended and in how many seconds; what the interpr
 no reading; the most memory that was taken; and whether the environment is as it was.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ All are read in one process under the limits of a real reading, with every reque
 them go all the way, each in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

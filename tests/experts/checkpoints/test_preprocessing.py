@@ -1,7 +1,5 @@
 """What trainers' tables say of how images come to their model, each value with its own keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from experts.checkpoints.preprocessing import fit_of, normalization_of, of_image_processor, openmmlab_preprocessor

@@ -1,7 +1,5 @@
 """What trainers save, read in a process of its own: the weights are torch's own, and what the file tells is told."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import copy

@@ -1,7 +1,5 @@
 """Weights are recognised by their names and shapes: as what they are, or as nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a training kept, read apart: tensors by their keys, plain arguments; within bounds, and with nothing run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import OrderedDict

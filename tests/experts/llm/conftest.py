@@ -1,7 +1,5 @@
 """Tiny language models with random weights, as the directories that they are read from."""
 
-from __future__ import annotations
-
 import json
 import math
 

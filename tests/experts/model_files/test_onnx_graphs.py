@@ -1,9 +1,5 @@
 """What ONNX graphs tell of themselves, told without running them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import onnx
 import pytest
@@ -11,9 +7,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.model_files.formats import describe_file, write_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ULTRALYTICS = {
     "task": "detect",
@@ -27,7 +20,7 @@ ULTRALYTICS = {
 def graph(tmp_path):
     """Writes a graph with these outputs; what it computes does not matter, as it is not run."""
 
-    def write(*outputs, images=("n", 3, 64, 96), element=TensorProto.FLOAT, **metadata) -> Path:
+    def write(*outputs, images=("n", 3, 64, 96), element=TensorProto.FLOAT, **metadata):
         nodes, infos = [], []
         for name, *shape in outputs:
             nodes.append(helper.make_node("RandomNormal", [], [name], shape=[2]))

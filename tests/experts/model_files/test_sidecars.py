@@ -1,7 +1,5 @@
 """What lies beside a model tells how images come to it, where the model's own file does not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

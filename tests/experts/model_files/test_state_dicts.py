@@ -1,7 +1,5 @@
 """What weights tell of themselves, and what they cannot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,5 @@
 """What a learned threshold promises of good and bad samples."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The bounds: known cases by hand, and no schedule that a full search, or the Engine, finds is below one."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The cores' time: by hand, monotone, and no Engine under virtual time runs more than the cores allow."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

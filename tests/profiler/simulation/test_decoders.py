@@ -1,7 +1,5 @@
 """Decoding under virtual time: hand-worked traces, and that no schedule decodes more than the cores can."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Forecasts: figures by hand, routes that no policy changes, and lines that cannot be planned."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests of idle precedence beside a line, under virtual time: an arrival waits for what had begun, and no more."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

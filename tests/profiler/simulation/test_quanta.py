@@ -1,7 +1,5 @@
 """Requests that count in tokens under virtual time, alone and beside images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -163,7 +161,7 @@ def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(draw
 def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
     images, texts, trace, family = drawn
     simulation = build(images, texts, family=family).run(trace)
-    begun_s: dict[int, float] = {}
+    begun_s = {}
     for (start_s, expert, requests), (then_s, then, _) in pairwise(batches(simulation)):
         begun_s |= {each: start_s for each in requests if expert.startswith("text") and each not in begun_s}
         if expert.startswith("image") and then.startswith("image"):

@@ -1,7 +1,5 @@
 """The Engine under virtual time: traces worked by hand, links and processors that are shared, each policy's worth."""
 
-from __future__ import annotations
-
 import math
 import random
 

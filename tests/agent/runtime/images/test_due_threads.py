@@ -1,7 +1,5 @@
 """Threads that carry out what is due first first."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Images are decoded once for all steps of their routes, and nothing is held longer than somebody needs it."""
 
-from __future__ import annotations
-
 import io
 import math
 import threading

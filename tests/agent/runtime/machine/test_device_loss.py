@@ -1,7 +1,5 @@
 """A lost device ends the agent and judges nothing; one that the device outlives is the batch's or the load's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

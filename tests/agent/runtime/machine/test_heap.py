@@ -1,7 +1,5 @@
 """The C library's heaps: how many there are, and what they keep."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The box as it is seen, and one contract for every memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Each thread of ours keeps the number of operator threads that it was given, and who is no executor leaves none."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The meter of workspaces: what it must see, and what it must not be fooled by."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

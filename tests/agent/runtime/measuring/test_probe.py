@@ -1,7 +1,5 @@
 """A rough matrix in seconds: measured over the real path, exact where bytes are concerned."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The measuring rig: it runs what the agent would run, and passes off no failure as a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What tokens cost: from times to what an agent predicts by, and times of a real model."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.runtime.measuring.text_times import AT_ONCE, TextTimer, TextTimes, on_executor_thread

@@ -1,7 +1,5 @@
 """What a memory holds, byte for byte, and when a skeleton is made or bound."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.runtime.machine.memories import HostMemory

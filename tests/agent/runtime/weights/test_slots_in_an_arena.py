@@ -1,7 +1,5 @@
 """Slots of many sizes in one arena: what the ledger has room for is loaded, and what is moved for it runs as before."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Templates: once they are made, every skeleton of the line is a copy, and nothing is constructed for it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Loads over the real path: files, buffers and threads; and every way in which one comes to nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The desk of a served line: what callers order, ask, cancel, and what of it survives the agent's end."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A folder into which a machine drops one picture of each board: cut by the layout, judged part by part."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from contextlib import closing, suppress

@@ -1,7 +1,5 @@
 """Drift: a distance by hand, what chance gives, and when it is worth a warning."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

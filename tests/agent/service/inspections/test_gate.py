@@ -1,7 +1,5 @@
 """The gate: suspects alone, each once, in order; and the room that folders share."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A line's boards: what is stored is in the order of what was decided, and nothing decided is lost on the way."""
 
-from __future__ import annotations
-
 import threading
 from datetime import UTC, datetime, timedelta
 

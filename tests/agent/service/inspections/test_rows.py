@@ -1,7 +1,5 @@
 """Pictures of anomalies in a result: kept of images that are NG, where images are kept."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.core.request import Outcome, StepResult

@@ -1,7 +1,5 @@
 """Judged images offered to shadows: which are kept and for how long, what is asked, and which rows are written."""
 
-from __future__ import annotations
-
 import io
 from datetime import UTC, datetime
 from itertools import count

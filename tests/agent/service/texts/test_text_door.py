@@ -1,7 +1,5 @@
 """Texts of a served line: tiny language models with random weights, asked at its desk."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Fixtures: a clip, an MJPEG camera, a failing camera, an RTSP server, and takers of their frames."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -60,7 +58,7 @@ def clip(tmp_path_factory):
 @pytest.fixture
 def watched():
     """Makes takers. At the end of a test all cameras and their processes have ended."""
-    takers: list[Taker] = []
+    takers = []
 
     def watch(url, *, password=None, has_room=True, is_open=True, **given):
         takers.append(Taker(section(url, **given), password, has_room, is_open))

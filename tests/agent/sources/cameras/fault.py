@@ -15,8 +15,6 @@
 | die | the process ends as by a fault in C |
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import time

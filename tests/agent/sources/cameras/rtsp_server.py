@@ -4,8 +4,6 @@ Each picture of /drawn shows when it was drawn: the milliseconds of CLOCK_MONOTO
 white for 1, the lowest bit first. For the system's Python: GStreamer's bindings are Debian's.
 """
 
-from __future__ import annotations
-
 import gi
 
 gi.require_version("Gst", "1.0")
@@ -27,7 +25,7 @@ STREAMS = {
 REST = b"\x80" * (WIDTH * (HEIGHT - SQUARE) + WIDTH * HEIGHT // 2)
 
 
-def draw(source: Gst.Element) -> bool:
+def draw(source):
     """One picture, as soon as the stream has a clock; False once nobody watches any more."""
     clock = source.get_clock()
     if clock is None:
@@ -39,11 +37,11 @@ def draw(source: Gst.Element) -> bool:
     return source.emit("push-buffer", buffer) == Gst.FlowReturn.OK
 
 
-def feed(_: GstRtspServer.RTSPMediaFactory, media: GstRtspServer.RTSPMedia) -> None:
+def feed(_, media):
     GLib.timeout_add(PERIOD_MS, draw, media.get_element().get_by_name("drawn"))
 
 
-def main() -> None:
+def main():
     Gst.init(None)
     server = GstRtspServer.RTSPServer()
     server.set_address("127.0.0.1")

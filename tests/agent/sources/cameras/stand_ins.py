@@ -63,7 +63,7 @@ class MjpegCamera:
 
     def __init__(self):
         self.word = "stream"
-        self.login: str | None = None
+        self.login = None
         self.moved_to = ""
         self.viewers = 0
         camera = self
@@ -184,8 +184,8 @@ class Taker:
     config = SimpleNamespace(boards=dict.fromkeys(("main", "other")), layouts=dict.fromkeys(("main", "other")))
 
     def __init__(self, section, password=None, has_room=True, is_open=True):
-        self.frames: list[Frame] = []
-        self.lost: list[tuple[Subject, str]] = []
+        self.frames = []
+        self.lost = []
         self.is_free = has_room
         self.faults = 0  # so often the door breaks
         self.door = threading.Event()  # while it is not set, an image that is offered waits

@@ -1,7 +1,5 @@
 """A camera as the agent sees it: real processes, real sockets, and cameras that misbehave on command."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
@@ -15,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -31,9 +28,6 @@ from tests.agent.sources.cameras.stand_ins import (
     section,
 )
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from agent.sources.cameras.process import Heard
 
 Watch = Callable[..., Taker]
 STALL_S = 1.0  # as short as a busy machine lets a camera be
@@ -300,7 +294,7 @@ class TestFaults:
 
 def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing):
     def once(end):
-        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        heard = queue.SimpleQueue()
         failing.say("stream")
         process = ChildProcess(connection_of(section(failing.url), None), heard.put)
         for number in range(3):

@@ -1,7 +1,5 @@
 """Late frames: their age, the trigger that they answer, and the alarm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The contract of picture sources, the behaviour of each kind, and the page about cameras."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A camera's process in virtual time: when it is started and killed, its interval, and its messages."""
 
-from __future__ import annotations
-
 import os
 import socket
 
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from agent.sources.cameras import supervision, wire
 from agent.sources.cameras.supervision import (
-    Action,
     CameraSignal,
     CameraState,
     FramesCame,
@@ -35,7 +32,7 @@ class Desk:
     def __init__(self, evenly=0.5):
         self.now = 0.0
         self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
-        self.done: list[Action] = []
+        self.done = []
         self.say(CameraSignal.START)
 
     def say(self, *events):

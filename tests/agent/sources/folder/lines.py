@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -25,9 +25,6 @@ from agent.sources.folder.folder import FolderSource
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from agent.sources.folder.claiming import ClaimedImage
     from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
@@ -74,10 +71,10 @@ class Line:
         self.root = root
         self.now = 0.0
         self.room = 10_000
-        self.has_room: Callable[[Any], bool] = lambda _: len(self.arrivals) < self.room
+        self.has_room = lambda _: len(self.arrivals) < self.room
         self.stores_refusals = True
-        self.arrivals: list[ClaimedImage] = []
-        self.refusals: list[Refusal] = []
+        self.arrivals = []
+        self.refusals = []
         usual = {} if keys.get("identity") == "sidecar" else {"pattern": PATTERN}
         section = FolderSection.model_validate({"path": str(root), **usual, **keys}, context={"folder": root.parent})
         self.naming = SIDECARS if section.has_sidecars else NAMING
@@ -137,7 +134,7 @@ class LiveLine(Line):
     """The same with its thread, real events and a real clock."""
 
     def __enter__(self):
-        self.came: queue.Queue[ClaimedImage] = queue.Queue()
+        self.came = queue.Queue()
         self.source._clock = time.monotonic
         self.source._reader = Unread(self.came.put)
         self.source.start()

@@ -1,7 +1,5 @@
 """A watched folder under a virtual clock, with real files and renames."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -246,8 +244,8 @@ class Exhaustive:
 
     def __init__(self, rule):
         self.rule = rule
-        self.candidates: dict[str, WaitingFile] = {}
-        self.stale: set[str] = set()
+        self.candidates = {}
+        self.stale = set()
 
     def put(self, candidate, is_new):
         self.candidates[candidate.relpath] = candidate

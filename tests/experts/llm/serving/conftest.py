@@ -1,7 +1,5 @@
 """Texts for an engine: who writes them down, and a model that is none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Leases: a text holds no more than it may for now, goes on once it may hold more, and writes what it would have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tokenizers of both usual kinds, made here, as the files of a model's directory."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

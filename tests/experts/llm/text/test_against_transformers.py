@@ -1,7 +1,5 @@
 """The oracle: the tokenizers of transformers, made of the same files, read and write as ours do."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

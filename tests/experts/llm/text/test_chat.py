@@ -1,7 +1,5 @@
 """Chat templates: what they may use, and that none of them harms whoever renders it."""
 
-from __future__ import annotations
-
 import pytest
 
 from experts.errors import PromptInvalid, TokenizerUnusable

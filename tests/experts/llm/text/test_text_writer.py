@@ -1,7 +1,5 @@
 """Text as it grows: the pieces joined are the text, no half a character, nothing of a stop string."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

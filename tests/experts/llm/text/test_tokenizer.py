@@ -1,7 +1,5 @@
 """What is read of a model's tokenizer files, and what is told of those that cannot be used."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Names that can be claimed, found again, put away and explained; folders that are left behind."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Sidecars under a virtual clock: board, component and ref stand in a file beside the image."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
