@@ -1,6 +1,6 @@
 """Tables of the offline phase: columns of text for a terminal, and Markdown.
 
-Guarantees: cells are printed as they are, in their order; no terminal gets colours.
+Guarantees: cells are printed as they are, in their order, without colours.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rich.console import JustifyMethod
 
 WIDTH = 120  # of folded tables
 
 
-def text_table(lines: Iterable[Sequence[object]], layout: str | None = None) -> str:
-    """Columns for a terminal, the headings being the first line.
-
-    ``layout``: how a line is formatted, such as ``{:<16} {:>8}``; None: as wide as the cells are, two blanks apart.
-    """
+def text_table(lines: Iterable[Sequence[str]], to_the_right: Collection[int] = ()) -> str:
+    """Columns for a terminal, two blanks apart; the first line holds the headings. ``to_the_right``: column numbers."""
     lines = list(lines)
-    layout = layout or "  ".join(f"{{:<{max(map(len, map(str, column)))}}}" for column in zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    layout = "  ".join(f"{{:{'>' if n in to_the_right else '<'}{width}}}" for n, width in enumerate(widths))
     return "\n".join(layout.format(*cells).rstrip() for cells in lines)
 
 
@@ -35,7 +33,7 @@ def markdown_table(lines: Iterable[Sequence[str]]) -> str:
 
 
 def folded_table(columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for ``folded``, by heading; where it would be too wide, its first column is folded."""
+    """Table for ``folded``, by heading. Its first column is folded where the table would be too wide."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, (heading, justify) in enumerate(columns.items()):
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=number > 0)

@@ -14,6 +14,7 @@ from agent.config import read_line
 from agent.device_profile.store import read_profile
 from experts.expert import Precision
 from profiler.allocation.step import CASUAL
+from profiler.bench.measured import Target, at_least, at_most
 from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.bench.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION, report
 from profiler.charts import Labels, bar_chart
@@ -21,7 +22,6 @@ from profiler.microbench.batches import BatchOptions
 from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.tables import markdown_table
-from profiler.targets import Target, at_least, at_most
 from profiler.workload.generated_line import EVERY_S, LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
+from profiler.bench.measured import targets_table
 from profiler.profiling.profile_line import KIND_LIMIT_S
-from profiler.targets import targets_table
 from profiler.workload.graph_kinds import GraphKind
 from proof.compute.measure import ComputeOptions, measure_compute_forms
 from proof.engine import FULL, SHORT, SHORT_KIND_LIMIT_S, EngineProof, engine_section, measure_engine
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from profiler.bench.measured import Measured
+    from profiler.bench.measured import Measured, Target
     from profiler.replay.player import Progress
-    from profiler.targets import Target
     from proof.paper.evaluation import Evaluation
 
 REPORT = "report.md"

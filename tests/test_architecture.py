@@ -36,7 +36,6 @@ RUNTIME_FENCE = (
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
-    "profiler.bench.plain_models",
     "profiler.workload.made_up_graphs",
     "proof",
 )
@@ -138,7 +137,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "profiler.charts": (),
     "profiler.tables": (),
-    "profiler.targets": ("profiler.tables",),
     "profiler.workload": (),
     "profiler.simulation": ("profiler.workload",),
     "profiler.replay": ("profiler.workload",),
@@ -152,7 +150,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "profiler.planning": ("profiler.tables", "profiler.workload", "profiler.simulation"),
     "profiler.bench": (
-        "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation", "profiler.replay",
+        "profiler.tables", "profiler.workload", "profiler.simulation", "profiler.replay",
     ),
     "proof.paper": (),
     "proof.parts": ("proof.paper.tasks",),

@@ -23,8 +23,7 @@ from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
-from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import player
+from profiler.replay.player import experts_of, images_of, player
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival
 

@@ -1,7 +1,7 @@
 """Cost of the journal: a trace whose requests are journaled and stored, by turns with the same trace without both.
 
-Each request and its image is accepted in the journal before the agent sees it, and its verdict is stored before it
-counts as answered, as requests of cameras and callers are.
+As for cameras and callers, a request and its image are journaled before the agent sees them, and a verdict is stored
+before the request counts as answered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import statistics
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -22,16 +22,14 @@ from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from agent.runtime.requests import Ended, Requests
 from agent.subject import Subject
-from profiler.bench.measured import Column, Measured
+from profiler.bench.measured import Column, Measured, at_most
 from profiler.bench.policy_runs import RunOptions, machine
 from profiler.bench.turns import Plan, by_turns
-from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import player
-from profiler.targets import at_most
+from profiler.replay.player import experts_of, images_of, player
+from profiler.workload.generated_line import removed_afterwards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -51,14 +49,13 @@ COLUMNS = (
     Column("cost", "cost", ".2%"),
     Column("standard error", "error", ".2%"),
 )
-FILE = "bench-journal.db"
 
 
 @dataclass(frozen=True, slots=True)
 class JournalCost:
-    """Medians over pairs. ``cost``: share of the images/s that the journal takes; ``error``: its standard error.
+    """Medians over pairs. ``cost``: share of the images/s; ``error``: its standard error, None for a single pair.
 
-    ``image_bytes``: of all images, as they are journaled. ``error`` is None for a single pair.
+    ``image_bytes``: of all images, as journaled.
     """
 
     requests: int
@@ -71,18 +68,19 @@ class JournalCost:
 
 
 class JournaledRequests(Requests):
-    """Requests that are durable before the agent sees them, and whose end is stored before it is told."""
+    """Requests that are durable before the agent sees them; an outcome is stored before it counts.
+
+    ``contents``: encoded images by the identity of the decoded one.
+    """
 
     def __init__(self, store: ResultStore, contents: dict[int, bytes]) -> None:
         super().__init__()
         self._store = store
-        self._contents = contents  # by the identity of the image
+        self._contents = contents
         self._sent = 0
         self._entered = threading.Semaphore(0)
-        self._keys: dict[int, str] = {}
 
     def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> None:
-        """Submit a request once the journal has accepted it."""
         self._sent += 1
         key = f"bench/{self._sent}"
         subject = Subject(key, "bench", key, datetime.now(UTC), component, expert)
@@ -95,7 +93,6 @@ class JournaledRequests(Requests):
         return super().collect(progress)
 
     def tell(self, number: int, outcome: Outcome) -> None:
-        """An outcome has come: it counts once it is stored."""
         now = datetime.now(UTC)
         result = Result(
             Subject(f"bench/{number}", "bench", "", now), line="bench", verdict=outcome.verdict, finished_at=now,
@@ -113,14 +110,13 @@ class JournaledRequests(Requests):
 def measure_journal(
     config: LineConfig,
     trace: Sequence[TracedArrival],
-    options: RunOptions | None = None,
+    options: RunOptions,
     progress: Progress = lambda *_: None,
 ) -> Measured:
-    """Play a trace with and without the journal, ``repeats`` times each, after one pair that counts for nothing.
+    """Play a trace with and without the journal, ``repeats`` times each, after a pair to warm up.
 
-    Raises what ``run_line`` raises.
+    Raises as ``run_line`` does.
     """
-    options = options or RunOptions()
     config = options.on(config, *options.precisions)
     images = images_of(trace, config.catalog)
     contents = {id(image): encoded(image) for image in images}
@@ -128,7 +124,11 @@ def measure_journal(
 
     def seconds(journaled: bool) -> float:
         with ExitStack() as ending:
-            requests = ending.enter_context(_journaled(config.state / FILE, contents)) if journaled else None
+            requests: Requests | None = None
+            if journaled:
+                folder = ending.enter_context(removed_afterwards(config.state, "bench-journal-"))
+                store = ending.enter_context(closing(ResultStore(folder / "results.db")))
+                requests = JournaledRequests(store, contents)
             experts = experts_of(trace, config.catalog)
             stage = ending.enter_context(player(config, experts, options.agent_options, requests=requests))
             machines.append(machine(stage.agent))
@@ -151,22 +151,6 @@ def encoded(image: NDArray[np.uint8]) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-@contextmanager
-def _journaled(path: Path, contents: dict[int, bytes]) -> Iterator[JournaledRequests]:
-    """Requests over a new store, which is removed afterwards."""
-
-    def remove() -> None:
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-    remove()
-    try:
-        with closing(ResultStore(path)) as store:
-            yield JournaledRequests(store, contents)
-    finally:
-        remove()
 
 
 def _cost(requests: int, image_bytes: int, speeds: Sequence[tuple[float, float]]) -> JournalCost:

@@ -8,18 +8,50 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from profiler.tables import text_table
-from profiler.targets import Target, targets_text
+from profiler.tables import markdown_table, text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-ABSENT = "-"
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Figure beside the project's target. ``reached``: None for a figure without a target."""
+
+    what: str
+    wanted: str
+    found: str
+    reached: bool | None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        verdict = "" if self.reached is None else "reached" if self.reached else "SHORT"
+        return self.what, self.wanted, self.found, verdict
+
+
+def at_least(what: str, found: float, least: float) -> Target:
+    return Target(what, f"at least {least:g}", f"{found:.3g}", found >= least)
+
+
+def at_most(what: str, found: float, most: float) -> Target:
+    return Target(what, f"at most {most:.1%}", f"{found:.2%}", found <= most)
+
+
+def without_target(what: str, found: float) -> Target:
+    return Target(what, "-", f"{found:.2f}", None)
+
+
+def targets_text(targets: Iterable[Target]) -> str:
+    return text_table(target.cells for target in targets)
+
+
+def targets_table(targets: Iterable[Target]) -> str:
+    return markdown_table([("what", "to reach", "here", ""), *(target.cells for target in targets)])
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table. ``path``: a row's attribute, dotted; ``form``: its format; ``scale``: to its unit."""
+    """Column of a table. ``path``: attribute of a row, dotted; ``form``: its format; ``scale``: factor to its unit."""
 
     heading: str
     path: str
@@ -29,29 +61,19 @@ class Column:
     def cell(self, row: object) -> str:
         value = attrgetter(self.path)(row)
         if value is None:
-            return ABSENT
+            return "-"
         return format(value if self.scale is None else value * self.scale, self.form)
-
-    @property
-    def is_text(self) -> bool:
-        return not self.form
 
 
 def table_of(columns: Sequence[Column], rows: Sequence[object]) -> str:
     """Rows as text: words to the left, figures to the right."""
     lines = [[column.heading for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    marks = ["<" if column.is_text else ">" for column in columns]
-    layout = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
-    return text_table(lines, layout)
+    return text_table(lines, [number for number, column in enumerate(columns) if column.form])
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One benchmark on this machine. ``rows``: records of one kind; ``notes``: what a reader has to know of them.
-
-    ``more``: further keys of the JSON alone.
-    """
+    """One benchmark on this machine. ``rows``: records of one kind; ``more``: further keys of the JSON alone."""
 
     machine: str
     columns: tuple[Column, ...]

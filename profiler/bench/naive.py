@@ -1,9 +1,9 @@
-"""The general model server that CoServe is compared with, as its users write it.
+"""The general model server that CoServe is compared with, as users of torch write it.
 
-Requests in the order they came, one image at a time; as many models as the memory holds, counted by the largest; the
-least recently used model is evicted. A load builds the model by its architecture's own constructor and fills it by
-``load_state_dict(torch.load(file, weights_only=True))``, in fp32. The file is not in the page cache: the memory of a
-full edge box leaves none for it. The clock starts with a full memory, as an agent's does after its initial placement.
+It serves requests in order, one image at a time; holds as many models as fit, counted by the largest; evicts the least
+recently used one. A load builds the model by its constructor and fills it by ``load_state_dict(torch.load(file,
+weights_only=True))``, in fp32. The file is not in the page cache, for which a full edge box has no memory. The clock
+starts with a full memory, as an agent's does after its initial placement.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.weights.drive import PacedLink
 from experts.backends import backend_for, family
+from experts.backends.torch_backend import TorchBackend
 from experts.errors import OutputInvalid
-from profiler.bench.plain_models import PlainExpert, build, plain_expert
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.workload.generated_line import removed_afterwards, require_disk
 
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
+    from torch.nn import Module
 
     from agent.config import LineConfig
+    from experts.backends.base import Prepared
+    from experts.backends.forms.base import Reader
     from experts.expert import Expert, Prediction
     from experts.graph import ExpertGraph
     from profiler.workload.traces import TracedArrival
@@ -45,10 +49,10 @@ FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts 
 
 @dataclass(frozen=True, slots=True)
 class NaivePlayed:
-    """A trace on the general model server. ``labels`` in its order, None where the output was NaN or infinity.
+    """A trace on the general model server. ``labels``: in its order, None where the output was NaN or infinity.
 
-    ``others_fraction``: of all cores, used by other processes. ``missing_bytes``: of the distinct experts that were
-    needed and not resident at the start; no server reads less.
+    ``others_fraction``: of all cores, used by other processes. ``missing_bytes``: of needed experts that were not
+    resident at the start, each once; no server reads less.
     """
 
     seconds: float
@@ -87,7 +91,7 @@ def naive_files(config: LineConfig, experts: Iterable[str]) -> Iterator[dict[str
 
 @dataclass(slots=True)
 class NaiveServer:
-    """See the module. ``expert_bytes``: the memory it may fill with models. ``usage``: probabilities by expert."""
+    """See the module. ``expert_bytes``: memory for models. ``usage``: probabilities by expert."""
 
     experts: Mapping[str, Expert]
     graph: ExpertGraph
@@ -103,12 +107,12 @@ class NaiveServer:
 
     @property
     def capacity(self) -> int:
-        """Models that fit, each as large as the largest; one at least, as it cannot serve otherwise."""
+        """Models that fit, each as large as the largest; at least one."""
         largest_bytes = max(file.stat().st_size for file in self.files.values())
         return max(int(self.expert_bytes / (largest_bytes * (1 - FOLDED_FRACTION))), 1)
 
     def play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
-        """Serve a trace, each request at its time or as soon after it as the ones before allow.
+        """Serve a trace, each request at its time or once those before it are done.
 
         Memory holds exactly the most used models when the clock starts.
         """
@@ -188,14 +192,10 @@ class NaiveServer:
 
 
 def drop_from_cache(file: Path) -> None:
-    """Ask the system to forget a file's pages, so that the next read comes from the disk. The file must be synced."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    """Drop a file's pages from the page cache, so that the next read comes from the disk. The file must be synced."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _saved(expert: Expert, path: Path) -> Path:
@@ -212,3 +212,43 @@ def _saved(expert: Expert, path: Path) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExpert:
+    """Expert as users of torch run it: a module in fp32, channels first, nothing folded, packed or converted.
+
+    ``answered`` reads outputs as our forms do.
+    """
+
+    expert: Expert
+    module: Module
+    answered: Reader
+
+    def infer(self, batch: Sequence[Prepared], device: str = "cpu") -> Sequence[Prediction]:
+        """One prediction per image. Raises OutputInvalid where an output is NaN or infinity."""
+        with torch.inference_mode():
+            output = self.module(torch.stack([prepared.tensor for prepared in batch]).to(device))
+            outputs = (output,) if isinstance(output, torch.Tensor) else (output["boxes"], output["scores"])
+            return self.answered(self.expert, [each.float().cpu() for each in outputs], batch)
+
+
+def build(expert: Expert) -> Module:
+    if family(expert.architecture) == "detector":
+        from experts.backends import detector
+
+        return detector.build_trainable(expert.architecture, len(expert.labels))
+    from experts.backends import classifier
+
+    return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.pixels.height)
+
+
+def plain_expert(expert: Expert, weights: Mapping[str, Tensor], *, strict: bool = True) -> PlainExpert:
+    backend = backend_for(expert.architecture)
+    assert isinstance(backend, TorchBackend), "asked for torch's architectures"
+    module = build(expert)
+    module.load_state_dict(weights, strict=strict)
+    module.eval()
+    if family(expert.architecture) == "detector":
+        module.model[-1].training = True  # of the head alone: it answers with its raw outputs, as ours do
+    return PlainExpert(expert, module, backend.reader(expert))

@@ -1,11 +1,11 @@
 """A line and a trace on the real engine: policies and precisions by turns, with the floor measured in the same run.
 
-Guarantees: all take turns, round by round, and are told by medians; every value is kept; unjudged requests are counted,
-with their reasons, and never make a run faster. A first run of each precision counts for nothing. Packed files are read
-past the page cache wherever the filesystem allows it (``direct_io``).
+Guarantees: policies and precisions take turns, round by round; medians are shown and every value is kept. Unjudged
+requests are counted, with their reasons, and never make a run faster. A first run of each precision warms up. Packed
+files are read past the page cache where the filesystem allows it (``direct_io``).
 
-A row's floor is that of its own executors, the naive server's that of the first policy's. Around the first policy of a
-round the floor is measured before and after, as a machine's speed moves within a minute, and the mean counts.
+A row's floor is that of its own executors, the naive server's that of the first policy's. The floor is measured before
+and after the first policy of a round, as a machine's speed changes within a minute, and the mean counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from agent.commands.judged_images import outputs_sha256
 from agent.core.effects import StartBatch
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
@@ -39,8 +38,7 @@ from profiler.bench.rows import (
     medians,
     naive_figures,
 )
-from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import player
+from profiler.replay.player import experts_of, images_of, player
 from profiler.simulation.forecast import sharing_speedups
 from profiler.simulation.simulator import PASSES, Simulator
 
@@ -67,9 +65,8 @@ WARMING_UP = "warming up"
 class RunOptions:
     """Policies and precisions to run, and replacements of the line's own values; None or empty: the line's own.
 
-    ``policies`` are presets, or "naive". ``precisions`` take turns; auto: as the profile found. ``memory`` in bytes by
-    name: host, device, workspace. ``with_roofline``: also measure the compute alone, which takes as long as another
-    policy.
+    ``policies``: presets, or "naive". ``precisions``: auto is what the profile found. ``memory``: bytes by host, device
+    and workspace. ``with_roofline``: also measure the compute alone, which takes as long as another policy.
     """
 
     policies: tuple[str, ...] = ()
@@ -91,8 +88,6 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A trace, its decoded images, its experts, and the naive server's files of them."""
-
     trace: tuple[TracedArrival, ...]
     images: Sequence[NDArray[np.uint8]]
     experts: set[str]
@@ -222,8 +217,7 @@ class _Side:
         bandwidth = self._bandwidths[-1]
         io_s = io_bytes(agent, played, work_of(played, asked.images)) / bandwidth
         forecast = predicted(agent, asked.trace, played, bandwidth)
-        digest = outputs_sha256(played.labels)
-        return engine_figures(played, len(reasons), digest, forecast, floors.floor(agent, io_s))
+        return engine_figures(played, len(reasons), forecast, floors.floor(agent, io_s))
 
     def _naive_figures(self, _: str, floors: _Floors, progress: Progress) -> Figures:
         agent, asked = self._first, self._asked
@@ -240,8 +234,7 @@ class _Side:
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
         played = server.play(asked.trace, asked.images)
-        floor = floors.floor(agent, played.missing_bytes / self._bandwidths[-1])
-        return naive_figures(played, outputs_sha256(played.labels), floor)
+        return naive_figures(played, floors.floor(agent, played.missing_bytes / self._bandwidths[-1]))
 
     def _row(self, policy: str) -> PolicyRow:
         agent = self._agents.get(policy, self._first)
@@ -260,7 +253,7 @@ class _Side:
 
 
 class _Floors:
-    """The compute alone in one round, by the executors that it was measured on."""
+    """Computing alone in one round, by the executors that it was measured on."""
 
     def __init__(self, is_wanted: bool, work: TraceWork, progress: Progress) -> None:
         self._is_wanted = is_wanted
@@ -286,35 +279,24 @@ class _Floors:
 
 
 def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
-    """Simulated times of a trace, from this agent's own profile and limits.
-
-    Experts answer as they did when the trace was played, so that requests take the same routes.
-    """
+    """Simulated times of a played trace, by this agent's profile and limits; its requests take the same routes."""
     seen = {
         (number, step.expert): step.prediction
         for number, outcome in enumerate(played.outcomes)
         for step in outcome.steps
     }
-    links = {} if agent.stored is None else agent.stored.link_bytes_per_s
+    links = ({} if agent.stored is None else agent.stored.link_bytes_per_s) | {SSD: ssd_bytes_per_s}
     speedups = {} if agent.stored is None else sharing_speedups(agent.stored)
-    simulation = Simulator(
-        agent.setup,
-        lambda request, expert: seen.get((request, expert), PASSES),
-        links | {SSD: ssd_bytes_per_s},
-        speedups,
-    ).run(trace)
-    processors = {spec.id: spec.processor for spec in agent.setup.executors}
+    simulator = Simulator(agent.setup, lambda request, expert: seen.get((request, expert), PASSES), links, speedups)
+    simulation = simulator.run(trace)
+    columns = {spec.id: agent.setup.matrix.experts[spec.processor] for spec in agent.setup.executors}
     batches = (effect.batch for _, effect in simulation.effects if isinstance(effect, StartBatch))
-    experts = agent.setup.matrix.experts
-    busy_s = sum(
-        experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
-        for batch in batches
-    )
+    busy_s = sum(columns[batch.executor][batch.expert].performance.latency_s(len(batch.requests)) for batch in batches)
     return Predicted(max(simulation.finished_s.values()), busy_s)
 
 
 def precision_text(agent: Agent) -> str:
-    """The precisions that an agent runs in, such as ``bf16``, or ``bf16+fp32`` where experts differ."""
+    """Precisions that an agent runs in: ``bf16``, or ``bf16+fp32`` where experts differ."""
     return "+".join(sorted({packed.precision for packed in agent.packed.values()}))
 
 
@@ -323,7 +305,7 @@ def machine(agent: Agent) -> str:
 
 
 def packing_of(progress: Progress) -> Progress:
-    """Progress of packing alone: each agent's probe would repeat itself."""
+    """Progress of packing alone, without each agent's probe."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if stage == "pack":

@@ -2,11 +2,11 @@
 
     compute   every step of the trace's requests, run by the same executors with every expert resident and all requests
               queued at once, so that batches are as large as the profile allows
-    io        the bytes of needed experts that no memory held at the start, over the speed of direct reads of the
-              line's own packed files now, or the rate that loads are held to
+    io        the bytes of needed experts that no memory held at the start, over the present speed of direct reads of
+              the line's packed files, or the rate that loads are held to
     roofline  the larger of the two
 
-Where memory cannot hold all experts, requests of the least used ones go to others of the same kind: they take as long.
+Where memory cannot hold all experts, requests of the least used ones run on others of their kind, which take as long.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fcntl
 import os
 import time
 from collections import Counter, defaultdict
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
 
 @dataclass(frozen=True, slots=True)
 class TraceWork:
-    """TraceWork of a trace: one entry for each step of each request, with its image."""
+    """Expert and image of each step of each request of a trace."""
 
     experts: tuple[str, ...]
     images: tuple[NDArray[np.uint8], ...]
@@ -60,15 +61,17 @@ class TraceWork:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The work with every expert resident. ``loads``: of the pass that counts, 0 unless memory is too small."""
+    """The work with every expert resident. ``loads``: of the pass that counts, 0 unless memory is too small.
+
+    ``substituted``: steps that ran on another expert of the same kind.
+    """
 
     seconds: float
     loads: int
-    substituted: int  # steps that ran on another expert of the same kind
+    substituted: int
 
     @property
     def note(self) -> str:
-        """Caveat for the reader; empty for none."""
         parts = []
         if self.substituted:
             parts.append(f"{self.substituted} steps ran on other experts of their kind: memory cannot hold all")
@@ -78,7 +81,6 @@ class Compute:
 
 
 def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> TraceWork:
-    """The steps that a played trace took."""
     steps = [
         (step.expert, image) for outcome, image in zip(played.outcomes, images, strict=True) for step in outcome.steps
     ]
@@ -86,10 +88,10 @@ def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> TraceWork:
 
 
 def measure_compute(agent: Agent, work: TraceWork, progress: Progress = lambda *_: None) -> Compute:
-    """Run the work with every expert resident, on the executors that this agent of the line had; it may have ended.
+    """Run the work with every expert resident, on the executors of this agent, which may have ended.
 
-    One request of each expert goes first, which brings it to where it runs.
-    Raises ConfigError when nothing was run, or memory cannot hold one expert of each kind.
+    One request of each expert goes first, which loads it. Raises ConfigError when nothing was run, or memory cannot
+    hold one expert of each kind.
     """
     if not work.experts:
         raise ConfigError(f"{agent.config.document.file}: no request of the trace was judged: nothing to compare with")
@@ -136,10 +138,9 @@ def measure_bandwidth(agent: Agent) -> float:
     for packed in agent.packed.values():
         segments |= {segment.sha256: (segment, packed.expert) for segment in packed.segments}
     largest_first = sorted(segments.values(), key=lambda each: -each[0].size_bytes)
-    reader, buffer = DirectReader(), AlignedBuffer(largest_first[0][0].size_bytes)
     read_bytes, seconds = 0, 0.0
-    try:
-        buffer.tensor.zero_()  # memory that was never touched would be paid for by the first read
+    with closing(DirectReader()) as reader, closing(AlignedBuffer(largest_first[0][0].size_bytes)) as buffer:
+        buffer.tensor.zero_()  # the first access to untouched memory would count its page faults
         for segment, expert in largest_first:
             path, target = agent.segments.segment_path(segment.sha256), buffer.view[: segment.size_bytes]
             started = time.perf_counter()
@@ -148,9 +149,6 @@ def measure_bandwidth(agent: Agent) -> float:
             read_bytes += segment.size_bytes
             if read_bytes >= READ_BYTES:
                 break
-    finally:
-        reader.close()
-        buffer.close()
     return read_bytes / seconds
 
 
@@ -159,19 +157,16 @@ def reads_directly(file: Path) -> bool:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return hasattr(fcntl, "F_NOCACHE")
-    buffer = AlignedBuffer(ALIGNMENT_BYTES)
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flag)
-        try:
-            os.preadv(descriptor, [buffer.view], 0)
-        finally:
-            os.close(descriptor)
+        with (
+            closing(AlignedBuffer(ALIGNMENT_BYTES)) as buffer,
+            open(file, "rb", 0, opener=lambda path, flags: os.open(path, flags | flag)) as opened,
+        ):
+            os.preadv(opened.fileno(), [buffer.view], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
-    finally:
-        buffer.close()
     return True
 
 
@@ -184,7 +179,7 @@ def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
 
 
 def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, Kind]:
-    """Kind of each expert: experts of one kind run alike, by the layout of every copy and by their input."""
+    """Kind of each expert, by the layouts of its copies and its input: experts of one kind take the same time."""
     layouts: defaultdict[str, set[str]] = defaultdict(set)
     for packed in copies.values():
         layouts[packed.expert].add(packed.layout)
@@ -192,7 +187,7 @@ def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, 
 
 
 def _held(agent: Agent, work: TraceWork, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
-    """The experts that stay resident: the most used one of each kind, then the most used ones that still fit."""
+    """Experts that stay resident: the most used one of each kind, then the most used ones that still fit."""
     capacity_bytes = int(RAM_FRACTION * min(agent.box.size_of(pool).available_bytes for pool in agent.box.pools))
     by_use = [expert for expert, _ in Counter(work.experts).most_common()]
     firsts = list({kinds[expert]: expert for expert in reversed(by_use)}.values())

@@ -1,6 +1,6 @@
-"""Figures of one run, rows of one policy each, and the whole measurement in words.
+"""Figures of one run, a row for each policy, and the whole measurement in words.
 
-A row is told by medians, field by field, so its figures need not all be of one run; a count is one that was counted.
+A row holds medians, field by field, so its figures need not all be of one run; a count is one that was counted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import statistics
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from agent.commands.judged_images import outputs_sha256
 from agent.core import events
-from profiler.bench.measured import Column, table_of
+from profiler.bench.measured import Column, Target, at_least, table_of
 from profiler.replay.host_load import QUIET_FRACTION
-from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """By the simulator: seconds of the trace, and busy seconds of its executors together."""
+    """Simulated seconds of the trace, and busy seconds of all executors."""
 
     seconds: float
     busy_s: float
@@ -57,7 +57,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Least seconds of any schedule: for computing alone, and for reading the bytes missing at the start alone."""
+    """Least seconds of any schedule: to compute, and to read the bytes missing at the start."""
 
     compute_s: float
     io_s: float
@@ -69,12 +69,11 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One run of one policy, or the medians of several. None where it does not apply, or was not asked for.
+    """One run of one policy, or the medians of several. None where a figure does not apply, or was not asked for.
 
-    ``scheduling_s`` and ``expert_management_s``: the deciding thread's processor time; ``decision_us``: as the clock
-    on the wall has it. ``prediction_error``: predicted over measured, less one. ``batch_slowness``: how long executors
-    were busy over how long the profile says, which is the part of that error that is due to K and B.
-    ``compute_floor_s``, ``io_floor_s``: the larger of the two is the roofline's time.
+    ``scheduling_s`` and ``expert_management_s``: CPU time of the deciding thread; ``decision_us``: wall-clock time.
+    ``prediction_error``: measured seconds over predicted ones, less one. ``batch_slowness``: busy time of the executors
+    over the profile's, the part of that error that is due to K and B. The roofline's time is the larger floor.
     """
 
     seconds: float
@@ -94,7 +93,7 @@ class Figures:
     wait_p99_s: float
     busy_s: float  # of all executors together
     peak_rss_bytes: int
-    others_fraction: float  # of all cores, that other processes had meanwhile
+    others_fraction: float  # of all cores, used by other processes meanwhile
     predicted_images_per_s: float | None = None
     prediction_error: float | None = None
     batch_slowness: float | None = None
@@ -116,8 +115,6 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRow:
-    """One policy: the medians of its runs, and each of them."""
-
     policy: str
     requests: int
     precision: str
@@ -133,7 +130,7 @@ class PolicyRow:
 
     @property
     def targets(self) -> list[Target]:
-        """The floor is one of our policy alone; a prediction, of every policy that has one."""
+        """Only our own policy has a target for the floor; every policy with a prediction has one for that."""
         figures, found = self.medians, []
         if self.policy == "coserve" and figures.roofline_fraction is not None:
             found.append(at_least("roofline fraction", figures.roofline_fraction, TARGET_ROOFLINE_FRACTION))
@@ -145,7 +142,7 @@ class PolicyRow:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that scripts read, the medians' own on top, and all runs below."""
+        """The medians' keys stand at the top, all runs below."""
         return {
             "policy": self.policy,
             "requests": self.requests,
@@ -161,7 +158,7 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A trace on a line. Bandwidth: of direct reads, or the rate that loads were held to."""
+    """A trace on a line. ``ssd_bytes_per_s``: of direct reads, or the rate that loads were held to."""
 
     line: str
     machine: str
@@ -186,8 +183,11 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
 
 
-def engine_figures(played: Played, unknown: int, digest: str, predicted: Predicted, floor: Floor | None) -> Figures:
+def engine_figures(played: Played, unknown: int, predicted: Predicted, floor: Floor | None) -> Figures:
     requests = len(played.outcomes)
+    executed_s = sum(each.busy_s for each in played.after.executors) - sum(
+        each.busy_s for each in played.before.executors
+    )
     decision_us = [decision.seconds * 1e6 for decision in played.decisions]
     managing = [decision.cpu_s for decision in played.decisions if decision.is_expert_management]
     arriving = [
@@ -196,7 +196,7 @@ def engine_figures(played: Played, unknown: int, digest: str, predicted: Predict
         if decision.event is events.Arrived and not decision.is_expert_management
     ]
     return _figures(
-        played, requests, unknown, digest, floor,
+        played, unknown, floor,
         switches=played.counted(lambda each: each.engine.switches),
         loads={path: played.loads().get(path, 0) for path in PATHS},
         evictions=played.counted(lambda each: each.engine.evictions),
@@ -204,17 +204,17 @@ def engine_figures(played: Played, unknown: int, digest: str, predicted: Predict
         decision_us=Percentiles(quantile(decision_us, 0.5), quantile(decision_us, 0.99)) if decision_us else None,
         scheduling_s=sum(arriving),
         expert_management_s=sum(managing),
-        busy_s=busy_s(played),
+        busy_s=executed_s,
         predicted_images_per_s=requests / predicted.seconds,
         prediction_error=played.seconds / predicted.seconds - 1,
-        batch_slowness=busy_s(played) / predicted.busy_s if predicted.busy_s else None,
+        batch_slowness=executed_s / predicted.busy_s if predicted.busy_s else None,
     )  # fmt: skip
 
 
-def naive_figures(played: NaivePlayed, digest: str, floor: Floor | None) -> Figures:
-    """The figures of the general model server; every load is one that a request waited for, and nothing is decided."""
+def naive_figures(played: NaivePlayed, floor: Floor | None) -> Figures:
+    """Figures of the general model server; a request waited for every load, and nothing was decided."""
     return _figures(
-        played, len(played.labels), played.labels.count(None), digest, floor,
+        played, played.labels.count(None), floor,
         switches=played.loads,
         loads=dict.fromkeys(PATHS, 0) | {"ssd_host": played.loads},
         evictions=played.evictions,
@@ -225,19 +225,18 @@ def naive_figures(played: NaivePlayed, digest: str, floor: Floor | None) -> Figu
 
 def _figures(
     played: Played | NaivePlayed,
-    requests: int,
     unknown: int,
-    digest: str,
     floor: Floor | None,
     **own: Any,  # noqa: ANN401  # of any of the fields
 ) -> Figures:
-    """Common figures and ``own`` ones; a request that was not judged does not count as an image."""
-    images_per_s = (requests - unknown) / played.seconds
+    """Common figures and ``own`` ones; an unjudged request does not count as an image."""
+    images_per_s = (len(played.labels) - unknown) / played.seconds
+    roofline_images_per_s = None if floor is None else len(played.labels) / floor.seconds
     return Figures(
         seconds=played.seconds,
         images_per_s=images_per_s,
-        roofline_images_per_s=None if floor is None else requests / floor.seconds,
-        roofline_fraction=None if floor is None else images_per_s / (requests / floor.seconds),
+        roofline_images_per_s=roofline_images_per_s,
+        roofline_fraction=None if roofline_images_per_s is None else images_per_s / roofline_images_per_s,
         compute_floor_s=None if floor is None else floor.compute_s,
         io_floor_s=None if floor is None else floor.io_s,
         wait_p50_s=quantile(played.waits_s, 0.5),
@@ -245,19 +244,18 @@ def _figures(
         peak_rss_bytes=played.peak_rss_bytes,
         others_fraction=played.others_fraction,
         unknown=unknown,
-        outputs_sha256=digest,
+        outputs_sha256=outputs_sha256(played.labels),
         **own,
     )
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Field by field; a count is one that was counted, never a mean of two; a digest is the first run's."""
+    """Medians, field by field; a count is one that was counted, never a mean of two; a digest is the first run's."""
     values = {one.name: [getattr(run, one.name) for run in runs] for one in fields(Figures)}
     return Figures(**{name: _median(column) for name, column in values.items()})
 
 
 def report(measurement: Measurement) -> str:
-    """The rows as a table, with the machine they come from, and whether they reach the targets."""
     cache = "past the page cache" if measurement.direct_io else "THROUGH the page cache: this disk refuses direct reads"
     speed = f"{(measurement.ssd_bytes_per_s or 0) / 1e6:.0f} MB/s"
     lines = [
@@ -274,7 +272,10 @@ def report(measurement: Measurement) -> str:
 def _remarks(row: PolicyRow) -> list[str]:
     """Targets, and caveats that make a row less comparable."""
     figures = row.medians
-    remarks = [f"target     {row.policy}: {target.what} {target.wanted}: {target.remark}" for target in row.targets]
+    remarks = [
+        f"target     {row.policy}: {each.what} {each.wanted}: {'reached' if each.reached else 'SHORT of its target'}"
+        for each in row.targets
+    ]
     if figures.others_fraction > QUIET_FRACTION:
         others = f"other processes had {figures.others_fraction:.0%} of the cores"
         remarks.append(f"SHARED     {row.policy}: {others}: compare rows of one run only")
@@ -284,11 +285,6 @@ def _remarks(row: PolicyRow) -> list[str]:
     if not row.outputs_agree:
         remarks.append(f"OUTPUTS    {row.policy}: its runs did not judge every request alike")
     return remarks
-
-
-def busy_s(played: Played) -> float:
-    before = sum(each.busy_s for each in played.before.executors)
-    return sum(each.busy_s for each in played.after.executors) - before
 
 
 def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # a field of any type

@@ -2,8 +2,8 @@
 
 Two outputs agree where each route step of the expert gives the same label, next expert and verdict (experts.graph
 judges), the same labels hold, boxes have the same labels at the same places, and scores differ by at most TOLERANCE. An
-image that only one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, prove it:
-with n of them it decides otherwise on fewer than 3/n of such images, at 95 % (the rule of three).
+image that only one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
+with n of them fewer than 3/n of such images are decided otherwise, at 95 % (the rule of three).
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from agent.runtime.measuring.rig import MeasuringRig
     from experts.expert import BoundingBox, Expert, Precision, Prediction
     from experts.graph import ExpertGraph
-    from profiler.microbench.bench import Bench
+    from profiler.microbench.batches import Bench
     from profiler.workload.samples import LineSamples, Sample
 
 logger = logging.getLogger(__name__)
 
-LEAST_IMAGES = 30  # of one expert, before a form is proven for it: it decides otherwise on fewer than 1 in 10
+LEAST_IMAGES = 30  # of one expert, to prove a form: fewer than 1 in 10 images are decided otherwise
 OVERLAP_LEAST = 0.75  # intersection over union of two boxes at one place
-SHARE_OF_ONE = 0.75  # of the images, those that are alone in their batch: what an agent of many experts runs most
-LEAST_GAIN = 0.05  # of an image's time: for less no expert is run in another form than its reference
+SHARE_OF_ONE = 0.75  # share of images that are alone in their batch, as most are with many experts
+LEAST_GAIN = 0.05  # of an image's time: a form that saves less is not run
 COMPARED_BATCH = 16  # arbitrary: seldom do more requests of one expert wait together
 COMPARED_TOKENS = 64  # arbitrary, too
 TOLERANCE = 0.02  # between two scores; they lie from 0 to 1
-BATCH = 4  # images at a time; how many does not matter to what is compared
+BATCH = 4  # images at a time; the comparison does not depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of two outputs on one image. ``score``: the largest difference of two scores of the same labels."""
+    """Difference of two outputs on one image. ``score``: the largest difference of two scores of one label."""
 
     is_same: bool
     score: float
@@ -98,7 +98,7 @@ def compare(
 
 
 def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
-    """Digest of the samples and of everything that turns an output into a verdict; weights are apart."""
+    """Digest of the samples and of everything that turns an output into a verdict, weights aside."""
     told = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -114,7 +114,7 @@ def image_s(kind: KindProfile) -> float:
 
 
 def is_clearly_faster(kind: KindProfile, reference: KindProfile) -> bool:
-    """By more than the noise (the span of the repeats' middle half, of both kinds) and more than LEAST_GAIN."""
+    """True for a gain above the noise (the span of the repeats' middle half, of both kinds) and above LEAST_GAIN."""
     return image_s(kind) < (1 - max(LEAST_GAIN, _spread(kind) + _spread(reference))) * image_s(reference)
 
 
@@ -130,7 +130,7 @@ def _middle_half(seconds: Sequence[float]) -> float:
 def difference(
     fp32: Prediction, other: Prediction, steps: Callable[[Prediction], object] = lambda prediction: prediction.label
 ) -> Difference:
-    """``steps``: what the expert's routes make of an output."""
+    """``steps``: the outcome of an output on the expert's routes."""
     if steps(fp32) != steps(other) or _held(fp32) != _held(other) or not _are_boxes_same(fp32.boxes, other.boxes):
         return Difference(is_same=False, score=0.0)
     scores = zip(_scores(fp32), _scores(other), strict=True)

@@ -2,8 +2,8 @@
 
 Guarantees: sizes are tried upwards until the average latency has not improved for STOP_AFTER sizes, or the next size
 would not fit into the time or into MEMORY_FRACTION of the free memory, or fails for memory. Times are of whole rounds
-over all sizes, upwards and downwards in turn; runs of the growing count only where no round fitted in. The smallest
-size, what an agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's time.
+over all sizes, upwards and downwards in turn; trials count only where no round fitted in. The smallest size, which an
+agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's time.
 
 Images are prepared before their batches, once each; each image of a batch has memory of its own, as in an agent.
 """
@@ -12,40 +12,44 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from agent.core.events import BatchFailed
+from agent.core.performance import ExecutorSpec
 from agent.core.request import Rejected
-from agent.device_profile.records import BatchTimes
+from agent.device_profile.records import BatchTimes, KindProfile
 from agent.runtime.images.sources import ImageFile
-from agent.runtime.measuring.rig import noise
+from agent.runtime.machine.box import threads_per_executor
+from agent.runtime.measuring.rig import MeasuringRig, noise
 from experts.backends import backend_for
 from experts.errors import LoadError
 from experts.expert import Precision
-from profiler.microbench.fits import typical_s
+from profiler.microbench.fits import fit_workspace, typical_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
+    from agent.runtime.machine.box import Box
     from agent.runtime.measuring.meter import WorkspaceMeter
-    from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
+    from agent.runtime.measuring.rig import TimedBatch
     from experts.backends.base import Prepared
-    from profiler.workload.samples import Sample
+    from experts.packed.weights import SegmentStore
+    from profiler.workload.samples import LineSamples, Sample
 
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 STOP_AFTER = 3
-PEAK_RUNS = 2  # each batch size is weighed so often; the largest counts
-TRIAL_RUNS = 2  # and timed so often while sizes grow; the fastest decides whether to go on
+PEAK_RUNS = 2  # weighings of each batch size; the largest counts
+TRIAL_RUNS = 2  # timings of each size while sizes grow; the fastest decides whether to go on
 LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
 EXTRA_RUNS = 4  # of the smallest size in a round, at most
 EXTRA_FRACTION = 0.08  # of a round's time that they may take
 MEMORY_FRACTION = 0.5
-NEARLY = 0.9  # of the limit: what is judged afterwards is judged by rounds, and first runs are slower
+NEARLY = 0.9  # of the limit: ``why_no_larger`` knows the times of rounds only, and first runs are slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,53 @@ class BatchOptions:
     limit_s: float = 60.0
 
 
-def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_bytes: int) -> str:
-    """Why nothing larger than these, ascending, was run while the average latency still fell, as far as they tell.
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Box, processor and samples that experts are measured with, one executor at a time."""
 
-    By the rules of ``BatchRuns``, from what was measured; ``free_bytes`` as they are now.
+    box: Box
+    processor: str
+    segments: SegmentStore
+    samples: LineSamples
+    options: BatchOptions = field(default_factory=BatchOptions)
+
+    @property
+    def threads(self) -> int:
+        """Threads that the agent gives a lone executor of the processor."""
+        return threads_per_executor(self.box, [ExecutorSpec(0, self.processor, self.box.pool_of(self.processor))])
+
+    def on(self, processor: str) -> Bench:
+        return replace(self, processor=processor)
+
+    def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
+        return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
+
+    def kind_profile(
+        self,
+        copy: ExpertCopy,
+        load_s: Mapping[str, float],
+        batches: tuple[BatchTimes, ...],
+        **measured: Any,  # noqa: ANN401  # the other fields of a KindProfile
+    ) -> KindProfile:
+        workspace = fit_workspace(batches)
+        return KindProfile(
+            kind=copy.kind,
+            architecture=copy.expert.architecture,
+            processor=self.processor,
+            precision=copy.packed.precision,
+            threads=self.threads,
+            workspace_base_bytes=workspace.base_bytes,
+            workspace_bytes=workspace.per_image_bytes,
+            load_s=load_s,
+            batches=batches,
+            **measured,
+        )
+
+
+def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_bytes: int) -> str:
+    """Reason why no larger size than these, ascending, was run while the average latency still fell.
+
+    The rules of ``BatchRuns`` are applied to the measured times, and to the memory that is free now.
     """
     largest = batches[-1]
     following = min((size for size in options.sizes if size > largest.batch_size), default=None)
@@ -77,9 +124,9 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
 
 
 class ImageCycle:
-    """Prepared images for one batch after the other, over again from the first: an expert's samples, or noise.
+    """Prepared images for batch after batch, in a cycle: an expert's samples, or noise.
 
-    All are prepared at once, on a rig that is open. Raises LoadFailed where there is no memory for that.
+    All are prepared at once, on an open rig. Raises LoadError where memory does not suffice.
     """
 
     def __init__(self, rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> None:
@@ -98,9 +145,9 @@ class ImageCycle:
 
 
 class BatchRuns:
-    """The runs of one expert, which the rig holds ready. ``meter`` was made after ``images``, before its first batch.
+    """Runs of one expert, which the rig holds ready. ``meter`` was made after ``images``, before the first batch.
 
-    ``free_bytes``: of the memory that its processor runs from.
+    ``free_bytes``: of the memory that the processor runs from.
     """
 
     def __init__(
@@ -144,7 +191,7 @@ class BatchRuns:
         )
 
     def _is_worth_trying(self, size: int) -> bool:
-        """Would a batch of this size fit, into time and memory, and may it still make an image cheaper?"""
+        """True where this size fits into time and memory, and may still make an image cheaper."""
         averages = [min(times) / tried for tried, times in self._trials.items()]
         since_best = len(averages) - 1 - averages.index(min(averages))
         largest = max(self._trials)
@@ -225,7 +272,7 @@ def _copied(image: Prepared | Rejected) -> Prepared | Rejected:
 
 
 def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:
-    """Every size once, ``sizes`` ascending, and the smallest again at so many places, evenly spread."""
+    """Every size once, ``sizes`` ascending, and the smallest ``extra`` times more, evenly spread."""
     order = list(reversed(sizes)) if downwards else list(sizes)
     for number in range(extra, 0, -1):
         order.insert(number * len(sizes) // (extra + 1), sizes[0])

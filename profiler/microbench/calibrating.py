@@ -1,7 +1,7 @@
 """Calibrates experts for forms of eight bits: observes the ranges of their activations on sample images.
 
 Guarantees: an expert is never calibrated on images that judge it, nor on images of one label, whose ranges do not cover
-the others; the reason is told once. A calibration of the same weights on the same images stays.
+other labels. A calibration of the same weights on the same images stays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from profiler.workload.samples import LineSamples, Sample
 
 LABELS_LEAST = 2
-BATCH = 4  # images at a time; how many does not matter to what is observed
+BATCH = 4  # images at a time; the ranges do not depend on it
 
 
 class Calibrating:
-    """The calibrations of one profiling run. ``packed``: the folder of packed weights that they lie beside."""
+    """Calibrations of one profiling run. ``packed``: the folder of packed weights, beside which they are stored."""
 
     def __init__(self, samples: LineSamples, packed: Path, progress: Callable[[str, int, int], None]) -> None:
         self._samples = samples
@@ -43,7 +43,7 @@ class Calibrating:
         self._reasons: dict[tuple[str, Precision], str | None] = {}
 
     def why_not(self, expert: Expert, form: Precision) -> str | None:
-        """Why these samples cannot judge a calibrated form of the expert; calibrates it on the first call."""
+        """Reason why these samples cannot judge a calibrated form of the expert; the first call calibrates it."""
         if (expert.id, form) not in self._reasons:
             try:
                 self._reasons[expert.id, form] = self._calibrated(expert, form)
@@ -52,12 +52,12 @@ class Calibrating:
         return self._reasons[expert.id, form]
 
     def has_form(self, expert: Expert, form: Precision) -> bool:
-        """Whether an agent runs the expert in the form: calibrated on these samples or on earlier ones."""
+        """True where an agent runs the expert in the form, calibrated on these samples or on earlier ones."""
         if self.why_not(expert, form) is None:
             return True
         try:
             return why_not_calibrated(expert, form, self._packed) is None
-        except ExpertError:  # weights that are not there: packing tells
+        except ExpertError:  # missing weights, which packing reports
             return False
 
     def _calibrated(self, expert: Expert, form: Precision) -> str | None:

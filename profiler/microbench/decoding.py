@@ -1,8 +1,8 @@
-"""Times decoding and preparation, and proves for which experts JPEGs may be decoded smaller.
+"""Times decoding and preparation, and proves for which experts JPEGs may be decoded to fewer pixels.
 
-Each expert's samples are read, decoded and prepared as the agent does it, on one thread. JPEGs that can be decoded to
-fewer pixels (``experts.images.reduction``) are timed and judged both ways; an expert gets them smaller only where it
-decides alike on each, with scores within the tolerance.
+Each expert's samples are read, decoded and prepared as by the agent, on one thread. JPEGs that can be decoded smaller
+(``experts.images.reduction``) are timed and judged both ways; an expert gets them smaller only where it decides alike
+on each, with scores within the tolerance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Expert
     from experts.graph import ExpertGraph
-    from profiler.microbench.bench import Bench
+    from profiler.microbench.batches import Bench
     from profiler.workload.samples import Sample
 
 MOST_COMPARED = 8  # samples of one expert: a photograph takes a quarter of a second, and lines have hundreds of experts
@@ -44,7 +44,7 @@ class DecodingBench:
         return hashlib.sha256(told.encode()).hexdigest()
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
-        """None for an expert without samples. Raises ImageError for a sample that has gone or changed meanwhile."""
+        """None for an expert without sample images. Raises ImageError for a sample that is gone or broken by now."""
         samples = self._bench.samples.of(copy.expert.id)[:MOST_COMPARED]
         if not samples or copy.expert.takes_texts:
             return None

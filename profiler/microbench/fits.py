@@ -1,8 +1,8 @@
 """From measured batches to the performance matrix: K and B, the maximum batch, the workspace. Pure.
 
-A batch's time is ``typical_s`` of its repeats. K and B are the least squares of *relative* distances from these times,
-as timing noise grows with the time itself, and a single image counts as much as a full batch; a size that was run more
-often counts more. Neither is below LEAST_S.
+A batch's time is ``typical_s`` of its repeats. K and B are the least squares of *relative* distances from these times:
+timing noise grows with the time, and a single image counts as much as a full batch. A size counts more the more often
+it was run. Neither K nor B is below LEAST_S.
 
 The maximum batch is the smallest measured size whose average latency (time over batch size), smoothed by unimodal
 regression, is within a tolerance of the lowest: 3 %, and twice the uncertainty of the times on top. So a plateau is
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from agent.device_profile.records import BatchTimes
 
 LEAST_S = 1e-4  # as the probe's: handing a batch over costs about as much, so K and B are never less
-TOLERANCE = 0.03  # of the lowest average latency: what a larger batch has to be worth
+TOLERANCE = 0.03  # of the lowest average latency: a larger batch has to save more
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 OUTLIER_DEVIATIONS = 3.0
-WORKSPACE_QUANTUM_BYTES = 64 * 1024  # what workspaces are rounded up to
+WORKSPACE_QUANTUM_BYTES = 64 * 1024  # workspaces are rounded up to multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _times(batches: Sequence[BatchTimes]) -> dict[int, float]:
 
 
 def _constrained_lines(points: Sequence[_Point]) -> list[tuple[float, float]]:
-    """The least squares line where it keeps to the floors, else the best one along each floor: one of these is best."""
+    """The least squares line where it keeps to the floors, else the best line along each floor."""
     weight = sum(point.weight for point in points)
     mean_size = sum(point.weight * point.size for point in points) / weight
     mean = sum(point.weight * point.value for point in points) / weight
@@ -173,7 +173,7 @@ def _with_error(points: Sequence[_Point], slope_s: float, intercept_s: float) ->
 
 
 def _unimodal(points: Sequence[_Point]) -> list[float]:
-    """The closest values that fall and then rise: of all places to turn, the one with the least squares."""
+    """The closest values that fall and then rise, by least squares over all turning points."""
 
     def turned(at: int) -> list[float]:
         rising = _isotonic([_Point(point.size, -point.value, point.weight) for point in points[at:]])
@@ -186,7 +186,7 @@ def _unimodal(points: Sequence[_Point]) -> list[float]:
 
 
 def _isotonic(points: Sequence[_Point]) -> list[float]:
-    """The closest values that never rise: neighbours that do are pooled into their weighted mean."""
+    """The closest values that never rise: rising neighbours are pooled into their weighted mean."""
     pools: list[tuple[float, float, int]] = []  # weighted mean, weight, points
     for point in points:
         mean, weight, count = point.value, point.weight, 1

@@ -1,8 +1,8 @@
 """Packs a line's experts while it is profiled: forms to try, to compare with, to keep.
 
 Guarantees: every expert is packed in its reference, which is fp32 unless the line file gives another precision, and in
-the further forms that are asked for; after ``keep`` only in forms that the agent will run. An expert that cannot be
-packed is told once, and stops no other.
+the forms to try; after ``keep`` only in forms that the agent will run. An expert that cannot be packed is reported once
+and stops no other.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
     Copies: TypeAlias = "defaultdict[Precision, list[ExpertCopy]]"
 
-REPRESENTATIVES = 4  # experts of a kind that are packed in every form; one is timed, and their files load in turn
+REPRESENTATIVES = 4  # experts of a kind that are packed in every form; one is timed, the files of all are loaded
 MISSING_RUNTIME = "install it, or take the experts that need it off the line"
 
 
 class LinePacking:
-    """A line's packed weights. ``failed``: experts that cannot be served, and why; later steps add to it.
+    """A line's packed weights. ``failed``: reasons by expert that cannot be served; later steps add to it.
 
-    Packing adds experts that lack their reference, or every form that they are to run in. ``notes``: why others cannot
-    be packed in a form to be tried, each reason once. Models larger than the memories of ``box`` are held as on its
+    Packing adds experts that lack their reference, or every form that they would run in. ``notes``: reasons why other
+    experts cannot be packed in a form to try, each once. Models larger than the memories of ``box`` are held as on its
     agent.
     """
 
@@ -80,11 +80,11 @@ class LinePacking:
         return form_of(given).plain if described.takes_texts else self.runs_in(expert, given)
 
     def why_not_calibrated(self, expert: str, form: Precision) -> str | None:
-        """As ``Calibrating.why_not``, which calibrates the expert where it can."""
+        """See ``Calibrating.why_not``."""
         return self._calibrating.why_not(self._config.catalog.experts[expert], form)
 
     def runs_in(self, expert: str, name: Precision) -> Precision:
-        """The form, or the plain form that an agent runs where the CPU lacks it or a calibration is missing."""
+        """The form, or its plain form where the CPU lacks it or a calibration is missing, as on the agent."""
         described, form = self._config.catalog.experts[expert], form_of(name)
         is_able = runs_as(name) is name and (not form.needs_calibration or self._calibrating.has_form(described, name))
         return name if is_able else form.plain

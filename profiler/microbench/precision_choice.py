@@ -2,8 +2,8 @@
 
 An expert's own samples prove a form (``agreement``). Forms that are clearly faster than fp32 are tried, fastest first,
 and again once weights, samples, thresholds or routes have changed; experts with too few samples run in fp32. Experts
-that share tensors run in one form, proven for all of them: a second form would hold the tensors twice. A form that the
-line file gives is taken as the agent takes it; a kind that runs in no form that may be taken is left off the processor.
+that share tensors run in one form, proven for all of them: a second form would hold the tensors twice. A form of the
+line file is taken without proof, as by the agent. A kind that runs in no permitted form is left off the processor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from agent.device_profile.records import Agreement, KindProfile
     from agent.device_profile.store import ProfileDraft
     from agent.runtime.expert_copy import ExpertCopy
-    from profiler.microbench.bench import Bench
+    from profiler.microbench.batches import Bench
     from profiler.microbench.packed_forms import LinePacking
 
-EXACT = "nothing that was measured is clearly faster"
+EXACT = "nothing that was measured is clearly faster"  # ExpertForm.why
 GIVE_MORE = " - give --samples FOLDER with more of its component"
-COMPARED_FRACTION = 0.8  # of the free memory: an exact copy that takes more is not compared with
+COMPARED_FRACTION = 0.8  # of the free memory, for an fp32 copy to compare with
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Forms:
 
 @dataclass(slots=True)
 class PrecisionChoice:
-    """The choice of one profiling run; comparisons are saved in the draft.
+    """Choice of one profiling run; comparisons are saved in the draft.
 
-    ``notes``: experts that stay in the reference or are left off a processor, and why.
+    ``notes``: reasons of experts that stay in the reference or are left off a processor.
     """
 
     config: LineConfig
@@ -150,12 +150,12 @@ class PrecisionChoice:
     def _fastest_that_are_proven(
         self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
     ) -> tuple[str | None, list[ExpertForm]]:
-        """Form of experts without one of their own (None: none may be taken), and each expert's."""
+        """Form of experts without one of their own, None where none is permitted; and each expert's form."""
         self._tell_untried(bench, profiles, references)
         exact = next((each for each in profiles if each.precision == Precision.FP32), None)
         faster = [each for each in sorted(profiles, key=image_s) if exact is None or is_clearly_faster(each, exact)]
         proofs: dict[str, str] = {}
-        whys: dict[str, str] = {}  # why experts are not in the fastest form
+        whys: dict[str, str] = {}  # of experts that are not in the fastest form
         found: dict[str, Precision] = {}
         for form in (Precision(each.precision) for each in faster):
             left = [group for group in _groups(references) if group[0].expert.id not in found]

@@ -1,8 +1,8 @@
 """Measures the tokens of language models on one processor in one precision, and compares two precisions.
 
-Guarantees: loads and iterations take the agent's own path; texts come from a fixed seed. Two precisions are compared on
-texts that fp32 writes greedily from random prompts: they agree where the same token is likeliest at each position, with
-probabilities within TOLERANCE; a position where fp32's two likeliest tokens are closer than that decides nothing.
+Guarantees: iterations take the agent's own path; texts come from a fixed seed. Two precisions are compared on texts
+that fp32 writes greedily from random prompts: they agree where the same token is likeliest at each position, with
+probabilities within the tolerance; a position where fp32's two likeliest tokens are closer than that does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.device_profile.records import Agreement, BatchTimes, KindProfile
+from agent.device_profile.records import Agreement, BatchTimes
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.rig import LEAST_S
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
@@ -23,23 +23,23 @@ from experts.errors import BackendUnavailable, ExpertError
 from experts.expert import Precision
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
-from profiler.microbench.fits import fit_latency, fit_workspace
+from profiler.microbench.fits import fit_latency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig
-    from agent.runtime.measuring.text_times import TextTimes
     from experts.llm.model import LanguageModel
-    from profiler.microbench.bench import Bench
+    from profiler.microbench.batches import Bench
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS = 6, 12, 24
-MADE_UP = "made-up texts"
+MADE_UP, ESTIMATED = "made-up texts", "workspace estimated from shapes"  # KindProfile.samples
 TEXTS_SHA256 = hashlib.sha256(f"{TEXTS} {PROMPT_TOKENS} {WRITTEN_TOKENS} 0".encode()).hexdigest()
 
 
@@ -56,11 +56,25 @@ def measure_texts(
             BatchTimes(rows, seconds, _workspace_bytes(rig, copy, timer, rows, meter))
             for rows, seconds in times.write_s.items()
         )
-    return _kind_profile(bench, copy, times, batches, load_s, is_estimated=meter is None)
+    token_bytes = backend_for(copy.expert.architecture).token_bytes(copy.expert, Precision(copy.packed.precision))
+    return bench.kind_profile(
+        copy,
+        load_s,
+        batches,
+        K_s=LEAST_S,
+        B_s=max(times.fixed_s, LEAST_S),
+        fit_error=fit_latency(batches).error,
+        max_batch=times.max_batch,
+        weight_bytes=sum(segment.slot_bytes for segment in copy.segments),
+        samples=MADE_UP if meter else f"{MADE_UP}; {ESTIMATED}",
+        K_prompt_s=times.per_prompt_token_s,
+        K_output_s=times.per_output_token_s,
+        lease_bytes=token_bytes,
+    )
 
 
 def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
-    """Why a model on the rig does not read and write; None where it does."""
+    """Reason why a model on the rig cannot read and write; None where it can."""
     try:
         with rig.model_of(copy) as model:
             timer = TextTimer(copy.expert.id, model, 0.0)
@@ -73,7 +87,7 @@ def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
 def compare_texts(
     bench: Bench, fp32: Sequence[ExpertCopy], other: Sequence[ExpertCopy], tolerance: float
 ) -> tuple[list[Agreement], str]:
-    """Agreements of one kind's models in fp32 and another precision, and a sentence on their distance.
+    """Agreements of one kind's models in fp32 and another precision, and a sentence on how far these are apart.
 
     A model that cannot be run in the other precision differs everywhere.
     """
@@ -120,7 +134,7 @@ class ModelLogits:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Two models on the same texts. ``differ``: positions that fp32 decides and the other decides otherwise."""
+    """Two models on the same texts. ``differ``: positions where fp32 is clear and the other likeliest token differs."""
 
     positions: int
     differ: int
@@ -144,7 +158,7 @@ def _apart(expected: ModelLogits, found: ModelLogits | None, tolerance: float) -
 
 
 def _said(rig: MeasuringRig, copy: ExpertCopy, like: ModelLogits | None) -> ModelLogits | None:
-    """Logits on the texts of ``like``, or on texts that the model writes itself; None where it cannot be run."""
+    """Logits on the texts of ``like``, or on texts that the model writes; None where the model cannot be run."""
     try:
         rig.bring(copy)
         with rig.model_of(copy) as model:
@@ -183,7 +197,7 @@ def _read(model: LanguageModel, like: ModelLogits) -> ModelLogits:
 def _workspace_bytes(
     rig: MeasuringRig, copy: ExpertCopy, timer: TextTimer, rows: int, meter: WorkspaceMeter | None
 ) -> int:
-    """Bytes of the largest iteration with so many texts, without keys and values, which are leased."""
+    """Bytes of the largest iteration with ``rows`` texts, without keys and values, which are leased."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     if meter is None:
         return backend.workspace_bytes(copy.expert, precision, rows)
@@ -191,31 +205,3 @@ def _workspace_bytes(
     run = lambda: held.append(timer.full_iteration(rows))  # noqa: E731  what the meter calls
     peak_bytes = on_executor_thread(lambda: meter.peak_bytes(run), rig.device, rig.threads)
     return max(peak_bytes - held[0], 0)
-
-
-def _kind_profile(
-    bench: Bench, copy: ExpertCopy, times: TextTimes, batches: tuple[BatchTimes, ...], load_s: dict[str, float],
-    *, is_estimated: bool,
-) -> KindProfile:  # fmt: skip
-    workspace = fit_workspace(batches)
-    token_bytes = backend_for(copy.expert.architecture).token_bytes(copy.expert, Precision(copy.packed.precision))
-    return KindProfile(
-        kind=copy.kind,
-        architecture=copy.expert.architecture,
-        processor=bench.processor,
-        precision=copy.packed.precision,
-        threads=bench.threads,
-        K_s=LEAST_S,
-        B_s=max(times.fixed_s, LEAST_S),
-        fit_error=fit_latency(batches).error,
-        max_batch=times.max_batch,
-        weight_bytes=sum(segment.slot_bytes for segment in copy.segments),
-        workspace_base_bytes=workspace.base_bytes,
-        workspace_bytes=workspace.per_image_bytes,
-        load_s=load_s,
-        batches=batches,
-        samples=f"{MADE_UP}; workspace estimated from shapes" if is_estimated else MADE_UP,
-        K_prompt_s=times.per_prompt_token_s,
-        K_output_s=times.per_output_token_s,
-        lease_bytes=token_bytes,
-    )

@@ -2,7 +2,7 @@
 
 Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder. Only this expert's
 entries of the profile change; a kind without times is timed and added. Times of a known kind stay, as retraining does
-not change them. The calibration of a proven form is copied to the folder that the agent packs by.
+not change them. The calibration of a proven form is copied to where the agent reads it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
+from profiler.microbench.batches import Bench
 from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.kinds import measure_kind
 from profiler.microbench.packed_forms import LinePacking
 from profiler.microbench.precision_choice import PrecisionChoice
-from profiler.profiling.profile_line import Benches, Profiled
+from profiler.profiling.profile_line import Profiled
 from profiler.workload.samples import LineSamples
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
         if not references:
             raise ConfigError(f"{expert}: {packing.failed[expert]}")
         processors = dict.fromkeys(spec.processor for spec in executor_specs(config, box, profile.allocation))
-        all_benches = Benches(box, segments, samples, options.batches)
-        benches = [all_benches.on(processor) for processor in processors]
+        benches = [Bench(box, processor, segments, samples, options.batches) for processor in processors]
         known = {(kind.kind, kind.processor) for kind in profile.kinds}
         new = [measure_kind(each, references) for each in benches if (references[0].kind, each.processor) not in known]
         for kind in (*profile.kinds, *new):
@@ -78,7 +78,7 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
         copies = [copy for form, listed in packed_in.items() if form in run for copy in listed]
         decoding = DecodingBench(benches[0], config.catalog.graph, options.tolerance).measure((copies or references)[0])
         if any(form_of(copy.packed.precision).needs_calibration for copy in copies):
-            tried.copy(expert, calibrations)  # the agent packs by the proven calibration
+            tried.copy(expert, calibrations)
     packed = {(expert, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in (*references, *copies)}
     others = _without(profile, expert)
     proven = replace(

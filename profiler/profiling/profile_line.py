@@ -18,7 +18,6 @@ from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.core.performance import ExecutorSpec
 from agent.deployment.build import detect_box
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import casual_allocation, pool_budgets
@@ -27,7 +26,6 @@ from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, Usage
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import state_held
 from agent.runtime.expert_copy import by_kind
-from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.measuring.loads import measure_links
 from experts.backends.forms import form_of
 from experts.errors import ConfigError, ExpertError, ImageError
@@ -37,14 +35,12 @@ from profiler.allocation.search import SearchOptions
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import ENGINE, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
-from profiler.microbench.batches import BatchOptions, why_no_larger
-from profiler.microbench.bench import Bench
+from profiler.microbench.batches import BatchOptions, Bench, why_no_larger
 from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
-from profiler.microbench.kinds import measure_kind, measure_speedups
+from profiler.microbench.kinds import failing_experts, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import PrecisionChoice
-from profiler.microbench.smoke_test import failing_experts
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.usage.probabilities import (
     UsageFound,
@@ -60,7 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
+    from agent.device_profile.records import KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
@@ -71,7 +67,7 @@ if TYPE_CHECKING:
 MOST_FIT_ERROR = 0.15  # of a kind that is run; a larger error of K and B gets a note
 MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time: larger batches than those run that save more get a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
-MOST_TOGETHER = 4  # executors of one processor measured at once, at least, on as many cores
+MOST_TOGETHER = 4  # executors of one processor measured at once on as many cores, more where more are searched
 DECODING_LIMIT_S = 120.0  # spent on decoding; the next run measures the other experts
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {
@@ -122,8 +118,8 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Progre
             refuse_uncountable(config, samples)
         with ProfileDraft.open(path, config.line, identity_of(box), fresh=options.fresh) as draft:
             kept = None if served else _kept_usage(config, options, path)
-            benches = Benches(box, segments, samples, options.batches)
-            return _Profiling(config, options, progress, benches, draft).run(served or kept)
+            bench = Bench(box, box.processors[0], segments, samples, options.batches)
+            return _Profiling(config, options, progress, bench, draft).run(served or kept)
 
 
 def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
@@ -175,47 +171,29 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
         )
 
 
-def _broken_images(broken: Sequence[str]) -> str:
-    if len(broken) == 1:
-        return f"one sample image is broken and was passed over: {broken[0]}"
-    return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Benches:
-    """Benches of one box, each with one executor and the threads that the agent gives it."""
-
-    box: Box
-    segments: SegmentStore
-    samples: LineSamples
-    batches: BatchOptions
-
-    def on(self, processor: str) -> Bench:
-        threads = threads_per_executor(self.box, [ExecutorSpec(0, processor, self.box.pool_of(processor))])
-        return Bench(self.box, processor, self.segments, self.samples, threads, self.batches)
-
-
 class _Profiling:
     """A run of the profiler. Each step saves its findings and keeps those of an earlier run."""
 
     def __init__(
-        self, config: LineConfig, options: ProfilingOptions, progress: Progress, benches: Benches, draft: ProfileDraft
+        self, config: LineConfig, options: ProfilingOptions, progress: Progress, bench: Bench, draft: ProfileDraft
     ) -> None:
         self._config = config
         self._options = options
         self._progress = progress
-        self._benches = benches
-        self._box = benches.box
-        self._samples = benches.samples
+        self._bench = bench
+        self._box = bench.box
+        self._samples = bench.samples
         self._draft = draft
-        self._search = options.search.on(benches.box)
-        self._packing = LinePacking(config, benches.segments, benches.samples, progress, benches.box)
+        self._search = options.search.on(bench.box)
+        self._packing = LinePacking(config, bench.segments, bench.samples, progress, bench.box)
         self._notes: list[str] = []
 
     def run(self, served: UsageFound | None) -> Profiled:
         """``served``: usage learned from history, now or before."""
-        if self._samples.broken:
-            self._notes.append(_broken_images(self._samples.broken))
+        if broken := self._samples.broken:
+            several = f"{len(broken)} sample images are broken and were passed over, the first"
+            said = "one sample image is broken and was passed over" if len(broken) == 1 else several
+            self._notes.append(f"{said}: {broken[0]}")
         processors = self._processors()
         representatives = self._packing.representatives(processors)
         copies = self._packing.pack(representatives)
@@ -229,13 +207,21 @@ class _Profiling:
         self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
             self._measure_speedups(processor, able[processor])
-        usage = served or self._usage(self._interim(forms, computed_usage(self._config)))
+        usage = served or UsageFound(computed_usage(self._config))
+        if served is None and self._options.count_usage:
+            interim = self._interim(forms, usage.usage)
+            usage = usage_from_samples(self._config, self._options.samples, self._progress, profile=interim)
         self._draft.save_usage(usage.usage)
-        self._draft.save_allocation(self._allocation(self._interim(forms, usage.usage)))
+        failed = self._packing.failed
+        step = AllocationStep(self._config, self._box, self._samples, self._draft, failed, self._search)
+        interim = self._interim(forms, usage.usage)
+        self._draft.save_allocation(step.allocate(self._options.allocation, interim, self._progress))
         self._draft.save_trials(RUNS, ())
+        self._notes += step.notes
         profile = self._draft.finish()
-        broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
-        return Profiled(profile, self._config.profile_file, (*self._notes, *self._packing.notes, *broken, *usage.notes))
+        unserved = [f"{name} cannot be served: {reason}" for name, reason in failed.items()]
+        notes = (*self._notes, *self._packing.notes, *unserved, *usage.notes)
+        return Profiled(profile, self._config.profile_file, notes)
 
     def _processors(self) -> tuple[str, ...]:
         """Processors that the line may use, fastest first. Raises ConfigError for one that the box lacks."""
@@ -245,7 +231,7 @@ class _Profiling:
         return tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
 
     def _measure_kinds(self, processor: str, copies: Copies) -> None:
-        """Every kind in every form that runs there. Earlier times stay, unless samples replace synthetic images."""
+        """Time every kind in every form of the processor. Earlier times stay, unless samples replace noise."""
         there = {(each.kind, each.processor, each.precision): each for each in self._draft.kinds()}
         jobs = [
             (kind, form, listed)
@@ -261,7 +247,7 @@ class _Profiling:
                 continue
             try:
                 with self._noticing_others(f"{kind} in {form} on {processor}"):
-                    measured = measure_kind(self._benches.on(processor), listed)
+                    measured = measure_kind(self._bench.on(processor), listed)
                 self._draft.save_kind(measured)
             except ExpertError as error:
                 self._notes.append(f"{kind} in {form} does not run on {processor}: {error.message}")
@@ -271,7 +257,7 @@ class _Profiling:
     def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> Forms:
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
-        forms = choice.on([self._benches.on(processor) for processor in processors], references)
+        forms = choice.on([self._bench.on(processor) for processor in processors], references)
         self._notes += choice.notes
         able = {copy.expert.id for copy in references if any(forms.of(copy, name) for name in processors)}
         if not able:
@@ -312,7 +298,7 @@ class _Profiling:
 
     def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():
-            speeds = measure_links(self._box, self._packing.references(copies), self._benches.segments)
+            speeds = measure_links(self._box, self._packing.references(copies), self._bench.segments)
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
@@ -328,7 +314,7 @@ class _Profiling:
         }
         for processor, listed in copies.items():
             report = partial(self._progress, f"try on {processor}")
-            for name, reason in failing_experts(self._benches.on(processor), listed, report).items():
+            for name, reason in failing_experts(self._bench.on(processor), listed, report).items():
                 self._packing.failed.setdefault(name, f"on {processor}: {reason}")
         failed = self._packing.failed
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
@@ -338,7 +324,7 @@ class _Profiling:
 
         Measured on the first processor, in its form; experts of other processors alone are left out.
         """
-        bench = DecodingBench(self._benches.on(processor), self._config.catalog.graph, self._options.tolerance)
+        bench = DecodingBench(self._bench.on(processor), self._config.catalog.graph, self._options.tolerance)
         there = {each.expert: each.of_sha256 for each in self._draft.decodings()}
         sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
         missing = [copy for copy in sampled if there.get(copy.expert.id) != bench.of_sha256(copy)]
@@ -350,7 +336,7 @@ class _Profiling:
             if time.monotonic() - started > DECODING_LIMIT_S:
                 left_out += 1
                 continue
-            with suppress(ImageError):  # a sample that went away meanwhile: the next run has others
+            with suppress(ImageError):  # a sample that is gone by now: the next run has others
                 found += [measured] if (measured := bench.measure(copy)) is not None else []
         if missing:
             self._progress("decoding images", len(missing), len(missing))
@@ -380,7 +366,7 @@ class _Profiling:
         while left:
             try:
                 with self._noticing_others(f"the gain of several executors of {processor}"):
-                    speedups = measure_speedups(self._benches.on(processor), left, most)
+                    speedups = measure_speedups(self._bench.on(processor), left, most)
                 reason = ""
                 break
             except ExpertError as error:
@@ -408,20 +394,6 @@ class _Profiling:
         sources = {(copy.expert.id, SOURCE): copy.packed.source_sha256 for copy in kept}
         self._draft.save_packed({**references, **digests, **sources})
         return kept
-
-    def _usage(self, interim: StoredProfile) -> UsageFound:
-        if self._options.count_usage:
-            return usage_from_samples(self._config, self._options.samples, self._progress, profile=interim)
-        return UsageFound(computed_usage(self._config))
-
-    def _allocation(self, interim: StoredProfile) -> Allocation:
-        failed = self._packing.failed
-        step = AllocationStep(self._config, self._box, self._samples, self._draft, failed, self._search)
-        allocation = step.allocate(self._options.allocation, interim, self._progress)
-        self._notes += step.notes
-        return allocation
-
-    # -- small answers --
 
     @contextmanager
     def _noticing_others(self, what: str) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """Plays a trace on the real engine and measures it.
 
-Guarantees: the clock starts after the initial placement, and every count is the difference to that moment; packed files
-are verified before, as in a long-running agent, so that no load is hashed meanwhile; every request has its outcome, or
-the error that ended the agent is raised. Images are decoded before the clock starts: the run is deciding, loading,
-preparing and executing.
+Guarantees: the clock starts after the initial placement, and every count is the difference to that moment. Packed files
+are verified before, as in a long-running agent, so that no load is hashed meanwhile. Every request has its outcome, or
+the error that ended the agent is raised. Images are decoded before the clock starts.
 """
 
 from __future__ import annotations
@@ -14,23 +13,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from agent.core import events
+from agent.core.effects import Evict, StartLoad
 from agent.deployment.build import AS_SERVED, agent_with_requests
 from experts.errors import ConfigError, ExpertError
 from experts.expert import Verdict
+from experts.images import read_image
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
-from profiler.replay.timed_decider import Decision, TimedDecider
+from profiler.workload.generated_line import synthetic_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from agent.config import LineConfig
+    from agent.core.effects import Effect
+    from agent.core.events import Event
     from agent.core.request import Outcome
     from agent.deployment.build import Agent, AgentOptions
     from agent.runtime.loop import Decider, LoopStatistics
     from agent.runtime.requests import Requests
+    from experts.catalog import Catalog
     from profiler.workload.traces import TracedArrival
 
     Progress = Callable[[str, int, int], None]
@@ -40,9 +47,70 @@ SETTLE_LIMIT_S = 60.0  # for loads that have not ended when the last outcome com
 VERIFIERS = 2
 
 
+def experts_of(trace: Iterable[TracedArrival], catalog: Catalog) -> set[str]:
+    """Every expert that a trace may need: named ones, and all on the routes of its components."""
+    arrivals = tuple(trace)
+    named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
+    components = {arrival.component for arrival in arrivals if arrival.component is not None}
+    return named | {step.expert for component in components for step in catalog.graph.routes[component]}
+
+
+def images_of(trace: Sequence[TracedArrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
+    """Decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
+
+    Each file is decoded once. Raises ImageError.
+    """
+    decoded: dict[Path | str, NDArray[np.uint8]] = {}  # by file, or by expert
+    images = []
+    for arrival in trace:
+        key = arrival.image or arrival.expert or catalog.graph.routes[str(arrival.component)][0].expert
+        if key not in decoded:
+            if isinstance(key, str):
+                wanted, chance = catalog.experts[key].pixels, np.random.default_rng(list(key.encode()))
+                decoded[key] = synthetic_pixels(chance, wanted.height, wanted.width)
+            else:
+                decoded[key] = read_image(key, str(key))
+        images.append(decoded[key])
+    return tuple(images)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Call of the Engine. ``cpu_s``: of the deciding thread; in the rest of ``seconds`` other threads had the core."""
+
+    event: type
+    moves_experts: bool  # a load was started, or a copy evicted
+    seconds: float
+    cpu_s: float
+
+    @property
+    def is_expert_management(self) -> bool:
+        """True where the time counts for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)."""
+        return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
+
+
+class TimedDecider:
+    """Decider that times another one. ``decisions`` grows on the loop's thread."""
+
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+        self.decisions: list[Decision] = []
+        self.next_wakeup_s = decider.next_wakeup_s
+        self.statistics = decider.statistics
+        self.check_invariants = decider.check_invariants
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        effects = self._decider.handle(event, now)
+        cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started
+        moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
+        self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
+        return effects
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Run of a trace from its first arrival to its last outcome. Requests are in the trace's order."""
+    """Run from the first arrival to the last outcome. Requests stand in the trace's order."""
 
     seconds: float
     outcomes: tuple[Outcome, ...]
@@ -70,7 +138,7 @@ class Played:
         return {path: count - before.get(path, 0) for path, count in after.items()}
 
     def unjudged(self, trace: Sequence[TracedArrival]) -> tuple[int, ...]:
-        """Numbers, from 0, of unjudged requests; a request of one expert is judged when the expert answered."""
+        """Numbers from 0 of unjudged requests. A request that names an expert is judged when that expert answered."""
         return tuple(
             number
             for number, (outcome, arrival) in enumerate(zip(self.outcomes, trace, strict=True))
@@ -83,8 +151,6 @@ class Played:
 
 @dataclass(slots=True)
 class Player:
-    """Running agent that plays traces, one after another."""
-
     agent: Agent
     timer: TimedDecider
     _requests: Requests
@@ -127,9 +193,9 @@ def player(
     is_strict: bool = True,
     requests: Requests | None = None,
 ) -> Iterator[Player]:
-    """Starts an agent, waits for its initial placement, and stops the agent in the end.
+    """An agent after its initial placement; it is stopped in the end.
 
-    ``experts``: needed by traces. ``is_strict``: raises ConfigError naming each expert that cannot be served, and
+    ``experts``: those that traces need. ``is_strict``: raises ConfigError naming each expert that cannot be served, and
     WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN. ``requests``: another path
     of requests into the agent and back.
     """
@@ -154,9 +220,9 @@ def player(
 
 
 def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
-    """Hash the packed files of these experts, which an agent does at their first load only.
+    """Hash the packed files of these experts, as an agent does at their first load.
 
-    Where not strict, a damaged file is left to its load, which fails for the same reason.
+    Unless ``is_strict``, a damaged file is left to its load, which fails for the same reason.
     """
     segments = {
         segment.sha256: (segment, packed.expert)

@@ -157,7 +157,7 @@ def report(
 ) -> None:
     """Measure the proof in one run, as a Markdown report with charts; the short form takes under five minutes."""
     with _measuring() as (progress, _):
-        from profiler.targets import targets_text
+        from profiler.bench.measured import targets_text
         from proof.report import REPORT, measure_report, prepare_folder, write_report
 
         scratch = scratch_folder(directory)

@@ -32,7 +32,7 @@ from experts.errors import BackendUnavailable
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
-from profiler.bench.plain_models import PlainExpert, plain_expert
+from profiler.bench.naive import PlainExpert, plain_expert
 from profiler.workload.generated_line import synthetic_pixels
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from profiler.bench.measured import Column
-from profiler.targets import Target, at_least
+from profiler.bench.measured import Column, Target, at_least
 from proof.compute.contestants import EAGER, INT8_SESSION
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from profiler.bench.measured import Column
 
 if TYPE_CHECKING:
-    from profiler.targets import Target
+    from profiler.bench.measured import Target
 
 TRANSFORMERS = "transformers is not there: `pip install transformers`, one of the extras for developers"
 COLUMNS = (Column("part", "part"), Column("figure", "what"), Column("value", "value", ".4g"), Column("", "unit"))

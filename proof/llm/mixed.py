@@ -15,8 +15,8 @@ import torch
 from agent.line_file.texts import QUANTUM_S
 from experts.errors import CoServeError
 from experts.llm.model import load_model
+from profiler.bench.measured import Target, at_least
 from profiler.bench.turns import Plan, by_turns
-from profiler.targets import Target, at_least
 from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import OurEngine
 from proof.llm.peers import CONTINUOUS, SLOTS, STATIC, PeerProcess, has_transformers

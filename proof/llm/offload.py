@@ -31,8 +31,8 @@ from experts.llm.tiers.moe_experts import MoeExpert
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from profiler.bench.measured import at_least
 from profiler.bench.turns import Plan, by_turns
-from profiler.targets import at_least
 from proof.llm.figures import Figure, LlmFindings
 from proof.llm.random_models import write_skewed_model
 

@@ -25,7 +25,7 @@ from agent.runtime.texts import TextSource
 from experts.errors import CoServeError
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.sizes import MEBIBYTE
-from profiler.targets import Target, at_least
+from profiler.bench.measured import Target, at_least
 from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import Collected
 from proof.llm.peers import OURS, STATIC, PeerProcess, has_transformers

@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import Limits
-from profiler.bench.measured import Column, table_of
-from profiler.targets import Target
+from profiler.bench.measured import Column, Target, table_of
 from proof.paper.best import Best, highest, search_best
 from proof.paper.devices import CPU, GPU
 from proof.paper.systems import Loading, System, SystemRow, most_experts, simulate

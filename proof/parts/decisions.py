@@ -31,8 +31,7 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS
 from experts.expert import Prediction
-from profiler.bench.measured import Column, Measured
-from profiler.targets import Target
+from profiler.bench.measured import Column, Measured, Target
 from proof.paper.tasks import BOARDS, CLASSIFIER, task_of
 
 if TYPE_CHECKING:

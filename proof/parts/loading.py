@@ -27,8 +27,7 @@ from experts.expert import Precision
 from experts.packed.direct_reads import DirectReader
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
-from profiler.bench.measured import Column, Measured, this_machine
-from profiler.targets import Target
+from profiler.bench.measured import Column, Measured, Target, this_machine
 from profiler.workload.generated_graphs import write_graph_experts
 from profiler.workload.generated_line import removed_afterwards, require_disk, write_experts
 from profiler.workload.graph_kinds import GraphKind

@@ -22,8 +22,7 @@ import psutil
 import yaml
 
 from experts.errors import CoServeError
-from profiler.bench.measured import Column, Measured, this_machine
-from profiler.targets import Target
+from profiler.bench.measured import Column, Measured, Target, this_machine
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 
 if TYPE_CHECKING:

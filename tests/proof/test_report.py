@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from profiler.bench.measured import Measured
+from profiler.bench.measured import Measured, targets_text
 from profiler.bench.rows import Measurement, PolicyRow
-from profiler.targets import targets_text
 from profiler.workload.generated_line import LineRecipe
 from proof.engine import EngineProof, PlannedRun
 from proof.paper.evaluation import Evaluation

@@ -3,8 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from profiler.bench.measured import Column, Measured
-from profiler.targets import at_least
+from profiler.bench.measured import Column, Measured, at_least
 
 
 @dataclass(frozen=True)

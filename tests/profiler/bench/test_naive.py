@@ -8,8 +8,7 @@ import pytest
 from agent.config import read_line
 from experts.errors import ConfigError
 from profiler.bench.naive import NaiveServer, naive_files
-from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import player
+from profiler.replay.player import experts_of, images_of, player
 from profiler.workload import generated_line
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival

@@ -16,8 +16,7 @@ from experts.expert import Precision
 from profiler.bench.journal_cost import measure_journal
 from profiler.bench.policy_runs import WARMING_UP, RunOptions, run_line
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
-from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import player
+from profiler.replay.player import experts_of, images_of, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival, read_trace
 

@@ -18,7 +18,7 @@ from profiler.microbench.agreement import (
     image_s,
     is_clearly_faster,
 )
-from profiler.microbench.smoke_test import failing_experts
+from profiler.microbench.kinds import failing_experts
 from profiler.workload.samples import Sample
 from tests.profiler.lines import kind_of
 

@@ -20,8 +20,7 @@ from experts.errors import LoadError
 from experts.expert import Expert, InputSpec, Precision
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from profiler.microbench.batches import BatchOptions
-from profiler.microbench.bench import Bench
+from profiler.microbench.batches import BatchOptions, Bench
 from profiler.microbench.fits import LEAST_S
 from profiler.microbench.kinds import ESTIMATED, measure_kind, measure_speedups
 from profiler.workload.samples import LineSamples, Sample

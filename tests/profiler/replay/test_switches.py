@@ -22,8 +22,7 @@ from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from profiler.bench.naive import NAIVE
 from profiler.bench.policy_runs import RunOptions, run_line
-from profiler.replay.images import images_of
-from profiler.replay.player import player
+from profiler.replay.player import images_of, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival, read_trace
 from tests.forms import needs
