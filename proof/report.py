@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from experts.errors import ConfigError
 from profiler.bench.measured import targets_table
 from profiler.profiling.profile_line import KIND_LIMIT_S
-from profiler.workload.graph_kinds import GraphKind
+from profiler.workload.made_up_graphs import GraphKind
 from proof.compute.measure import ComputeOptions, measure_compute_forms
 from proof.engine import FULL, SHORT, SHORT_KIND_LIMIT_S, EngineProof, engine_section, measure_engine
 from proof.paper.devices import paper_devices
@@ -87,7 +87,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     parts = {"The agent alone": measure_start(scratch, starts=3 if full else 1)}
     progress("load", 0, 1)
     parts["SSD to runnable"] = measure_loading(scratch, files=FULL_FILES if full else SHORT_FILES)
-    for kind in GraphKind if full else ():  # an export and its packing take half a minute
+    for kind in get_args(GraphKind) if full else ():  # an export and its packing take half a minute
         parts[f"SSD to runnable, ONNX {kind}"] = measure_graph_loading(scratch, kind, FULL_FILES)
     progress("load", 1, 1)
     parts["A decision"] = measure_growth()

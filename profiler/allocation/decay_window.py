@@ -1,12 +1,13 @@
-"""Decay-window search for the number of experts to keep room for (CoServe, section 4.4, equations 1 to 3).
+"""Decay-window search for the number of experts to keep room for, and the sweep over executors.
 
-Guarantees: pure but for the given throughput, which is asked once for each number of experts; deterministic.
+Sources: CoServe (ASPLOS '25), section 4.4, equations 1 to 3; section 5.3, Figure 17.
+Guarantees: deterministic; pure but for the given throughput, which is called once for each setting.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import linear_regression
 from typing import TYPE_CHECKING
@@ -14,28 +15,25 @@ from typing import TYPE_CHECKING
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 INITIAL_WINDOW = 15  # experts (section 5.3)
 ERROR_MARGIN = 0.05  # section 5.3
 FIT_VALUES = 2  # throughputs that make a line, at least
+DECLINES = 2  # in a row: more executors only get in one another's way (section 5.3)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """Raises ConfigError, naming the option, for values that no search can work with."""
+    """``initial_window``: 1 to 99 experts. Raises ConfigError for an error margin that never decides."""
 
     initial_window: int = INITIAL_WINDOW
     error_margin: float = ERROR_MARGIN
     fit_values: int = FIT_VALUES
 
     def __post_init__(self) -> None:
-        if not 1 <= self.initial_window < 100:
-            raise ConfigError(f"--initial-window: {self.initial_window} does not decay - take 1 to 99 experts")
         if not 0 < self.error_margin < 1:
             raise ConfigError(f"--error-margin: {self.error_margin} never decides - take a fraction between 0 and 1")
-        if self.fit_values < FIT_VALUES:
-            raise ConfigError(f"--fit-values: {self.fit_values} throughputs make no line - take {FIT_VALUES} or more")
 
 
 AS_IN_THE_PAPER = WindowOptions()
@@ -82,11 +80,11 @@ class WindowSearch:
 
 
 def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[DecayWindow]:
-    """Windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
+    """Adjacent windows from 0 to ``most`` experts (section 4.4, equation 1).
 
     Each is (1 - initial window / 100) times as wide as the one before; bounds are rounded, the last one is ``most``.
-    Such a row adds up to 100 experts, and the paper ends there. Here the row starts again with the initial width once
-    a window would be narrower than one expert.
+    Such windows add up to 100 experts, and the paper ends there. Here the initial width is taken again once a window
+    would be narrower than one expert.
     """
     decay_factor = 1 - initial_window / 100
     width, bound, lower = float(initial_window), 0.0, 0
@@ -108,10 +106,10 @@ def decay_window_search(
     window stops at N + 1 where the throughput is short of the line by more than the error margin. The throughput starts
     to drop in the window after the highest of the first N.
 
-    The paper leaves open: the fewest throughputs of a line; that a line without a rise, or the end of the memory, stops
-    the window, too, and the window up to the highest throughput is taken; and the choice within the window, which it
-    draws at random. Here the best of both bounds and the middle is chosen, of equal ones the most experts. No window
-    ends below ``least`` experts. Raises ConfigError where no expert fits.
+    Beyond the paper: a line without a rise, or the end of the memory, also stops the window, and the window up to the
+    highest throughput is taken. Within the window, where the paper draws at random, the best of both bounds and the
+    middle is chosen, of equal ones the most experts. No window ends below ``least`` experts. Raises ConfigError where
+    no expert fits.
     """
     if most < 1:
         raise ConfigError("no expert fits into this memory - raise its budget")
@@ -148,3 +146,59 @@ def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> DecayWin
         highest = max(before, key=lambda step: (step.images_per_s, step.number))
         return steps[highest.number].window
     return max(steps, key=lambda step: (step.images_per_s, step.number)).window
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorCounts:
+    device: int
+    cpu: int
+
+
+@dataclass(slots=True)
+class ExecutorSweep:
+    """Runs each pair of counts once. ``steps``: throughputs in order; None where memory does not hold so many."""
+
+    throughput: Callable[[ExecutorCounts], float | None]
+    steps: dict[ExecutorCounts, float | None] = field(default_factory=dict)
+
+    @property
+    def best(self) -> ExecutorCounts | None:
+        """The best run, of equal ones the one with the fewest executors; None where no run was possible."""
+        able = [
+            (value, -counts.device - counts.cpu, counts) for counts, value in self.steps.items() if value is not None
+        ]
+        return max(able, key=lambda each: each[:2])[2] if able else None
+
+    def value(self, counts: ExecutorCounts) -> float | None:
+        if counts not in self.steps:
+            self.steps[counts] = self.throughput(counts)
+        return self.steps[counts]
+
+    def climb(self, ascending: Iterable[ExecutorCounts]) -> None:
+        """Runs counts until DECLINES in a row are no better than the best, or one cannot be run."""
+        best: float | None = None
+        fallen = 0
+        for counts in ascending:
+            value = self.value(counts)
+            if best is not None and (value is None or (fallen + 1 == DECLINES and value <= best)):
+                return
+            if value is not None:
+                best, fallen = (value, 0) if best is None or value > best else (best, fallen + 1)
+
+
+def executor_sweep(
+    throughput: Callable[[ExecutorCounts], float | None], most_device: int, most_cpu: int
+) -> ExecutorSweep:
+    """Sweep device executors from 1 on beside one of the CPU, then, with the best count, CPU executors from none on.
+
+    ``most_device`` 0: a box with a CPU only; ``most_cpu`` 0: a CPU that runs no experts. Each row ends after DECLINES
+    counts in a row that are no better than its best. The paper begins with one CPU executor, and never tries none.
+    """
+    sweep = ExecutorSweep(throughput)
+    beside = min(most_cpu, 1)
+    if most_device:
+        sweep.climb(ExecutorCounts(device, beside) for device in range(1, most_device + 1))
+    best = sweep.best
+    device = best.device if best else min(most_device, 1)
+    sweep.climb(ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1))
+    return sweep

@@ -2,9 +2,9 @@
 
 Guarantees: deterministic as far as the throughput is; an Engine accepts every configuration that is tried or found; the
 result is at least as good as the casual split with the same executors.
-Executors are searched first, at the casual split of the memories. Each memory whose maximum batches take a substantial
-part of it is searched then by the decay window, the device's first. Other memories get their maximum batches, and
-experts get the rest.
+Executors are searched first, at the casual split of the memories. Then the decay window searches each memory of which
+maximum batches take a substantial part, the device's first. Other memories give batches their maximum and experts the
+rest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from agent.deployment.memory_split import pinned_experts, pool_budgets
 from agent.device_profile.records import Allocation, PoolAllocation, SearchTrial
 from experts.errors import ConfigError
 from experts.sizes import mib
-from profiler.allocation.decay_window import AS_IN_THE_PAPER, WindowOptions, WindowSearch, decay_window_search
-from profiler.allocation.executor_sweep import ExecutorCounts, executor_sweep
+from profiler.allocation.decay_window import (
+    AS_IN_THE_PAPER,
+    ExecutorCounts,
+    WindowOptions,
+    WindowSearch,
+    decay_window_search,
+    executor_sweep,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,12 +64,11 @@ DEFAULTS = SearchOptions()
 
 @dataclass(frozen=True, slots=True)
 class SearchedAllocation:
-    """Allocation found, with all runs of the search. ``windows``: by memory that was searched."""
+    """Allocation found, its throughput, and all runs of the search."""
 
     allocation: Allocation
     trials: tuple[SearchTrial, ...]
     images_per_s: float
-    windows: Mapping[str, WindowSearch]
 
 
 def search_allocation(
@@ -86,7 +91,7 @@ def search_allocation(
     for spec in executors:
         counts[spec.processor] += 1
     found = Allocation(origin, search.budgets, pool_allocations(split, search.needs(executors)), counts)
-    return SearchedAllocation(found, tuple(search.trials), search.run(executors, split), search.windows)
+    return SearchedAllocation(found, tuple(search.trials), search.run(executors, split))
 
 
 def pool_allocations(split: Sequence[PoolSpec], needs: Mapping[str, MemoryNeeds]) -> tuple[PoolAllocation, ...]:
@@ -112,7 +117,6 @@ class _Search:
     budgets: dict[str, int]
     options: SearchOptions
     trials: list[SearchTrial] = field(default_factory=list)
-    windows: dict[str, WindowSearch] = field(default_factory=dict)
     _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
 
     def executors(self) -> tuple[ExecutorSpec, ...]:
@@ -176,9 +180,9 @@ class _Search:
     def _searched(
         self, executors: tuple[ExecutorSpec, ...], split: tuple[PoolSpec, ...], place: int, needs: MemoryNeeds
     ) -> tuple[PoolSpec, ...]:
-        """The split with this memory searched by the decay window, or ``split`` itself where that is better.
+        """The split with this memory searched by the decay window, or ``split`` where that is better.
 
-        Bytes that no batch can use go to experts in any case: a throughput that falls by it is chance.
+        Bytes that no batch can use go to experts in any case: a throughput that falls by that is chance.
         """
 
         def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
@@ -190,7 +194,6 @@ class _Search:
             needs.least,
             self.options.window,
         )
-        self.windows[needs.pool] = found
         chosen = pools(needs.keeping(found.chosen))
         best = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
         self.trials += window_trials(needs.pool, found)

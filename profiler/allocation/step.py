@@ -1,17 +1,24 @@
 """Last step of a profile: the split of the memories and the number of executors (CoServe, section 4.4).
 
-Guarantees: trials of an earlier search never count; a run on the engine is not repeated after a kill; an unfit expert
-or image leaves the sample with a note, and the search begins again without it.
+Guarantees: trials of an earlier search never count; a note names each expert or image that proves unfit, and the search
+begins again without it. A resumed search repeats no run on the engine: a run is remembered with everything that it
+depends on, to the byte. Free memory differs a little from start to start, so a resumed search with automatic budgets
+keeps its first budgets while they are within DRIFT of the present ones.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from agent.core.performance import DEVICE, HOST
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_needs import memory_needs
+from agent.deployment.memory_split import pool_budgets
+from agent.device_profile.records import SearchTrial
 from experts.errors import SampleUnfit
 from profiler.allocation.search import (
     EXECUTORS,
@@ -21,7 +28,6 @@ from profiler.allocation.search import (
     pool_allocations,
     search_allocation,
 )
-from profiler.allocation.search_runs import SearchRuns
 from profiler.allocation.throughput import (
     SAMPLE_REQUESTS,
     busy,
@@ -45,13 +51,76 @@ if TYPE_CHECKING:
     from profiler.workload.samples import LineSamples, Sample
     from profiler.workload.traces import TracedArrival
 
+RUNS = "runs"  # SearchTrial.search of runs that are kept until the search ends
+DRIFT = 0.1
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
 ON_ENGINE = "search on the engine"  # a stage
 
 
+class SearchRuns:
+    """Runs of one search, kept in the draft. ``box``: this box, with the memory that was free when the search began.
+
+    The note of a run holds a digest of its situation, and that free memory.
+    """
+
+    def __init__(
+        self, draft: ProfileDraft, config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[TracedArrival]
+    ) -> None:
+        self._draft = draft
+        self._situation = _digest(config, profile, trace)
+        kept = [each for each in draft.trials(RUNS) if json.loads(each.note)["situation"] == self._situation]
+        self.box = _with_available(box, json.loads(kept[0].note)["available_bytes"]) if kept else box
+        then, now = pool_budgets(config, self.box), pool_budgets(config, box)
+        if any(abs(now[pool] - then[pool]) > DRIFT * then[pool] for pool in now):
+            kept, self.box = [], box
+        self._trials = kept
+
+    def remembered(self, throughput: Throughput) -> Throughput:
+        """Throughput that calls the given one only for runs that are not remembered."""
+
+        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+            processors = [spec.processor for spec in executors]
+            memories = [[pool.name, pool.expert_bytes, pool.workspace_bytes] for pool in pools]
+            setting = json.dumps([processors, memories])
+            for trial in self._trials:
+                if trial.setting == setting:
+                    return trial.images_per_s
+            measured = throughput(executors, pools)
+            self._trials.append(SearchTrial(RUNS, len(self._trials) + 1, setting, measured, json.dumps(note)))
+            self._draft.save_trials(RUNS, self._trials)
+            return measured
+
+        available_bytes = {pool: self.box.size_of(pool).available_bytes for pool in self.box.pools}
+        note = {"situation": self._situation, "available_bytes": available_bytes}
+        return images_per_s
+
+
+def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
+    host = replace(box.host, available_bytes=available_bytes[HOST])
+    device = None if box.device is None else replace(box.device, available_bytes=available_bytes[DEVICE])
+    return replace(box, host=host, device=device)
+
+
+def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> str:
+    """Digest of everything but executors and memories that throughputs depend on."""
+    parts = [
+        config.document.sha256,
+        config.policy,
+        sorted(profile.packed.items()),
+        sorted(profile.precisions.items()),
+        sorted(profile.usage.probabilities.items()),
+        sorted(profile.usage.pass_rates.items()),
+        [asdict(kind) for kind in profile.kinds],
+        [asdict(link) for link in profile.links],
+        sorted(profile.speedups.items()),
+        [asdict(arrival) for arrival in trace],
+    ]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
 @dataclass(slots=True)
 class AllocationStep:
-    """Allocation of one line. ``failed``: reasons by expert that cannot be served; the search adds to it."""
+    """Allocation of one line. ``failed``: reasons by expert that cannot be served; searches add to it."""
 
     config: LineConfig
     box: Box
@@ -67,7 +136,7 @@ class AllocationStep:
         Raises ConfigError naming each expert that does not fit, and where nothing is left to search with.
         """
         for search in (EXECUTORS, *(MEMORY + pool for pool in self.box.pools)):
-            self.draft.save_trials(search, ())  # of a search that was killed in its last moment
+            self.draft.save_trials(search, ())  # those of a killed search
         if not self.config.catalog.components:
             self.notes.append("no expert takes images, whose throughput is searched for: memories are split by rule")
         if source == CASUAL or not self.config.catalog.components:
@@ -90,16 +159,17 @@ class AllocationStep:
     def _run(self, interim: StoredProfile, progress: Callable[[str, int, int], None]) -> SearchedAllocation:
         """Searches on the engine, without experts and images that prove unfit. Raises ConfigError for an empty rest."""
         images = _SearchImages(self.samples.mix)
-        counted = _CountedRuns(progress)
+        done: list[float] = []
         while True:
             trace = self._sample(self.options.engine_requests, interim.usage, images.by_component())
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
                 device = device_matrix(self.config, runs.box, interim, self.failed)
                 engine = engine_throughput(self.config, interim, busy(trace, device, self.options))
-                throughput = runs.remembered(counted.told(engine))
+                throughput = runs.remembered(_counted(engine, done, progress))
                 found = search_allocation(self.config, runs.box, device, throughput, SEARCHED_ON_ENGINE, self.options)
-                counted.end()
+                if done:
+                    progress(ON_ENGINE, len(done), len(done))
                 self.notes += images.notes()
                 return found
             except SampleUnfit as error:
@@ -130,12 +200,12 @@ class AllocationStep:
 
 
 class _SearchImages:
-    """Images for the engine search: each component's files in their own mix, decoded when they are taken."""
+    """Images for the search on the engine: each component's files in their own mix, decoded when they are drawn."""
 
     def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
         self._mix = mix
         self._checked = Checked()
-        self._unfit: dict[Path, str] = {}  # broken since they were checked
+        self._unfit: dict[Path, str] = {}  # broken after they were checked
 
     def by_component(self) -> dict[str, Iterator[Path]]:
         return {component: self._sound(samples) for component, samples in self._mix.items()}
@@ -153,23 +223,12 @@ class _SearchImages:
         return (each.path for each in samples if each.path not in self._unfit and self._checked.is_sound(each))
 
 
-class _CountedRuns:
-    """Reports the runs that a search has made; their total is known only at the end."""
+def _counted(throughput: Throughput, done: list[float], progress: Callable[[str, int, int], None]) -> Throughput:
+    """Throughput that reports its runs, and appends them to ``done``."""
 
-    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
-        self._progress = progress
-        self._runs = 0
+    def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+        progress(ON_ENGINE, len(done), len(done) + 1)
+        done.append(throughput(executors, pools))
+        return done[-1]
 
-    def told(self, throughput: Throughput) -> Throughput:
-
-        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-            self._progress(ON_ENGINE, self._runs, self._runs + 1)
-            found = throughput(executors, pools)
-            self._runs += 1
-            return found
-
-        return images_per_s
-
-    def end(self) -> None:
-        if self._runs:
-            self._progress(ON_ENGINE, self._runs, self._runs)
+    return images_per_s

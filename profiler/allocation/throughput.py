@@ -1,8 +1,8 @@
 """Throughputs for the allocation search: of this box's real engine, or of the same Engine under virtual time.
 
-Guarantees: both run the same sample of requests, drawn by the line's known usage. Requests keep every executor busy, so
-that memories and executors decide, not arrivals. A run with an unjudged request is an error, which names the experts
-and images that the sample has to leave out.
+Guarantees: both run the same sample of requests, drawn by the line's known usage. Requests come fast enough that
+memories and executors decide, not arrivals. A run with an unjudged request is an error that names the experts and
+images to leave out of the sample.
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ def sample_requests(
     without: Mapping[str, str] = NOTHING,
     usage: UsageProfile | None = None,
 ) -> tuple[TracedArrival, ...]:
-    """A smaller set of requests that stands for the line's (section 4.4), in a random order.
+    """A smaller set of requests that represents the line's (section 4.4), in a random order.
 
     Each component has its share (``drawn_shares``) of the requests, rounded up or down by chance. A request takes the
-    component's next image; no further ``images`` are drawn. ``without``: experts that cannot be served; components on
-    whose routes they stand are left out. Raises ConfigError where no component is left.
+    component's next image, and no more ``images`` are drawn. ``without``: experts that cannot be served; components
+    with them on their routes are left out. Raises ConfigError where no component is left.
     """
-    if count < 1:
-        raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
     shares = drawn_shares(config, usage, without)
     if not shares:
         reasons = "".join(f"\n  - {name}: {reason}" for name, reason in sorted(without.items())[:NAMED])
@@ -82,10 +80,10 @@ def drawn_shares(
 ) -> dict[str, float]:
     """Share of each component in a sample; ``without`` as for ``sample_requests``.
 
-    Without ``usage``, or with computed usage, shares follow the quantities on the boards. With counted or served usage
-    an expert that is first on a route has its probability there. Components with the same first expert share its
-    probability by their quantities, or evenly where none of them is on a board. A first expert without a record counts
-    as one further request, spread evenly over the routes, and at most as the rarest expert with a record.
+    Without ``usage``, or with computed usage, shares follow the quantities on the boards. Else the first expert of a
+    route gives its usage probability to the route's component. Components with one first expert divide its probability
+    by their quantities, or evenly where no board has them. A first expert without a record counts as one more request,
+    spread evenly over the routes, and at most as the rarest expert with a record.
     """
     routes, quantities = config.catalog.components, component_shares(config)
     able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
@@ -109,8 +107,8 @@ def drawn_shares(
 def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> float:
     """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
 
-    ``executors``: most of each processor that will be tried. Requests come BUSY_FACTOR times as fast as all of them
-    execute maximum batches, without loads and independent of one another.
+    ``executors``: most of each processor that will be tried. Requests come BUSY_FACTOR times as fast as these execute
+    maximum batches, without loads and without slowing one another.
     """
     images_per_s = 0.0
     for processor, column in device.experts.items():
@@ -127,7 +125,7 @@ def simulated_throughput(
     trace: Sequence[TracedArrival],
     without: Mapping[str, str] = NOTHING,
 ) -> Throughput:
-    """Throughput by simulation: seconds instead of hours. Raises ConfigError for a setup that cannot be simulated."""
+    """Throughput by simulation. Raises ConfigError for a setup that cannot be simulated."""
     scenario = scenario_of(config.catalog.graph, profile, trace)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
@@ -142,8 +140,6 @@ def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequenc
 
     Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
     """
-    if not trace:
-        raise ConfigError("an empty queue: the sample holds no request - nothing can be measured")
     try:
         images = images_of(trace, config.catalog)
     except ImageError as error:
@@ -164,7 +160,7 @@ def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequenc
 def device_matrix(
     config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
 ) -> PerformanceMatrix:
-    """Performance matrix of every processor that was profiled and that the line may use."""
+    """Performance matrix of every profiled processor that the line may use. Raises ConfigError for none."""
     measured = {kind.processor for kind in profile.kinds}
     allowed = [name for name in box.processors if config.executors is None or config.executors.get(name)]
     able = [name for name in allowed if name in measured]
@@ -180,8 +176,8 @@ def busy(
 ) -> tuple[TracedArrival, ...]:
     """The trace, played faster where its requests would leave executors idle."""
     most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
-    span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0
-    busy_s = busy_interval_s(device, most) * max(len(trace) - 1, 0)
+    span_s = trace[-1].at_s - trace[0].at_s
+    busy_s = busy_interval_s(device, most) * (len(trace) - 1)
     factor = busy_s / span_s if span_s > busy_s else 1.0
     return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
 

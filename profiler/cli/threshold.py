@@ -47,8 +47,7 @@ def threshold(
     from experts.packed.sources import sha256_of
     from experts.thresholds.binding import threshold_of
     from experts.thresholds.learning import learned
-    from profiler.thresholds.curve import draw_curve
-    from profiler.thresholds.scoring import anomaly_expert, labelled_samples, measured
+    from profiler.thresholds.scoring import anomaly_expert, draw_curve, labelled_samples, measured
 
     drawn = chart or line.parent / f"{expert.replace('/', '-')}.threshold.png"
     with explained(), disk_explained():

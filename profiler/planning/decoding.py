@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from profiler.simulation.forecast import Scenario
 
 REMOVED = 0.95  # of the best rate: a resource that allows more is not the limit
-LEAST = 1.02  # times the rate that the cores allow now: a change that helps less is left out
+LEAST = 1.02  # times the present rate: a change that gains less is left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from agent.core.request import IMAGE
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.decoding import decoding_times
-from profiler.planning.gains import PlannedCase, with_gains
+from profiler.planning.limits import PlannedCase, with_gains
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of
 from profiler.tables import folded, folded_table

@@ -32,8 +32,7 @@ from experts.errors import ConfigError, ExpertError, ImageError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
-from profiler.allocation.search_runs import RUNS
-from profiler.allocation.step import ENGINE, AllocationStep
+from profiler.allocation.step import ENGINE, RUNS, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.batches import BatchOptions, Bench, why_no_larger
 from profiler.microbench.decoding import DecodingBench

@@ -1,7 +1,7 @@
-"""The scores that an anomaly expert gives samples.
+"""Scores that an anomaly expert gives samples, and the chart of false alarms and catches by threshold.
 
-Guarantees: every sample is scored as the agent would score it; one that cannot be read is left out, and told. Nothing
-of the line is written, and an agent may run on it meanwhile.
+Guarantees: every sample is scored as by the agent; one that cannot be read is left out and reported. Nothing of the
+line is written, and an agent may run on it meanwhile.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING
 from experts.errors import ConfigError, ImageError
 from experts.expert import Task
 from experts.images import decode_image
+from experts.thresholds.learning import rates_at
 from experts.thresholds.measuring import Meter
+from profiler.charts import Labels, Series, line_chart
 from profiler.workload.samples import LineSamples, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
 
     from agent.config import LineConfig
     from experts.expert import Expert
+    from experts.thresholds.learning import Learned
 
 GOOD, BAD = "good", "bad"
 OK_LABEL = "ok"  # of labelled crops: a good part
 MOST = 1_000_000  # samples: all that there are
+MOST_POINTS = 60  # of a curve: with more, its markers run into one another
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,17 @@ def _crops(config: LineConfig, expert: Expert, folder: Path) -> LabelledSamples:
     labelled = [sample for sample in listed if sample.label is not None]
     good = tuple(sample for sample in labelled if sample.label == OK_LABEL)
     return LabelledSamples(good, tuple(sample for sample in labelled if sample.label != OK_LABEL), found.broken)
+
+
+def draw_curve(path: Path, expert: str, good: Sequence[float], bad: Sequence[float], learned: Learned) -> None:
+    """False alarms and what is caught, in percent, over the thresholds between the lowest score and the highest."""
+    scores = sorted({*good, *bad, learned.rates.threshold})
+    steps = min(MOST_POINTS, len(scores))
+    chosen = [scores[round(number * (len(scores) - 1) / max(steps - 1, 1))] for number in range(steps)]
+    rates = [rates_at(threshold, good, bad) for threshold in chosen]
+    series = [Series(f"false alarms, of {len(good)} good", chosen, [100 * each.false_alarms for each in rates])]
+    if bad:
+        series.append(Series(f"caught, of {len(bad)} bad", chosen, [100 * (each.caught or 0.0) for each in rates]))
+    at = learned.rates.threshold
+    series.append(Series(f"threshold {at:g}", [at, at], [0.0, 100.0], kind="dashed"))
+    line_chart(path, Labels(f"{expert}: what a threshold does to the samples", "% of samples", "threshold"), series)

@@ -1,17 +1,17 @@
-"""ONNX graphs as trainers export them, with random weights, for measurements: they detect nothing, and run as trained.
+"""Detectors and anomaly experts as ONNX graphs with random weights, which run like trained ones.
 
 Guarantees: all files of one call have the same graph, so that their experts share one program, and no two of them have
-a tensor of a layer in common; the same seed gives the same weights.
-The detector is exported by ultralytics itself. The anomaly expert is made of what PatchCore (arXiv 2106.08265, section
-3) consists of: features of two stages of a ResNet18, smoothed over their neighbourhood, and for each the distance to
-the nearest of a bank of such features.
+a layer's tensor in common; the same seed gives the same weights.
+ultralytics exports the detector. The anomaly expert is a PatchCore (arXiv 2106.08265, section 3): features of two
+stages of a ResNet18, smoothed over their neighbourhood, each with its distance to the nearest of a bank of features.
 """
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import onnx
 import torch
@@ -20,7 +20,10 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, interpolate
 from torchvision import models
 
+from experts.backends.onnx.layouts import image_facts
 from experts.backends.ort.export import exported
+from experts.expert import ANOMALY_LABELS, Expert, InputSpec, Task
+from profiler.workload.generated_line import require_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,16 +31,18 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+GraphKind = Literal["detector", "anomaly"]
+LARGEST_BYTES = 90_000_000  # of a file of either kind
 DETECTOR = "yolo11m"
 DETECTOR_LABELS = ("aligned", "turned")
 DETECTOR_PX, ANOMALY_PX = 640, 224
 BANK_ROWS = 32_768  # of 384 features each: 50 MB
 STAGE_FEATURES = (128, 256)  # of a ResNet18's second and third stage
-NOISE = 0.02  # on each file's layers, in parts of each weight: a network that is not trained stays as good
+NOISE = 0.02  # on each weight of a layer, relative: the network's values stay in their range
 
 
 class NearestFeatures(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
-    """A PatchCore: how far each place's features are from the nearest of the bank, and the farthest of them."""
+    """PatchCore: each place's distance from the nearest features of the bank, and the largest of these."""
 
     def __init__(self, bank_rows: int) -> None:
         super().__init__()
@@ -55,6 +60,24 @@ class NearestFeatures(nn.Module):  # type: ignore[misc]  # torch is not followed
         squares = features.square().sum(2, keepdim=True) - 2 * products + self.bank.square().sum(1)
         nearest = squares.amin(2).clamp(min=0.0).sqrt()
         return {"pred_score": nearest.amax(1), "anomaly_map": nearest.unflatten(1, (1, *found.shape[2:]))}
+
+
+def write_graph_experts(folder: Path, kind: GraphKind, count: int) -> list[Expert]:
+    """Experts of one kind, each with weights of its own, written below ``folder``.
+
+    Raises ConfigError where the disk has no room for them and their packed form; OSError.
+    """
+    require_disk(folder, 2 * count * LARGEST_BYTES, f"{count} experts and their packed form")
+    (folder / "weights").mkdir()
+    paths = [folder / "weights" / f"{kind}-{number:03d}.onnx" for number in range(count)]
+    if kind == "anomaly":
+        write_anomaly_models(paths, BANK_ROWS)
+        spec = InputSpec(ANOMALY_PX, ANOMALY_PX)
+        return [Expert(path.stem, "onnx", path, ANOMALY_LABELS, spec, task=Task.ANOMALY) for path in paths]
+    write_detectors(paths)
+    spec = InputSpec(DETECTOR_PX, DETECTOR_PX, "unit")
+    experts = [Expert(path.stem, "onnx", path, DETECTOR_LABELS, spec) for path in paths]
+    return [replace(expert, input=image_facts(expert).applied(expert.pixels)) for expert in experts]
 
 
 def write_detectors(
@@ -104,7 +127,7 @@ def _anomaly(seed: int, bank_rows: int) -> onnx.ModelProto:
 
 
 def _layers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """What layers multiply with, which decides on nothing but values; in raw bytes, as exporters write it."""
+    """Weights that layers multiply with, in raw bytes, as exporters write them."""
     weights = {node.input[1] for node in model.graph.node if node.op_type in {"Conv", "Gemm", "MatMul"}}
     weights |= {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
     for tensor in model.graph.initializer:

@@ -10,14 +10,13 @@ import logging
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from agent.cli.arguments import AsJson
 from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
-from profiler.workload.graph_kinds import GraphKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -198,7 +197,9 @@ def load(
         typer.Option("--dir", help="a folder on the SSD to measure; default: the current one, or the line file's"),
     ] = None,
     architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
-    onnx: Annotated[GraphKind | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")] = None,
+    onnx: Annotated[
+        Literal["detector", "anomaly"] | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")
+    ] = None,
     line: Annotated[Path | None, typer.Option(help="instead: experts of a line, as it would serve them")] = None,
     expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,

@@ -1,8 +1,7 @@
-"""The compute table: every contestant by turns, for each architecture and batch size.
+"""The compute table: contestants by turns, for each architecture and batch size, and the targets of the forms.
 
-Guarantees: contestants take turns in one process, on as many threads as each CPU executor of this box has; a form that
-cannot run here has no row, and a note that says why; one far slower than torch is tried, and a note says so. Generated
-files are removed afterwards.
+Guarantees: contestants take turns in one process, on as many threads as each CPU executor of this box has. A note says
+why a form has no row, or was only tried because it is far slower than torch. Generated files are removed afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +23,14 @@ from experts.backends import backend_for
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
-from profiler.bench.measured import Measured, software
+from profiler.bench.measured import Column, Measured, Target, at_least, software
 from profiler.bench.turns import Plan, TimedTurns, by_turns, one_turn
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.workload.generated_line import removed_afterwards, write_experts
 from proof.compute.arithmetic import NAMES, operations_per_image, reference_of
 from proof.compute.contestants import (
     EAGER,
+    INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
     PEERS,
@@ -41,10 +42,9 @@ from proof.compute.contestants import (
     plain_model,
     prepared_images,
 )
-from proof.compute.table import COLUMNS, LEGEND, ComputeRow, targets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.runtime.machine.box import Box
@@ -52,11 +52,92 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
+EARLIER = frozenset({"fp32", "bf16", "fp16", "onnxruntime"})  # forms of ours that later ones are to beat
+LEAST_GAIN_ALONE, LEAST_GAIN, LEAST_GAIN_FP32 = 1.5, 1.4, 1.1  # of a single image, of more, and in fp32
+LEAST_OVER_OPENVINO = 0.9  # of its throughput, in the same numbers
+LEAST_OVER_ONNXRUNTIME = 1.0  # of its throughput, both in eight bits
+LEGEND = (
+    f"x eager: how many times as fast as {EAGER}. of the floor: the floor's time over the row's, where the floor is "
+    "the arithmetic alone at the rate of the fastest matrix multiplication in the same numbers, torch's or oneDNN's."
+)
+COLUMNS = (
+    Column("architecture", "architecture"),
+    Column("batch", "batch", "d"),
+    Column("form", "form"),
+    Column("ms/image", "ms_per_image", ".2f"),
+    Column("least", "least_ms_per_image", ".2f"),
+    Column("x eager", "times_fp32_eager", ".2f"),
+    Column("of the floor", "of_floor", ".0%"),
+    Column("", "mark"),
+)
 FLOOR = "floor"
 HOPELESS = 4.0  # times as slow as torch itself in fp32: its trial has to do
 TRIES = 2
 LIMIT_S = 120.0  # of rounds, for one architecture in batches of one size
 LIBRARIES = ("onnxruntime", "openvino")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRow:
+    """One way to run a batch. ``numbers``: of its arithmetic. ``least_ms_per_image``: the fastest of ``rounds``.
+
+    ``times_fp32_eager``: how many times as fast as the plain module in fp32, by medians. ``of_floor``: time of the
+    arithmetic alone in the same numbers, over the row's; 1 of the floor itself. ``is_fastest_of_ours``: among the forms
+    that an agent can run.
+    """
+
+    architecture: str
+    size: str
+    batch: int
+    form: str
+    numbers: str
+    is_ours: bool
+    rounds: int
+    ms_per_image: float
+    least_ms_per_image: float
+    times_fp32_eager: float
+    of_floor: float
+    is_fastest_of_ours: bool = False
+
+    @property
+    def mark(self) -> str:
+        return "fastest of ours" if self.is_fastest_of_ours else ""
+
+
+def targets_of(rows: Sequence[ComputeRow]) -> tuple[Target, ...]:
+    """Targets of the forms, for each measured architecture and batch size."""
+    groups = groupby(rows, lambda row: (row.architecture, row.batch))
+    return tuple(
+        target
+        for (architecture, batch), each in groups
+        for target in _targets(list(each), f"{architecture}, batch {batch}")
+    )
+
+
+def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
+    """Targets of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32.
+
+    Eight bits are compared with ONNX Runtime's alone: only samples tell whether an expert can run in them.
+    """
+    took = {row.form: row.ms_per_image for row in rows}
+    ours = {
+        numbers: {row.form for row in rows if row.is_ours and row.numbers == numbers}
+        for numbers in ("fp32", "bf16", "int8")
+    }
+
+    def over(what: str, others: Collection[str], forms: Collection[str], least: float) -> Iterator[Target]:
+        theirs, own = (min((took[form] for form in listed if form in took), default=None) for listed in (others, forms))
+        if theirs is not None and own is not None:
+            yield at_least(f"{where}: {what}", theirs / own, least)
+
+    if "floor-bf16" in took and ours["bf16"]:
+        everything = {row.form for row in rows if row.is_ours} - ours["int8"]
+        least = LEAST_GAIN_ALONE if rows[0].batch == 1 else LEAST_GAIN
+        yield from over("the fastest form over the earlier ones", everything & EARLIER, everything, least)
+    yield from over("in fp32 over the earlier ones", ours["fp32"] & EARLIER, ours["fp32"], LEAST_GAIN_FP32)
+    for numbers in ("fp32", "bf16"):
+        yield from over(f"in {numbers} over OpenVINO", {f"openvino-{numbers}"}, ours[numbers], LEAST_OVER_OPENVINO)
+    yield from over("in int8 over ONNX Runtime", {INT8_SESSION}, ours["int8"], LEAST_OVER_ONNXRUNTIME)
 
 
 @dataclass(frozen=True, slots=True)

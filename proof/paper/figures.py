@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from profiler.charts import Labels, Series, bar_chart, line_chart
 from profiler.tables import markdown_table
-from proof.paper.best import highest
 from proof.paper.devices import CPU, GPU
 from proof.paper.evaluation import (
     ABLATIONS,
@@ -27,6 +26,7 @@ from proof.paper.evaluation import (
     SAMBA_PARALLEL,
     SAMBAS,
     fewer_switches,
+    highest,
     short_form,
     shortfalls,
 )
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from proof.paper.best import Best
-    from proof.paper.evaluation import Evaluation
+    from proof.paper.evaluation import Best, Evaluation
     from proof.paper.systems import SystemRow
 
 NAMES = {

@@ -28,9 +28,8 @@ from experts.packed.direct_reads import DirectReader
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.measured import Column, Measured, Target, this_machine
-from profiler.workload.generated_graphs import write_graph_experts
 from profiler.workload.generated_line import removed_afterwards, require_disk, write_experts
-from profiler.workload.graph_kinds import GraphKind
+from profiler.workload.made_up_graphs import write_graph_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -39,9 +38,10 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from experts.expert import Expert
     from experts.packed.weights import PackedExpert
+    from profiler.workload.made_up_graphs import GraphKind
 
 TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3  # a session has to be told of each switch of a graph
-GRAPH_NAMES = {GraphKind.DETECTOR: "ONNX detectors", GraphKind.ANOMALY: "ONNX anomaly experts"}
+GRAPH_NAMES = {"detector": "ONNX detectors", "anomaly": "ONNX anomaly experts"}
 NAMES_TOLD = 4  # of experts, in one row
 COLUMNS = (
     Column("experts", "name"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.allocation.executor_sweep import ExecutorCounts, executor_sweep
+from profiler.allocation.decay_window import ExecutorCounts, executor_sweep
 
 
 @pytest.mark.parametrize(

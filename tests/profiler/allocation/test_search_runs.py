@@ -12,7 +12,7 @@ from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.machine.box import Box, MemorySize
-from profiler.allocation.search_runs import SearchRuns
+from profiler.allocation.step import SearchRuns
 from profiler.workload.traces import TracedArrival
 from tests.profiler.lines import fakes, profile_of, write_line
 

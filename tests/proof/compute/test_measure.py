@@ -36,8 +36,7 @@ from proof.compute.contestants import (
     quantised,
     session,
 )
-from proof.compute.measure import ComputeOptions, executor_threads, measure_compute_forms
-from proof.compute.table import ComputeRow, targets_of
+from proof.compute.measure import ComputeOptions, ComputeRow, executor_threads, measure_compute_forms, targets_of
 
 CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16

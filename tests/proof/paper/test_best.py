@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ConfigError
-from proof.paper.best import search_best
 from proof.paper.devices import PaperDevice, read_device
+from proof.paper.evaluation import search_best
 from proof.paper.systems import System
 from proof.paper.tasks import PaperBoard, task_of
 

@@ -12,15 +12,17 @@ from PIL import Image
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import DecayWindow, SearchEnd, WindowSearch
 from proof.paper import tasks
-from proof.paper.best import Best, highest, search_best
 from proof.paper.devices import read_device
 from proof.paper.evaluation import (
     ABLATIONS,
     POLICIES,
+    Best,
     Evaluation,
     evaluate,
     evaluation_json,
     evaluation_table,
+    highest,
+    search_best,
     shortfalls,
     systems,
 )

@@ -12,7 +12,6 @@ from agent.config import read_line
 from experts.backends.classifier import write_random_weights
 from experts.errors import ConfigError, WeightsMismatch
 from profiler.workload import made_up_graphs
-from profiler.workload.graph_kinds import GraphKind
 from proof.parts.loading import LoadingTimes, measure_graph_loading, measure_line_loading, measure_loading
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +124,7 @@ def test_an_expert_that_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_pa
 def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch):
     assert made_up_graphs.BANK_ROWS * sum(made_up_graphs.STAGE_FEATURES) * 4 > 50_000_000
     monkeypatch.setattr(made_up_graphs, "BANK_ROWS", 512)
-    (times,) = measure_graph_loading(tmp_path, GraphKind.ANOMALY, files=2, repeats=1).rows
+    (times,) = measure_graph_loading(tmp_path, "anomaly", files=2, repeats=1).rows
     assert (times.files, times.name, times.shared_bytes) == (2, "ONNX anomaly experts", 0)
     assert times.file_bytes > 11_500_000
     assert list(tmp_path.iterdir()) == []
