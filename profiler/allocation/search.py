@@ -154,7 +154,6 @@ class _Search:
         return self._runs[key]
 
     def _profiled(self, executors: tuple[ExecutorSpec, ...]) -> tuple[ExecutorSpec, ...]:
-        """These executors. Raises ConfigError for a processor that no expert was measured on."""
         for spec in executors:
             if spec.processor not in self.device.experts:
                 wrong = f"the device profile has no times on {spec.processor} - run `coserve profile` on this box"
@@ -212,7 +211,6 @@ class _Search:
         self.trials.append(SearchTrial(search, number, setting, images_per_s, note))
 
     def _require(self, executors: Sequence[ExecutorSpec]) -> None:
-        """Raises ConfigError for every memory that is too small for experts and batches that run from it."""
         problems = []
         for needs in self.needs(executors).values():
             given = self.config.memory.workspace

@@ -102,7 +102,6 @@ def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
 
 
 def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> str:
-    """Digest of everything but executors and memories that throughputs depend on."""
     parts = [
         config.document.sha256,
         config.policy,
@@ -157,7 +156,6 @@ class AllocationStep:
         return search_allocation(config, box, device, throughput, SEARCHED_IN_SIMULATION, self.options)
 
     def _run(self, interim: StoredProfile, progress: Callable[[str, int, int], None]) -> SearchedAllocation:
-        """Searches on the engine, without experts and images that prove unfit. Raises ConfigError for an empty rest."""
         images = _SearchImages(self.samples.mix)
         done: list[float] = []
         while True:
@@ -190,7 +188,6 @@ class AllocationStep:
             )
 
     def _casual(self, interim: StoredProfile) -> Allocation:
-        """Raises ConfigError naming each expert that does not fit."""
         found = planned(self.config, self.box, interim, without=self.failed)
         needs = memory_needs(
             interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned, self.config.texts.kv
@@ -224,8 +221,6 @@ class _SearchImages:
 
 
 def _counted(throughput: Throughput, done: list[float], progress: Callable[[str, int, int], None]) -> Throughput:
-    """Throughput that reports its runs, and appends them to ``done``."""
-
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
         progress(ON_ENGINE, len(done), len(done) + 1)
         done.append(throughput(executors, pools))

@@ -183,7 +183,6 @@ def busy(
 
 
 def _unfit(catalog: Catalog, trace: Sequence[TracedArrival], played: Played) -> SampleUnfit:
-    """Experts that did not judge at their step; the images were read before, so they are sound."""
     engine, unjudged = played.after.engine, played.unjudged(trace)
     not_asked = {**engine.on_probation, **engine.quarantined}
     broken: dict[str, str] = {}

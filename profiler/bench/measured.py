@@ -66,7 +66,6 @@ class Column:
 
 
 def table_of(columns: Sequence[Column], rows: Sequence[object]) -> str:
-    """Rows as text: words to the left, figures to the right."""
     lines = [[column.heading for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     return text_table(lines, [number for number, column in enumerate(columns) if column.form])
 

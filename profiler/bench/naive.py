@@ -150,14 +150,12 @@ class NaiveServer:
         )
 
     def _place(self) -> None:
-        """Fill an empty memory with the most used models, at the disk's own speed."""
         self._models.clear()
         most_used_first = sorted(self.files, key=lambda expert: (-self.usage.get(expert, 0.0), expert))
         for expert in reversed(most_used_first[: self.capacity]):
             self._model(expert, PacedLink(None))
 
     def _label(self, arrival: TracedArrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
-        """Label of a request by its route's experts in order, or by the one expert it names."""
         try:
             if arrival.component is None:
                 return self._predict(str(arrival.expert), image, link).label

@@ -78,7 +78,6 @@ class RunOptions:
     with_roofline: bool = True
 
     def on(self, config: LineConfig, precision: GivenPrecision | None = None) -> LineConfig:
-        """The line with these replacements. Raises ConfigError for a memory that no line has."""
         return config.having(memory=self.memory, precision=precision, executors=self.executors)
 
     @property

@@ -171,7 +171,6 @@ def reads_directly(file: Path) -> bool:
 
 
 def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
-    """Bytes to hold each expert with all of its copies, shared parts counted for each."""
     sizes: Counter[str] = Counter()
     for packed in copies.values():
         sizes[packed.expert] += sum(segment.slot_bytes for segment in packed.segments)
@@ -187,7 +186,6 @@ def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, 
 
 
 def _held(agent: Agent, work: TraceWork, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
-    """Experts that stay resident: the most used one of each kind, then the most used ones that still fit."""
     capacity_bytes = int(RAM_FRACTION * min(agent.box.size_of(pool).available_bytes for pool in agent.box.pools))
     by_use = [expert for expert, _ in Counter(work.experts).most_common()]
     firsts = list({kinds[expert]: expert for expert in reversed(by_use)}.values())

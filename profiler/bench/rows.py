@@ -229,7 +229,6 @@ def _figures(
     floor: Floor | None,
     **own: Any,  # noqa: ANN401  # of any of the fields
 ) -> Figures:
-    """Common figures and ``own`` ones; an unjudged request does not count as an image."""
     images_per_s = (len(played.labels) - unknown) / played.seconds
     roofline_images_per_s = None if floor is None else len(played.labels) / floor.seconds
     return Figures(
@@ -270,7 +269,6 @@ def report(measurement: Measurement) -> str:
 
 
 def _remarks(row: PolicyRow) -> list[str]:
-    """Targets, and caveats that make a row less comparable."""
     figures = row.medians
     remarks = [
         f"target     {row.policy}: {each.what} {each.wanted}: {'reached' if each.reached else 'SHORT of its target'}"

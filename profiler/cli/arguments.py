@@ -67,7 +67,6 @@ def scratch_folder(directory: Path | None) -> Path:
 
 
 def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Raises BadParameter naming these parameters where given, as they would have no effect."""
     given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if given:
         raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))

@@ -24,7 +24,6 @@ class LineByDefault(TyperGroup):
     """``bench LINE.yaml ...`` runs the line; ``bench NAME ...`` the benchmark of that name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  # a class that typer keeps moving
-        """Puts the hidden command's name in front of arguments that name no command."""
         if args and args[0] not in self.commands and args[0] not in {"--help", "--version"}:
             args = [LINE, *args]
         return super().parse_args(ctx, args)
@@ -102,6 +101,5 @@ def bench_line(
 
 
 def benchmarks(ctx: typer.Context) -> list[str]:
-    """Commands of the group that a user sees: those of the floors that are installed."""
     group = ctx.parent.command if ctx.parent is not None else None
     return sorted(set(group.commands) - {LINE}) if isinstance(group, TyperGroup) else []

@@ -102,7 +102,6 @@ def _planned(
     memories: Mapping[str, Mapping[str, int]],
     progress: Callable[[int, int], None],
 ) -> tuple[list[PlanRow], dict[Asked, ConfigError], Advice]:
-    """Rows, errors of other combinations, and advice on the first row. Raises ConfigError where no row is possible."""
     steps = len(asked) + 1  # the last one: what would help
     rows: dict[Asked, PlanRow] = {}
     refused: dict[Asked, ConfigError] = {}

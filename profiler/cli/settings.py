@@ -103,7 +103,6 @@ def new_precision(text: str) -> GivenPrecision:
 
 
 def precision_without_profile(text: str | None) -> Precision:
-    """Precision of an agent without a profile; fp32 for no text. Raises ConfigError."""
     given = given_precision(text)
     return given if isinstance(given, Precision) else Precision.FP32
 

@@ -202,7 +202,6 @@ def _are_boxes_same(fp32: Sequence[BoundingBox], other: Sequence[BoundingBox]) -
 
 
 def _overlap(one: BoundingBox, other: BoundingBox) -> float:
-    """Intersection over union."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
     common = max(width, 0.0) * max(height, 0.0)

@@ -280,5 +280,4 @@ def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]
 
 
 def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:
-    """Seconds of a further size: its first runs, and the least rounds over all sizes."""
     return ((PEAK_RUNS + TRIAL_RUNS) * size + LEAST_ROUNDS * (size + sum(tried))) * average_s

@@ -87,7 +87,6 @@ def _labels(images: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def _too_few(labels: Sequence[str]) -> str:
-    """``labels``: of all its sample images."""
     if not labels:
         return "there are no sample images to calibrate it on: give --samples FOLDER"
     if len(labels) < LABELS_LEAST:
@@ -99,7 +98,6 @@ def _too_few(labels: Sequence[str]) -> str:
 
 
 def _batches(expert: Expert, images: Sequence[Sample]) -> Iterator[Tensor]:
-    """Raises ImageError for an image that has gone."""
     for start in range(0, len(images), BATCH):
         few = images[start : start + BATCH]
         decoded = (decode_image(sample.path, str(sample.path), sample.max_pixels) for sample in few)

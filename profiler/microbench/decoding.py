@@ -73,7 +73,6 @@ class DecodingBench:
         return self._times[key]
 
     def _difference(self, copy: ExpertCopy, samples: Sequence[Sample]) -> tuple[int, float]:
-        """Count of images with other labels, and the largest difference of scores on the others."""
         if not samples:
             return 0, 0.0
         with self._bench.rig([copy]).opened() as rig:

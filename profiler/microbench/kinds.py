@@ -142,7 +142,6 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
 def _together_s(
     bench: Bench, copies: Sequence[ExpertCopy], count: int, works: Sequence[Sequence[Prepared | Rejected]]
 ) -> float:
-    """Seconds that ``count`` executors take for these batches, after one each to warm up."""
     box, processor = bench.box, bench.processor
     specs = [ExecutorSpec(number, processor, box.pool_of(processor)) for number in range(count)]
     threads = threads_per_executor(box, specs)

@@ -80,7 +80,6 @@ class LinePacking:
         return form_of(given).plain if described.takes_texts else self.runs_in(expert, given)
 
     def why_not_calibrated(self, expert: str, form: Precision) -> str | None:
-        """See ``Calibrating.why_not``."""
         return self._calibrating.why_not(self._config.catalog.experts[expert], form)
 
     def runs_in(self, expert: str, name: Precision) -> Precision:
@@ -139,7 +138,6 @@ class LinePacking:
         return standing
 
     def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
-        """Form that the line file gives, else all of the backend."""
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return {described.precision}

@@ -91,7 +91,6 @@ class PrecisionChoice:
         return chosen
 
     def _given(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
-        """Form that the line file gives; None where the kind does not run in that form."""
         form = precision_of(self.config, references[0].expert.id, bench.processor, None, None)
         if runs_as(form) is not form:
             absent = form_of(form)
@@ -124,7 +123,6 @@ class PrecisionChoice:
         return plain if len(without) == len(references) else form
 
     def _tell_uncompared(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
-        """Note how far the form is off fp32: the line file chose it, no comparison did."""
         exact = self._in_form(bench, Precision.FP32, references)
         largest_bytes = max((copy.footprint.total_bytes for copy in exact), default=0)
         pool = bench.box.pool_of(bench.processor)
@@ -136,7 +134,6 @@ class PrecisionChoice:
         self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
 
     def _in_form(self, bench: Bench, form: Precision, references: Sequence[ExpertCopy]) -> list[ExpertCopy]:
-        """Pack these experts in another form; experts that cannot be packed in it are left out."""
         wanted = {copy.expert.id: {form} for copy in references}
         packed = self.packing.pack(wanted, f"pack {form} for {bench.processor}: {references[0].kind}")
         return [copy for copy in packed[form] if copy.expert.id in wanted]
@@ -235,7 +232,6 @@ class PrecisionChoice:
     def _compared(
         self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], others: Sequence[ExpertCopy]
     ) -> list[Agreement]:
-        """Agreements of these experts on their own samples, saved."""
         if not references:
             return []
         stage = f"compare {form} on {bench.processor}: {references[0].kind}"
@@ -255,7 +251,6 @@ class PrecisionChoice:
         return terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
 
     def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> None:
-        """Note a kind with samples and the calibrated forms that no representative of it could be timed in."""
         kind = profiles[0]
         name = next((copy.expert.id for copy in references if bench.samples.of(copy.expert.id)), None)
         for form in candidate_precisions(kind.architecture, bench.processor):
@@ -270,7 +265,6 @@ class PrecisionChoice:
 
 
 def _groups(references: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
-    """Experts grouped by shared tensors of their references, transitively; most are alone."""
     found: list[tuple[set[str], list[ExpertCopy]]] = []
     for copy in references:
         held, together = {segment.sha256 for segment in copy.packed.shared}, [copy]

@@ -171,7 +171,6 @@ def _said(rig: MeasuringRig, copy: ExpertCopy, like: ModelLogits | None) -> Mode
 
 
 def _written(model: LanguageModel) -> ModelLogits:
-    """Random prompts with their greedy continuations."""
     chance = random.Random(0)
     longest = model.spec.max_positions
     prompt = min(PROMPT_TOKENS, max(longest // 2, 1))

@@ -49,12 +49,10 @@ class DecodingLoad:
 
     @property
     def images_per_s(self) -> float:
-        """Most that the cores allow, decoding and computing."""
         return self.time.images_per_s
 
     @property
     def alone_images_per_s(self) -> float:
-        """Rate with all cores only decoding."""
         return self.images * self.time.cores / self.time.decoding_s
 
     @property
@@ -103,7 +101,6 @@ class DecodingTimes:
         return core_time(scenario.requests, scenario.resources(setup), self.images.cores, decoding_s)
 
     def is_limit(self, scenario: Scenario, setup: EngineSetup) -> bool:
-        """Raises ConfigError as ``forecast`` does."""
         return self.time(scenario, setup).images_per_s < REMOVED * _alone(scenario, setup)
 
     def load(self, scenario: Scenario, setup: EngineSetup) -> DecodingLoad:

@@ -121,8 +121,6 @@ def _memory_remedy(
 def _smallest_budgets(
     now_bytes: Mapping[str, int], most_bytes: Mapping[str, int], is_enough: Callable[[Mapping[str, int]], bool]
 ) -> dict[str, int] | None:
-    """Smallest budgets that are enough, with these memories grown together; None where none are."""
-
     def grown(factor: float) -> dict[str, int]:
         return {pool: min(int(max(size, 1) * factor), most_bytes[pool]) for pool, size in now_bytes.items()}
 
@@ -197,7 +195,6 @@ class PlannedCase:
         return with_ssd(self.scenario, setup, self.ssd_bytes_per_s)
 
     def advice(self, form: Precision | None = None) -> Advice:
-        """Advice without gains and decoding."""
         scenario, setup = self.planned(form)
         box, required = self.profile.box, self.required_images_per_s
         return advise(scenario, setup, box, required, lambda sizes: self.planned(form, sizes)[1])
@@ -225,7 +222,6 @@ def with_gains(advice: Advice, case: PlannedCase) -> Advice:
 
 
 def _other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
-    """Forms of image kinds that were measured on a used processor, but for one that everything runs in now."""
     processors = {spec.processor for spec in setup.executors}
     measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
     run = {_form(row.copy) for name in processors for row in setup.matrix.experts.get(name, {}).values()}
@@ -256,7 +252,6 @@ def _form_gain(case: PlannedCase, now: EngineSetup, form: Precision) -> Gain | N
 
 
 def _doubt(profile: StoredProfile, form: Precision) -> str:
-    """Doubts about a form, by kind; empty where it agrees with fp32 everywhere."""
     if form is Precision.FP32:
         return ""
     doubts = {

@@ -195,7 +195,6 @@ def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
 
 
 def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Limits of the box's cores: one line for rows of equal executors and forms."""
     rates = {
         (row.decoding_images_per_s, row.cores_images_per_s)
         for row in rows

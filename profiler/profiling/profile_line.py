@@ -159,7 +159,6 @@ def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> Us
 
 
 def _refuse_to_replace(path: Path, box: Box) -> None:
-    """Raises ConfigError for a file that cannot be read as a profile, and for one of another box."""
     if not path.exists():
         return
     then = read_profile(path).box
@@ -282,7 +281,6 @@ class _Profiling:
         return forms
 
     def _unused(self, kind: KindProfile) -> str | None:
-        """Note that larger batches than the largest that was run may save more, by the kind's line."""
         most = kind.max_batch
         batch_s = kind.K_s * most + kind.B_s
         is_largest = most == max((batch.batch_size for batch in kind.batches), default=None)
@@ -301,7 +299,6 @@ class _Profiling:
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
-        """Copies that each processor will run, without experts that fail on any; failures are noted."""
         copies = {
             processor: [
                 copy
@@ -379,7 +376,6 @@ class _Profiling:
         self._progress(f"executors of {processor}", 1, 1)
 
     def _keep(self, processors: Sequence[str], forms: Forms) -> list[ExpertCopy]:
-        """Every expert as it will run; digests of these copies and their references are saved."""
         references = {
             (name, form): digest
             for (name, form), digest in self._draft.packed().items()
@@ -405,7 +401,6 @@ class _Profiling:
             )
 
     def _interim(self, forms: Forms, usage: UsageProfile) -> StoredProfile:
-        """The profile before the search, with the casual allocation."""
         draft, config = self._draft, self._config
         return StoredProfile(
             line=config.line,

@@ -119,7 +119,6 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
-    """``agrees``: None where no expert was compared on any image."""
     compared = [each for each in profile.agreements_of(kind) if each.images]
     return {
         "kind": kind.kind,
@@ -176,7 +175,6 @@ def _agreement(compared: Sequence[Agreement]) -> str:
 
 
 def _expert_lines(profile: StoredProfile) -> Iterator[str]:
-    """Each expert's form with its evidence; experts of equal form and evidence share a line."""
     told: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in profile.forms.values():
         told[each.processor, each.precision, each.why].append(each.expert)
@@ -221,7 +219,6 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
 
 
 def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
-    """Mean decoding time on one thread, and the number of experts with smaller JPEGs."""
     images = sum(each.images for each in decodings)
     image_s, megapixels = sum(each.full_s for each in decodings) / images, sum(each.megapixels for each in decodings)
     scaled = [each for each in decodings if each.agrees]

@@ -133,7 +133,6 @@ class Played:
         return count(self.after) - count(self.before)
 
     def loads(self) -> dict[str, int]:
-        """Loads by path, such as ssd_host."""
         before, after = self.before.engine.loads, self.after.engine.loads
         return {path: count - before.get(path, 0) for path, count in after.items()}
 

@@ -158,12 +158,10 @@ class RouteCount:
                 self._passed[expert] += weight
 
     def pass_rates(self, experts: Mapping[str, object]) -> dict[str, float]:
-        """Smoothed: see the module."""
         together = (sum(self._passed.values()) + 0.5) / (sum(self._reached.values()) + 1)
         return {name: (self._passed[name] + together) / (self._reached[name] + 1) for name in experts}
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
-        """Smoothed: see the module."""
         one_more = graph.usage({route: 1 / len(graph.routes) for route in graph.routes}, pass_rates)
         return {
             name: (self._uses[name] + one_more.get(name, 0.0)) / (self._weight + 1) for name in sorted(graph.experts)
@@ -184,7 +182,6 @@ def _outcomes(
 
 
 def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
-    """Judged images. Raises ConfigError for none."""
     pairs = zip(components, outcomes, strict=True)
     judged = [(component, outcome) for component, outcome in pairs if outcome.verdict is not Verdict.UNKNOWN]
     if not judged:
@@ -323,7 +320,6 @@ def _json_or_text(text: str | None) -> object:
 
 
 def _request(row: Mapping[str, Any], path: Path, number: int) -> ServedRequest:
-    """Raises ConfigError naming the key that is missing, or holds something else."""
     for key in ("line", "experts", "verdict"):
         if row.get(key) is None:
             raise ConfigError(

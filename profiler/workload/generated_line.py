@@ -201,7 +201,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
-    """Classifiers first, then detectors, whose architectures take turns."""
     classifiers = [
         _expert(folder, f"cls/{number:03d}", recipe.architecture, (recipe.classifier_px,) * 2)
         for number in range(recipe.classifiers)
@@ -266,7 +265,6 @@ def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArra
 
 
 def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
-    """Bytes of weight files and their packed form; every detector counts as the largest architecture."""
     largest_bytes = max(each.size_bytes for each in tensors.values())
     weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
     packed_bytes = weights_bytes * _number_bytes(recipe.unprofiled) // FP32_BYTES
@@ -311,7 +309,6 @@ def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tup
 
 
 def _quantities(recipe: LineRecipe) -> dict[str, int]:
-    """Count of each component on a board: log-normal, whole numbers from 1."""
     chance = random.Random(recipe.seed)
     drawn = [chance.lognormvariate(0, SIGMA) for _ in range(recipe.classifiers)]
     scale = LARGEST_QUANTITY / max(drawn)
@@ -358,7 +355,6 @@ def _route(number: int, classifier: Expert, detectors: Sequence[Expert]) -> list
 
 
 def _write_images(folder: Path, recipe: LineRecipe) -> list[str]:
-    """Write pictures of one colour each under noise; returns names relative to the folder."""
     chance = np.random.default_rng(recipe.seed)
     names = [f"images/{number:02d}.png" for number in range(recipe.images)]
     (folder / "images").mkdir()
@@ -377,7 +373,6 @@ def synthetic_pixels(chance: np.random.Generator, height: int, width: int) -> ND
 
 
 def _write_trace(path: Path, quantities: Mapping[str, int], images: Sequence[str], recipe: LineRecipe) -> None:
-    """Write an arrival every EVERY_S; components by their quantities, images in turn."""
     chance = random.Random(recipe.seed + 1)
     components = chance.choices(list(quantities), list(quantities.values()), k=recipe.requests)
     lines = (

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.sources.folder.files.naming import NameFields, Naming
+    from agent.sources.folder.files.naming import Naming, NameFields
 
 MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
@@ -266,7 +266,6 @@ def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _stamp(path: Path) -> list[str | int]:
-    """Path, size and time of change; only the path of a file that has gone."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -286,7 +285,6 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _read_by(naming: Naming, folder: Path, relpath: str) -> NameFields:
-    """Raises ValueError with the reason, and as ``read_sidecar`` does."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))
     return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
@@ -302,7 +300,6 @@ def _as_it_came(relpath: str) -> str:
 
 
 def _spread(samples: Iterable[Sample]) -> list[Sample]:
-    """Order in which every beginning is spread evenly over all names."""
     named = sorted(samples, key=lambda sample: sample.path)
     return [named[place] for place in sorted(range(len(named)), key=lambda place: place * GOLDEN % 1.0)]
 

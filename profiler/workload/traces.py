@@ -97,7 +97,6 @@ def board_trace(config: LineConfig, boards: int, seed: int) -> tuple[TracedArriv
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with any content, with their numbers from 1."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -114,7 +113,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
-    """The first MOST_PROBLEMS as one error, with the number of the others."""
     told = list(problems[:MOST_PROBLEMS])
     if len(problems) > len(told):
         told.append(ConfigError(f"{path}: and {len(problems) - len(told)} mistakes more - correct these first"))

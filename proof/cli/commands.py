@@ -30,7 +30,6 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    """Add every command of this floor to ``coserve bench``."""
     for command in (compute, decisions, generate, llm, load, report, start, tasks):
         bench_app.command()(command)
 

@@ -232,7 +232,6 @@ def _stacked(batch: Batch) -> Tensor:
 
 
 def _constant_graph(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> bytes:
-    """The module as an ONNX graph that holds its weights, without constants that no node reads."""
     graph: onnx.ModelProto = exported(deepcopy(module).to("meta"), size, outputs)
     weights = module.state_dict()
     inputs = list(graph.graph.input)

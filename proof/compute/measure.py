@@ -238,7 +238,6 @@ class _ComputeBench:
     def _compare(
         self, model: PlainModel, forms: Sequence[Precision], store: SegmentStore, batch: int
     ) -> list[Precision]:
-        """Add the rows of one batch size; the forms that are worth running in larger ones."""
         architecture = model.expert.architecture
         with ExitStack() as stack:
             found = self._contestants(stack, model, forms, store, batch)
@@ -311,8 +310,6 @@ def _floor(numbers: torch.dtype) -> str:
 def _rows(
     expert: Expert, batch: int, floors: Mapping[Contestant, str], times: Mapping[str, TimedTurns[object]]
 ) -> list[ComputeRow]:
-    """One row for each contestant and each floor, in that order. ``floors``: the reference of each contestant."""
-
     def row(form: str, numbers: str, floor: str, *, is_ours: bool = False) -> ComputeRow:
         return ComputeRow(
             architecture=expert.architecture,

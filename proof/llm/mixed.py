@@ -81,8 +81,6 @@ def require_same_tokens(times: Mapping[str, TimedTurns[list[list[int]]]]) -> Non
 
 
 def _targets(shape: str, seconds: Mapping[str, float]) -> list[Target]:
-    """Against the peers where those ran; and what of it is scheduling alone."""
-
     def over(system: str, other: str) -> float:
         return seconds[other] / seconds[system]
 

@@ -138,7 +138,6 @@ class _Memory:
 def _memory(
     segments: SegmentStore, expert: Expert, packed: PackedExpert, usage: Mapping[MoeExpert, float]
 ) -> Iterator[_Memory]:
-    """Both copies loaded. Raises ValueError where that fails."""
     moe_experts = moe_experts_of(packed)
     places = int(moe_experts * HELD_SHARE)
     copies = {RESIDENT: ExpertCopy(RESIDENT, expert, packed), OFFLOADED: ExpertCopy(OFFLOADED, expert, packed, places)}

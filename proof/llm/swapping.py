@@ -61,7 +61,6 @@ class Asking:
     ways: Sequence[str] = (OURS, STATIC)
 
     def round(self, number: int) -> Round:
-        """Models and their jobs, the models by turns."""
         jobs = mixed_lengths(self.each * len(self.models), self.shape.vocabulary, seed=number)
         return list(zip(itertools.cycle(self.models), jobs))
 

@@ -118,7 +118,6 @@ class PaperDevice(DeviceSection):
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The memories by name, nearest to the SSD first."""
         return (HOST, DEVICE) if self.is_split else (HOST,)
 
     def pool_of(self, processor: str) -> str:

@@ -278,7 +278,6 @@ def _task_shortfalls(rows: Mapping[str, SystemRow]) -> list[str]:
 
 
 def _sweep_shortfalls(best: Best) -> list[str]:
-    """Every sweep has its highest throughput inside; the one over memory only where there is one."""
     sweeps = {"GPU executors": best.gpu_sweep, "CPU executors": best.cpu_sweep, "experts": best.memory}
     return [
         f"the highest throughput over {name} is at the {'low' if place == 0 else 'high'} end of the sweep"

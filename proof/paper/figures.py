@@ -149,7 +149,6 @@ def _compared(figure: SystemsFigure, evaluation: Evaluation, folder: Path) -> st
 def _against_samba(
     figure: SystemsFigure, runs: Mapping[tuple[str, str], Mapping[str, SystemRow]]
 ) -> list[tuple[str, ...]]:
-    """The paper's policy and ours against both rows of Samba-CoE, with what the paper says of it."""
     assert figure.against is not None
     over, text = figure.against
     best, ours, *all_memory = [
@@ -166,7 +165,6 @@ def _against_samba(
 
 
 def _split(runs: Mapping[tuple[str, str], Mapping[str, SystemRow]]) -> str:
-    """Split of Samba-CoE's memory in its main row, and the effect of the other split, row by row."""
     calibrated = runs.get(("B2", "numa"))
     here = "" if calibrated is None else f" ({calibrated[SAMBA].switches:,} here)"
     found = [
@@ -188,7 +186,6 @@ def _split(runs: Mapping[tuple[str, str], Mapping[str, SystemRow]]) -> str:
 
 
 def _figure_17(searches: Sequence[Best], folder: Path) -> str:
-    """Throughput over the number of executors, on a sample."""
     charts = []
     for device in dict.fromkeys(best.device for best in searches):
         sweeps = {best.board: _by_executors(best) for best in searches if best.device == device}
@@ -210,7 +207,6 @@ def _figure_17(searches: Sequence[Best], folder: Path) -> str:
 
 
 def _figure_18(searches: Sequence[Best], folder: Path) -> str:
-    """Throughput over the number of experts that the GPU's memory has room for, on a sample."""
     if not searches:
         return "## Figure 18: memory for experts\n\nNo device with a memory of the GPU's own was run."
     series = [

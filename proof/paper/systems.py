@@ -175,7 +175,6 @@ def most_experts(system: System, device: PaperDevice, task: PaperTask) -> int:
 
 
 def held_by_usage(device: PaperDevice, task: PaperTask) -> tuple[int, ...]:
-    """Bytes of the 1, 2, 3... most used experts together."""
     most_used_first = sorted(task.usage, key=lambda expert: (-task.usage[expert], expert))
     architectures = (device.architectures[task.architectures[expert]] for expert in most_used_first)
     return held_bytes([Footprint(architecture.weight_bytes.value) for architecture in architectures])
@@ -188,7 +187,6 @@ def _roofline_images_per_s(
     ssd_bytes_per_s: float,
     speedups: Mapping[str, tuple[float, ...]],
 ) -> float:
-    """The larger of the work, the bytes and the arrivals, of the steps that the requests took."""
     resources = Resources(setup.executors, setup.pools, setup.matrix, ssd_bytes_per_s, speedups)
     steps = [
         RequestSteps(arrival.at_s, tuple(step.expert for step in simulation.outcomes[number].steps))
@@ -256,7 +254,6 @@ def _room_bytes(device: PaperDevice, pool: str, users: Sequence[ExecutorSpec]) -
 
 
 def _workspace_bytes(device: PaperDevice, users: Sequence[ExecutorSpec], largest_batch: int | None = None) -> int:
-    """Bytes for these executors' batches at once, at the maximum size or a smaller one."""
     return sum(
         max(
             times.workspace_bytes.value * (largest_batch or times.max_batch.value)

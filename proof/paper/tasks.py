@@ -72,7 +72,6 @@ class PaperTask:
 
 
 def paper_task(name: str) -> PaperTask:
-    """One of TASKS. Raises KeyError for another name."""
     board, requests = BOARDS[name[0]], REQUESTS[name[1:]]
     return task_of(board, requests, name)
 

@@ -120,7 +120,6 @@ def _line(folder: Path) -> Path:
 
 @contextmanager
 def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """An agent's process and its log; the process does not outlive the context."""
     command = [sys.executable, "-m", "coserve", "serve", str(line)]
     started: list[subprocess.Popen[str]] = []
 
