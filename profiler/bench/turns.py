@@ -1,4 +1,4 @@
-"""Contestants that take turns: a change of the machine's speed touches all of them alike.
+"""Contestants that take turns, so that a change of the machine's speed affects all alike.
 
 Guarantees: each way runs before any time counts; every round runs each way once, in rotated order, so that no way
 always follows the same one. A pause precedes each run: threads of other runtimes spin for about a millisecond after
@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 ROUNDS_LEAST = 3  # for a median, beyond any limit
+PAUSE_S = 0.003
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    now_s: Callable[[], float] = time.perf_counter
-    sleep: Callable[[float], None] = time.sleep
-    pause_s: float = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +33,30 @@ class TimedTurns(Generic[Result]):
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def least_s(self) -> float:
-        return min(self.seconds)
-
     def scaled(self, factor: float) -> TimedTurns[Result]:
         return TimedTurns(tuple(seconds * factor for seconds in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Extent of a comparison. ``limit_s``: no round begins later, beyond ROUNDS_LEAST."""
+    """Extent of a comparison. ``limit_s``: no round begins later, beyond ROUNDS_LEAST. ``told``: progress in rounds."""
 
     rounds: int
-    warming_up: int = 2  # rounds that count for nothing
+    warming_up: int = 2  # rounds that do not count
     limit_s: float = math.inf
-    clock: Clock = Clock()
-    told: Callable[[int, int], None] = lambda done, total: None  # rounds
+    told: Callable[[int, int], None] = lambda done, total: None
 
 
 def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, TimedTurns[Result]]:
     """Run every way in every round. Raises what a way raises."""
     runs: dict[str, list[tuple[float, Result]]] = {name: [] for name in ways}
-    ends_s = plan.clock.now_s() + plan.limit_s
+    names, ends_s = list(ways), perf_counter() + plan.limit_s
     for number in range(-plan.warming_up, plan.rounds):
-        if number >= ROUNDS_LEAST and plan.clock.now_s() >= ends_s:
+        if number >= ROUNDS_LEAST and perf_counter() >= ends_s:
             break
-        for name in rotated(list(ways), number):
-            run = one_turn(ways[name], plan.clock)
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            run = one_turn(ways[name])
             if number >= 0:
                 runs[name].append(run)
         plan.told(plan.warming_up + number + 1, plan.warming_up + plan.rounds)
@@ -76,15 +66,9 @@ def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, 
     }
 
 
-def one_turn(way: Callable[[], Result], clock: Clock | None = None) -> tuple[float, Result]:
+def one_turn(way: Callable[[], Result]) -> tuple[float, Result]:
     """Seconds and result of one run, after a pause."""
-    clock = clock or Clock()
-    clock.sleep(clock.pause_s)
-    started_s = clock.now_s()
+    sleep(PAUSE_S)
+    started_s = perf_counter()
     result = way()
-    return clock.now_s() - started_s, result
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    first = number % max(len(names), 1)
-    return [*names[first:], *names[:first]]
+    return perf_counter() - started_s, result

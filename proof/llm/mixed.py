@@ -15,7 +15,7 @@ import torch
 from agent.line_file.texts import QUANTUM_S
 from experts.errors import CoServeError
 from experts.llm.model import load_model
-from profiler.bench.measured import Target, at_least
+from profiler.bench.measured import Target, at_least, without_target
 from profiler.bench.turns import Plan, by_turns
 from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import OurEngine
@@ -85,7 +85,7 @@ def _targets(shape: str, seconds: Mapping[str, float]) -> list[Target]:
         return seconds[other] / seconds[system]
 
     def told(what: str, system: str, other: str) -> Target:
-        return Target(f"{shape}: {what}", "-", f"{over(system, other):.2f}", None)
+        return without_target(f"{shape}: {what}", over(system, other))
 
     scheduling = told("the same against our own static batching", OURS, OURS_STATIC)
     if THEIR_STATIC not in seconds:

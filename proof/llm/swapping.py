@@ -25,7 +25,7 @@ from agent.runtime.texts import TextSource
 from experts.errors import CoServeError
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.sizes import MEBIBYTE
-from profiler.bench.measured import Target, at_least
+from profiler.bench.measured import Target, at_least, without_target
 from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import Collected
 from proof.llm.peers import OURS, STATIC, PeerProcess, has_transformers
@@ -171,7 +171,7 @@ def _bytes_of(directories: Mapping[str, Path]) -> int:
 def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
     fastest, *others = sorted(theirs_s, key=lambda way: theirs_s[way])
     what = f"{models} LLM experts, memory for {FITTING:g}: over a process each, {fastest}"
-    told = (Target(f"the same, {way}", "-", f"{theirs_s[way] / ours_s:.2f}", None) for way in others)
+    told = (without_target(f"the same, {way}", theirs_s[way] / ours_s) for way in others)
     return (at_least(what, theirs_s[fastest] / ours_s, TARGET), *told)
 
 

@@ -25,7 +25,8 @@ from profiler.allocation.decay_window import (
     decay_windows,
     executor_sweep,
 )
-from profiler.bench.measured import Column, Target, table_of
+from profiler.bench.measured import Target
+from profiler.tables import text_table
 from proof.paper.devices import CPU, GPU
 from proof.paper.systems import CASUAL_FRACTION, Loading, System, SystemRow, most_experts, simulate
 from proof.paper.tasks import TASKS, paper_task, sample_of
@@ -48,16 +49,7 @@ CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and 
 SAMPLE_REQUESTS = 1500
 FULL_FORM, SHORT_FORM = (TASKS, SAMPLE_REQUESTS), (("A1", "B1"), 750)  # what is run, and searched on
 LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
-COLUMNS = (
-    Column("policy", "row.policy"),
-    Column("images/s", "row.images_per_s", ".2f"),
-    Column("of floor", "row.roofline_fraction", ".0%"),
-    Column("over samba", "over_samba", ".2f"),
-    Column("all memory", "over_all_memory", ".2f"),
-    Column("switches", "row.switches", "d"),
-    Column("fewer", "fewer", ".1%"),
-    Column("executors", "executors"),
-)
+HEADINGS = ("policy", "images/s", "of floor", "over samba", "all memory", "switches", "fewer", "executors")
 LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
 
 
@@ -290,31 +282,6 @@ def fewer_switches(switches: int, than: int) -> float:
     return 1 - switches / than if than else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One line of the terminal's table: a row beside both rows of Samba-CoE."""
-
-    row: SystemRow
-    samba: SystemRow
-    all_memory: SystemRow
-
-    @property
-    def over_samba(self) -> float:
-        return self.row.images_per_s / self.samba.images_per_s
-
-    @property
-    def over_all_memory(self) -> float:
-        return self.row.images_per_s / self.all_memory.images_per_s
-
-    @property
-    def fewer(self) -> float | None:
-        return None if self.row is self.samba else fewer_switches(self.row.switches, self.samba.switches)
-
-    @property
-    def executors(self) -> str:
-        return ", ".join(f"{count} {processor}" for processor, count in self.row.executors.items() if count)
-
-
 def evaluation_table(evaluation: Evaluation) -> str:
     """The rows for a terminal, by task and device, each against both rows of Samba-CoE; then every missed target.
 
@@ -322,8 +289,21 @@ def evaluation_table(evaluation: Evaluation) -> str:
     """
     lines: list[str] = []
     for (task, device), rows in evaluation.runs.items():
-        told = [_Line(row, rows[SAMBA], rows[SAMBA_ALL_MEMORY]) for row in rows.values()]
-        lines += [f"task {task} on {device}", table_of(COLUMNS, told), ""]
+        samba, all_memory = rows[SAMBA], rows[SAMBA_ALL_MEMORY]
+        told = [
+            (
+                row.policy,
+                f"{row.images_per_s:.2f}",
+                "-" if row.roofline_fraction is None else f"{row.roofline_fraction:.0%}",
+                f"{row.images_per_s / samba.images_per_s:.2f}",
+                f"{row.images_per_s / all_memory.images_per_s:.2f}",
+                str(row.switches),
+                "-" if row is samba else f"{fewer_switches(row.switches, samba.switches):.1%}",
+                ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count),
+            )
+            for row in rows.values()
+        ]
+        lines += [f"task {task} on {device}", text_table([HEADINGS, *told], range(1, 7)), ""]
     note = short_form(evaluation)
     lines += [] if note is None else [f"short      {note}"]
     lines += [f"SHORT      {text}" for text in shortfalls(evaluation)] or ["target     every one is reached"]
