@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 INITIAL_WINDOW = 15  # experts (section 5.3)
 ERROR_MARGIN = 0.05  # section 5.3
@@ -132,20 +132,14 @@ def decay_window_search(
         if error is not None and error > options.error_margin:
             end = SearchEnd.BEND
             break
-    chosen_window = _window_of_the_drop(steps, end)
+    of_the_line = steps[:-1] if end is SearchEnd.BEND else steps
+    highest = max(of_the_line, key=lambda step: (step.images_per_s, step.number))
+    chosen_window = steps[highest.number].window if end is SearchEnd.BEND else highest.window
     if chosen_window.middle not in tried:
         tried[chosen_window.middle] = throughput(chosen_window.middle)
     within = [count for count in tried if chosen_window.lower <= count <= chosen_window.upper]
     chosen = max(within, key=lambda count: (tried[count], count))
     return WindowSearch(tuple(steps), end, chosen_window, tried, chosen)
-
-
-def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> DecayWindow:
-    if end is SearchEnd.BEND:
-        before = steps[:-1]
-        highest = max(before, key=lambda step: (step.images_per_s, step.number))
-        return steps[highest.number].window
-    return max(steps, key=lambda step: (step.images_per_s, step.number)).window
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,12 @@ class _Search:
     def executors(self) -> tuple[ExecutorSpec, ...]:
         is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
         if self.config.executors is not None or is_alone:
-            return self._profiled(executor_specs(self.config, self.box))
+            given = executor_specs(self.config, self.box)
+            for spec in given:
+                if spec.processor not in self.device.experts:
+                    wrong = f"the device profile has no times on {spec.processor} - run `coserve profile` on this box"
+                    raise self.config.document.error(wrong, "executors", spec.processor)
+            return given
         able = [name for name in self.box.processors if name in self.device.experts]
         most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
         most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
@@ -152,13 +157,6 @@ class _Search:
         if key not in self._runs:
             self._runs[key] = self.throughput(executors, pools)
         return self._runs[key]
-
-    def _profiled(self, executors: tuple[ExecutorSpec, ...]) -> tuple[ExecutorSpec, ...]:
-        for spec in executors:
-            if spec.processor not in self.device.experts:
-                wrong = f"the device profile has no times on {spec.processor} - run `coserve profile` on this box"
-                raise self.config.document.error(wrong, "executors", spec.processor)
-        return executors
 
     def _sweep_value(self, counts: ExecutorCounts) -> float | None:
         executors = executors_of(self.box, counts)

@@ -69,7 +69,12 @@ class SearchRuns:
         self._draft = draft
         self._situation = _digest(config, profile, trace)
         kept = [each for each in draft.trials(RUNS) if json.loads(each.note)["situation"] == self._situation]
-        self.box = _with_available(box, json.loads(kept[0].note)["available_bytes"]) if kept else box
+        self.box = box
+        if kept:
+            free_bytes = json.loads(kept[0].note)["available_bytes"]
+            host = replace(box.host, available_bytes=free_bytes[HOST])
+            device = None if box.device is None else replace(box.device, available_bytes=free_bytes[DEVICE])
+            self.box = replace(box, host=host, device=device)
         then, now = pool_budgets(config, self.box), pool_budgets(config, box)
         if any(abs(now[pool] - then[pool]) > DRIFT * then[pool] for pool in now):
             kept, self.box = [], box
@@ -93,12 +98,6 @@ class SearchRuns:
         available_bytes = {pool: self.box.size_of(pool).available_bytes for pool in self.box.pools}
         note = {"situation": self._situation, "available_bytes": available_bytes}
         return images_per_s
-
-
-def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
-    host = replace(box.host, available_bytes=available_bytes[HOST])
-    device = None if box.device is None else replace(box.device, available_bytes=available_bytes[DEVICE])
-    return replace(box, host=host, device=device)
 
 
 def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> str:
@@ -171,21 +170,19 @@ class AllocationStep:
                 self.notes += images.notes()
                 return found
             except SampleUnfit as error:
-                self._leave_out(error.experts)
-                images.leave_out(error.images)
+                for name, reason in sorted(error.experts.items()):
+                    self.failed.setdefault(name, reason)
+                    self.notes.append(
+                        f"the allocation was searched without {name} and the components on whose routes it stands, as "
+                        "it did not judge there what it was given: put it right and profile again, or take it off the "
+                        "line"
+                    )
+                images.unfit |= error.images
 
     def _sample(
         self, count: int, usage: UsageProfile, images: Mapping[str, Iterable[Path]]
     ) -> tuple[TracedArrival, ...]:
         return sample_requests(self.config, count, images=images, without=self.failed, usage=usage)
-
-    def _leave_out(self, experts: Mapping[str, str]) -> None:
-        for name, reason in sorted(experts.items()):
-            self.failed.setdefault(name, reason)
-            self.notes.append(
-                f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
-                "not judge there what it was given: put it right and profile again, or take it off the line"
-            )
 
     def _casual(self, interim: StoredProfile) -> Allocation:
         found = planned(self.config, self.box, interim, without=self.failed)
@@ -202,22 +199,19 @@ class _SearchImages:
     def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
         self._mix = mix
         self._checked = Checked()
-        self._unfit: dict[Path, str] = {}  # broken after they were checked
+        self.unfit: dict[Path, str] = {}  # broken after they were checked
 
     def by_component(self) -> dict[str, Iterator[Path]]:
-        return {component: self._sound(samples) for component, samples in self._mix.items()}
+        def sound(samples: Iterable[Sample]) -> Iterator[Path]:
+            return (each.path for each in samples if each.path not in self.unfit and self._checked.is_sound(each))
 
-    def leave_out(self, unfit: Mapping[Path, str]) -> None:
-        self._unfit |= unfit
+        return {component: sound(samples) for component, samples in self._mix.items()}
 
     def notes(self) -> Iterator[str]:
-        left_out = {path: error.message for path, error in self._checked.broken.items()} | self._unfit
+        left_out = {path: error.message for path, error in self._checked.broken.items()} | self.unfit
         for path, reason in sorted(left_out.items()):
             said = f"sample image {path} was left out of the search: {reason}"
             yield f"{said} - remove it from the samples, or replace it"
-
-    def _sound(self, samples: Iterable[Sample]) -> Iterator[Path]:
-        return (each.path for each in samples if each.path not in self._unfit and self._checked.is_sound(each))
 
 
 def _counted(throughput: Throughput, done: list[float], progress: Callable[[str, int, int], None]) -> Throughput:

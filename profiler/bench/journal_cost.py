@@ -84,8 +84,13 @@ class JournaledRequests(Requests):
         self._sent += 1
         key = f"bench/{self._sent}"
         subject = Subject(key, "bench", key, datetime.now(UTC), component, expert)
-        enter = partial(self._enter, source, component, expert)
-        self._store.accept([subject], self._contents[id(source)], enter)
+        enter = partial(super().submit, source, component=component, expert=expert)
+
+        def accepted(_: object) -> None:
+            enter()
+            self._entered.release()
+
+        self._store.accept([subject], self._contents[id(source)], accepted)
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
         for _ in range(self._sent):
@@ -101,10 +106,6 @@ class JournaledRequests(Requests):
         )  # fmt: skip
         stored = super().tell
         self._store.record(result, lambda _: stored(number, outcome), is_urgent=True)
-
-    def _enter(self, source: RequestSource, component: str | None, expert: str | None, _: object) -> None:
-        super().submit(source, component=component, expert=expert)
-        self._entered.release()
 
 
 def measure_journal(
@@ -141,7 +142,17 @@ def measure_journal(
         (len(trace) / plain, len(trace) / journaled)
         for plain, journaled in zip(runs[WITHOUT].results, runs[WITH].results, strict=True)
     ]
-    cost = _cost(len(trace), sum(len(contents[id(image)]) for image in images), speeds)
+    costs = [1 - journaled / plain for plain, journaled in speeds]
+    images_per_s, journaled_images_per_s = (statistics.median(each) for each in zip(*speeds, strict=True))
+    cost = JournalCost(
+        requests=len(trace),
+        repeats=len(costs),
+        image_bytes=sum(len(contents[id(image)]) for image in images),
+        images_per_s=images_per_s,
+        journaled_images_per_s=journaled_images_per_s,
+        cost=statistics.mean(costs),
+        error=statistics.stdev(costs) / len(costs) ** 0.5 if len(costs) > 1 else None,
+    )
     note = f"{cost.image_bytes / cost.requests / 1024:.0f} KiB of image each, {cost.repeats} pairs"
     target = at_most("the journal's cost, of the throughput", cost.cost, TARGET_COST)
     return Measured(machines[0], COLUMNS, (cost,), (target,), (note,))
@@ -151,10 +162,3 @@ def encoded(image: NDArray[np.uint8]) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def _cost(requests: int, image_bytes: int, speeds: Sequence[tuple[float, float]]) -> JournalCost:
-    costs = [1 - journaled / plain for plain, journaled in speeds]
-    error = statistics.stdev(costs) / len(costs) ** 0.5 if len(costs) > 1 else None
-    plain, journaled = (statistics.median(each) for each in zip(*speeds, strict=True))
-    return JournalCost(requests, len(costs), image_bytes, plain, journaled, statistics.mean(costs), error)

@@ -120,7 +120,10 @@ class NaiveServer:
             return thread.submit(self._play, trace, images).result()
 
     def _play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
-        self._place()
+        self._models.clear()
+        most_used_first = sorted(self.files, key=lambda expert: (-self.usage.get(expert, 0.0), expert))
+        for expert in reversed(most_used_first[: self.capacity]):
+            self._model(expert, PacedLink(None))
         resident_at_start = frozenset(self._models)
         self._loaded.clear()
         self._evictions = 0
@@ -148,12 +151,6 @@ class NaiveServer:
             resident_at_start=resident_at_start,
             missing_bytes=sum(self.files[expert].stat().st_size for expert in set(self._loaded) - resident_at_start),
         )
-
-    def _place(self) -> None:
-        self._models.clear()
-        most_used_first = sorted(self.files, key=lambda expert: (-self.usage.get(expert, 0.0), expert))
-        for expert in reversed(most_used_first[: self.capacity]):
-            self._model(expert, PacedLink(None))
 
     def _label(self, arrival: TracedArrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
         try:

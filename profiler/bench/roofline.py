@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.line_file.machine import PolicyName
     from experts.expert import InputSpec
-    from experts.packed.weights import PackedExpert, Segment
+    from experts.packed.weights import Segment
     from profiler.replay.player import Played, Progress
 
     Kind = tuple[frozenset[str], InputSpec]
@@ -95,10 +94,21 @@ def measure_compute(agent: Agent, work: TraceWork, progress: Progress = lambda *
     """
     if not work.experts:
         raise ConfigError(f"{agent.config.document.file}: no request of the trace was judged: nothing to compare with")
-    copies = agent.packed
-    sizes, kinds = _sizes(copies), _kinds(agent.config, copies)
+    sizes: Counter[str] = Counter()  # bytes of all copies of an expert, shared parts counted for each
+    layouts: defaultdict[str, set[str]] = defaultdict(set)
+    for packed in agent.packed.values():
+        sizes[packed.expert] += sum(segment.slot_bytes for segment in packed.segments)
+        layouts[packed.expert].add(packed.layout)
+    pixels = {expert: agent.config.catalog.experts[expert].pixels for expert in layouts}
+    kinds = {expert: (frozenset(found), pixels[expert]) for expert, found in layouts.items()}  # as long to run
     held = _held(agent, work, sizes, kinds)
-    stands_for = _substitutes(work, held, kinds)
+    turns = {
+        kind: cycle([expert for expert in reversed(held) if kinds[expert] == kind])
+        for kind in {kinds[expert] for expert in held}
+    }
+    stands_for = {
+        expert: expert if expert in held else next(turns[kinds[expert]]) for expert in dict.fromkeys(work.experts)
+    }
     trace = [TracedArrival(0.0, expert=stands_for[expert]) for expert in work.experts]
     first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
     bytes_held = sum(sizes[expert] for expert in held)
@@ -170,21 +180,6 @@ def reads_directly(file: Path) -> bool:
     return True
 
 
-def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for packed in copies.values():
-        sizes[packed.expert] += sum(segment.slot_bytes for segment in packed.segments)
-    return dict(sizes)
-
-
-def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, Kind]:
-    """Kind of each expert, by the layouts of its copies and its input: experts of one kind take the same time."""
-    layouts: defaultdict[str, set[str]] = defaultdict(set)
-    for packed in copies.values():
-        layouts[packed.expert].add(packed.layout)
-    return {expert: (frozenset(found), config.catalog.experts[expert].pixels) for expert, found in layouts.items()}
-
-
 def _held(agent: Agent, work: TraceWork, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
     capacity_bytes = int(RAM_FRACTION * min(agent.box.size_of(pool).available_bytes for pool in agent.box.pools))
     by_use = [expert for expert, _ in Counter(work.experts).most_common()]
@@ -201,12 +196,3 @@ def _held(agent: Agent, work: TraceWork, sizes: Mapping[str, int], kinds: Mappin
             held.add(expert)
             left_bytes -= sizes[expert]
     return [expert for expert in by_use if expert in held]
-
-
-def _substitutes(work: TraceWork, held: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str]:
-    """Expert that runs each expert's requests: itself, or in turn the held ones of its kind, the least used first."""
-    turns = {
-        kind: cycle([expert for expert in reversed(held) if kinds[expert] == kind])
-        for kind in {kinds[expert] for expert in held}
-    }
-    return {expert: expert if expert in held else next(turns[kinds[expert]]) for expert in dict.fromkeys(work.experts)}

@@ -93,7 +93,9 @@ def compare(
                 least=LEAST_IMAGES,
             )
             for copy in fp32
-            for apart in [_apart(rig, bench.samples.of(copy.expert.id), graph, copy, others.get(copy.expert.id))]
+            for samples in [bench.samples.of(copy.expert.id)]
+            for both in [[judged(rig, each, samples) for each in (copy, others.get(copy.expert.id))]]
+            for apart in [list(compared(graph, copy.expert.id, samples, *both))]
         ]
 
 
@@ -119,12 +121,11 @@ def is_clearly_faster(kind: KindProfile, reference: KindProfile) -> bool:
 
 
 def _spread(kind: KindProfile) -> float:
-    return max((_middle_half(sorted(batch.seconds)) for batch in kind.batches), default=0.0)
-
-
-def _middle_half(seconds: Sequence[float]) -> float:
-    count = len(seconds)
-    return (seconds[3 * count // 4] - seconds[count // 4]) / max(seconds[count // 2], sys.float_info.min)
+    spans = [0.0]
+    for seconds in (sorted(batch.seconds) for batch in kind.batches):
+        count = len(seconds)
+        spans.append((seconds[3 * count // 4] - seconds[count // 4]) / max(seconds[count // 2], sys.float_info.min))
+    return max(spans)
 
 
 def difference(
@@ -157,18 +158,9 @@ def _steps(graph: ExpertGraph, component: str, expert: str, prediction: Predicti
     return [prediction.label, *((end.label, end.next_expert, end.verdict) for end in ends)]
 
 
-def _apart(
-    rig: MeasuringRig, samples: Sequence[Sample], graph: ExpertGraph, fp32: ExpertCopy, other: ExpertCopy | None
-) -> list[Difference]:
-    if not samples:
-        return []
-    expected, found = (judged(rig, copy, samples) for copy in (fp32, other))
-    return list(compared(graph, fp32.expert.id, samples, expected, found))
-
-
 def judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]) -> list[Prediction | None]:
     """A copy's prediction for each image; None where an image fails, and for all when the copy cannot be loaded."""
-    if copy is None:
+    if copy is None or not samples:
         return [None] * len(samples)
     try:
         rig.bring(copy)

@@ -139,7 +139,10 @@ class ImageCycle:
     def next(self, count: int) -> list[Prepared | Rejected]:
         """The next ``count`` images, each in memory of its own. Raises MemoryError where there is none for them."""
         try:
-            return [_copied(image) for image in itertools.islice(self._endless, count)]
+            return [
+                image if isinstance(image, Rejected) else replace(image, tensor=image.tensor.clone())
+                for image in itertools.islice(self._endless, count)
+            ]
         except RuntimeError as error:  # torch's, of its allocator
             raise MemoryError(str(error)) from error
 
@@ -180,8 +183,9 @@ class BatchRuns:
         round_s = sum(min(trials) for trials in self._trials.values())
         rounds = 0
         while rounds < self._options.repeats and self._spent_s + round_s <= self._options.limit_s:
-            wanted_s = max(LEAST_ROUNDS - rounds, 1) * round_s
-            extra = self._extra_runs(round_s, self._options.limit_s - self._spent_s - wanted_s)
+            left_s = self._options.limit_s - self._spent_s - max(LEAST_ROUNDS - rounds, 1) * round_s
+            smallest_s = min(self._trials[min(self._trials)])
+            extra = max(min(EXTRA_RUNS, int(EXTRA_FRACTION * round_s / smallest_s), int(left_s / smallest_s)), 0)
             for size in _round_of(sorted(self._trials), extra, downwards=rounds % 2 == 1):
                 times[size].append(self._time(size))
             rounds += 1
@@ -222,11 +226,6 @@ class BatchRuns:
         self._workspaces[size], self._trials[size] = max(peaks), times
         return True
 
-    def _extra_runs(self, round_s: float, left_s: float) -> int:
-        """Further runs of the smallest size in a round. ``left_s``: time that the rounds leave."""
-        smallest_s = min(self._trials[min(self._trials)])
-        return max(min(EXTRA_RUNS, int(EXTRA_FRACTION * round_s / smallest_s), int(left_s / smallest_s)), 0)
-
     def _peak_bytes(self, size: int) -> int | None:
         """The workspace of one batch, measured or estimated; None where memory did not suffice for it."""
         answers: list[TimedBatch | BatchFailed] = []
@@ -265,10 +264,6 @@ class BatchRuns:
         seconds = self._rig.timed_s(self._copy, self._images.next(size))
         self._spent_s += seconds
         return seconds
-
-
-def _copied(image: Prepared | Rejected) -> Prepared | Rejected:
-    return image if isinstance(image, Rejected) else replace(image, tensor=image.tensor.clone())
 
 
 def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:

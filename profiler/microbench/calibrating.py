@@ -7,6 +7,7 @@ other labels. A calibration of the same weights on the same images stays.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +21,8 @@ from experts.packed.calibrated import calibration_of, why_not_calibrated
 from profiler.workload.samples import stamps_sha256
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from torch import Tensor
 
     from experts.expert import Expert, Precision
     from profiler.workload.samples import LineSamples, Sample
@@ -71,9 +70,10 @@ class Calibrating:
         digest = stamps_sha256(images)
         if there is not None and there.samples_sha256 == digest and lacking is None:
             return None
-        found = calibration_of(
-            expert, digest, len(images), labels, {form: observed_ranges(expert, form, _batches(expert, images))}
-        )
+        decoded = (decode_image(each.path, str(each.path), each.max_pixels) for each in images)
+        prepared = (prepare(expert, image).tensor for image in decoded)
+        batches = (torch.stack([first, *islice(prepared, BATCH - 1)]) for first in prepared)
+        found = calibration_of(expert, digest, len(images), labels, {form: observed_ranges(expert, form, batches)})
         if there is not None and replace(there, ranges=found.ranges) == found:  # of other forms of the same expert
             found = replace(found, ranges={**there.ranges, **found.ranges})
         self._folder.write(expert.id, found)
@@ -95,10 +95,3 @@ def _too_few(labels: Sequence[str]) -> str:
         "it takes two sample images of each of two labels at least, of which one calibrates and one judges: give "
         "--samples FOLDER with more"
     )
-
-
-def _batches(expert: Expert, images: Sequence[Sample]) -> Iterator[Tensor]:
-    for start in range(0, len(images), BATCH):
-        few = images[start : start + BATCH]
-        decoded = (decode_image(sample.path, str(sample.path), sample.max_pixels) for sample in few)
-        yield torch.stack([prepare(expert, each).tensor for each in decoded])

@@ -68,9 +68,11 @@ def fit_latency(batches: Sequence[BatchTimes]) -> LatencyFit:
     if len(points) == 1:
         (point,) = points
         return _with_error(points, max((point.value - LEAST_S) / point.size, LEAST_S), LEAST_S)
-    candidates = _constrained_lines(points)
-    slope_s, intercept_s = min(candidates, key=lambda line: _squares(points, *line))
-    return _with_error(points, slope_s, intercept_s)
+
+    def squares(line: tuple[float, float]) -> float:
+        return sum(point.weight * (point.value - line[0] * point.size - line[1]) ** 2 for point in points)
+
+    return _with_error(points, *min(_constrained_lines(points), key=squares))
 
 
 def typical_s(seconds: Sequence[float]) -> float:
@@ -161,10 +163,6 @@ def _constrained_lines(points: Sequence[_Point]) -> list[tuple[float, float]]:
     squares = sum(point.weight * point.size**2 for point in points)
     products = sum(point.weight * point.size * (point.value - LEAST_S) for point in points)
     return [(LEAST_S, max(mean - LEAST_S * mean_size, LEAST_S)), (max(products / squares, LEAST_S), LEAST_S)]
-
-
-def _squares(points: Sequence[_Point], slope: float, intercept: float) -> float:
-    return sum(point.weight * (point.value - slope * point.size - intercept) ** 2 for point in points)
 
 
 def _with_error(points: Sequence[_Point], slope_s: float, intercept_s: float) -> LatencyFit:

@@ -203,15 +203,14 @@ class PrecisionChoice:
         for copy in references:
             name, images = copy.expert.id, len(bench.samples.of(copy.expert.id))
             there = known.get((name, bench.processor, form))
+            terms = TEXTS_SHA256
+            if not copy.expert.takes_texts:
+                terms = terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
             if not copy.expert.takes_texts and images < least:
                 refuted[name] = f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
             elif needs_calibration and (reason := self.packing.why_not_calibrated(name, form)) is not None:
                 refuted[name] = reason
-            elif (
-                there is not None
-                and there.images
-                and (there.tolerance, there.of_sha256) == (self.tolerance, self._terms(bench, copy))
-            ):
+            elif there is not None and there.images and (there.tolerance, there.of_sha256) == (self.tolerance, terms):
                 earlier.append(there)
             else:
                 refuted[name] = "fp32 itself judges none of its samples"  # unless it is compared below
@@ -225,8 +224,13 @@ class PrecisionChoice:
                 refuted.pop(each.expert, None)
                 samples = f"{each.images} samples agree"
                 proofs[each.expert] = f"{samples}: at 95 % fewer than {3 / each.images:.1%} are decided otherwise"
+            elif each.labels_differ:
+                refuted[each.expert] = f"{each.labels_differ} of {each.images} samples are decided otherwise"
+            elif not each.agrees:
+                refuted[each.expert] = f"its scores differ by {each.largest_score_difference:.3f}"
             else:
-                refuted[each.expert] = _why_not(each)
+                seen = f"fp32 can judge {each.images} of its sample images"
+                refuted[each.expert] = f"{seen}, and {each.least} prove it"
         return refuted
 
     def _compared(
@@ -244,11 +248,6 @@ class PrecisionChoice:
             self.draft.save_agreement(each)
         self.progress(stage, 1, 1)
         return found
-
-    def _terms(self, bench: Bench, copy: ExpertCopy) -> str:
-        if copy.expert.takes_texts:
-            return TEXTS_SHA256
-        return terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
 
     def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> None:
         kind = profiles[0]
@@ -273,14 +272,6 @@ def _groups(references: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
             held, together = held | group[0], [*group[1], *together]
         found.append((held, together))
     return [together for _, together in found]
-
-
-def _why_not(found: Agreement) -> str:
-    if found.labels_differ:
-        return f"{found.labels_differ} of {found.images} samples are decided otherwise"
-    if not found.agrees:
-        return f"its scores differ by {found.largest_score_difference:.3f}"
-    return f"fp32 can judge {found.images} of its sample images, and {found.least} prove it"
 
 
 def _named(reasons: Mapping[str, str | None]) -> str:

@@ -75,14 +75,18 @@ class DecodingLoad:
     def sentences(self) -> list[str]:
         time, images = self.time, self.images
         image_ms, compute_ms = time.decoding_s / images * 1e3, time.compute_s / images * 1e3
+        cores = "1 core reaches" if time.cores == 1 else f"{time.cores} cores reach"
         limit = (
             f"Decoding is the limit: it takes {time.decoding_share:.0%} of the cores' time for an image "
-            f"({image_ms:.0f} of {image_ms + compute_ms:.0f} ms of one core), so that {_cores(time.cores)} "
+            f"({image_ms:.0f} of {image_ms + compute_ms:.0f} ms of one core), so that {cores} "
             f"{time.images_per_s:.1f} images/s at most, and executors, which would run "
             f"{self.executors_images_per_s:.1f}, wait for images {self.waiting_fraction:.0%} of the time."
         )
-        told = ", ".join(f"{each.change} {each.images_per_s:.1f}" for each in self.help)
-        return [limit, f"In images/s, these would allow up to: {told}." if told else "No change would help by itself."]
+        named = ", ".join(f"{each.change} {each.images_per_s:.1f}" for each in self.help)
+        return [
+            limit,
+            f"In images/s, these would allow up to: {named}." if named else "No change would help by itself.",
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,12 @@ class DecodingTimes:
         """Raises ConfigError as ``forecast`` does."""
         time = self.time(scenario, setup)
         alone = _alone(scenario, setup)
+        smaller, unlike = "JPEGs made smaller while they are decoded", len(self.refusing)
+        if unlike:
+            smaller += f" (of which {unlike} {'expert does' if unlike == 1 else 'experts do'} not say the same)"
         changes = {
             "images of half the pixels": replace(time, decoding_s=time.decoding_s / 2),
-            _smaller_words(self.refusing): replace(time, decoding_s=_of_all(self.smaller, scenario)),
+            smaller: replace(time, decoding_s=_of_all(self.smaller, scenario)),
         }
         found = [Help(change, min(each.images_per_s, alone)) for change, each in changes.items()]
         found.append(Help("a further core", replace(time, cores=time.cores + 1).images_per_s))
@@ -139,16 +146,3 @@ def _of_all(times: ImageTimes, scenario: Scenario) -> float:
     return sum(
         times.of(steps[0]) for steps, each in zip(scenario.steps, scenario.trace, strict=True) if each.work is IMAGE
     )
-
-
-def _smaller_words(refusing: tuple[str, ...]) -> str:
-    change = "JPEGs made smaller while they are decoded"
-    if not refusing:
-        return change
-    return (
-        f"{change} (of which {len(refusing)} {'expert does' if len(refusing) == 1 else 'experts do'} not say the same)"
-    )
-
-
-def _cores(count: int) -> str:
-    return "1 core reaches" if count == 1 else f"{count} cores reach"

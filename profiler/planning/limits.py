@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity, KindProfile, StoredProfile
     from profiler.planning.decoding import DecodingTimes
-    from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import LineForecast, Scenario
 
     Split = Callable[[Mapping[str, int]], EngineSetup]  # setup with budgets in bytes by memory
@@ -54,7 +53,9 @@ def advise(
     Raises ConfigError as ``forecast`` does.
     """
     now = forecast(scenario, setup)
-    spacious = _with_room_for_all(setup, split)
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
+    room_bytes = {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
+    spacious = with_expert_bytes(split({pool.name: UNLIMITED_BYTES for pool in setup.pools}), room_bytes)
     settled, roomy = with_ssd(scenario, spacious, math.inf)
     unlimited = forecast(settled, roomy)
     best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
@@ -63,9 +64,14 @@ def advise(
     memory = ssd = takt = None
     if now.images_per_s >= target_images_per_s:
         floor = bounds(scenario.requests, scenario.resources(setup))
-        limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
+        keeps_up = now.seconds * REMOVED <= floor.arrivals_s
+        limit = Limit.ARRIVALS if keeps_up and floor.arrivals_s > SLACK * floor.compute_s else Limit.COMPUTE
     else:
-        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(setup, spacious) else Limit.MEMORY
+        is_roomy = all(
+            pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
+            for pool, most in zip(setup.pools, spacious.pools, strict=True)
+        )
+        limit = Limit.SSD if busy_fraction >= SSD_BUSY or is_roomy else Limit.MEMORY
         memory = _memory_remedy(scenario, setup, box, target_images_per_s, spacious, split)
         ssd = _ssd_remedy(scenario, setup, target_images_per_s)
     if required_images_per_s is not None and scenario.images_asked:
@@ -85,11 +91,6 @@ def advise(
         ssd=ssd,
         takt=takt,
     )
-
-
-def _waits_for_arrivals(now: LineForecast, floor: Bounds) -> bool:
-    keeps_up = now.seconds * REMOVED <= floor.arrivals_s
-    return keeps_up and floor.arrivals_s > SLACK * floor.compute_s
 
 
 def _memory_remedy(
@@ -156,19 +157,6 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
     return enough
 
 
-def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
-    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
-    room_bytes = {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
-    return with_expert_bytes(split({pool.name: UNLIMITED_BYTES for pool in setup.pools}), room_bytes)
-
-
-def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
-    return all(
-        pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
-        for pool, most in zip(setup.pools, spacious.pools, strict=True)
-    )
-
-
 def _budgets(setup: EngineSetup) -> dict[str, int]:
     return {pool.name: pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in setup.pools}
 
@@ -203,7 +191,10 @@ class PlannedCase:
 def with_gains(advice: Advice, case: PlannedCase) -> Advice:
     """Adds the gains of other forms and of more memory, the largest first."""
     now = case.planned()[1]
-    forms = _other_forms(case.profile, now)
+    processors = {spec.processor for spec in now.executors}
+    measured = {kind.precision for kind in _kinds_of_images(case.profile) if kind.processor in processors}
+    run = {_form(row.copy) for name in processors for row in now.matrix.experts.get(name, {}).values()}
+    forms = [form for form in Precision if form in measured and run != {str(form)}]
     found = [gain for form in forms if (gain := _form_gain(case, now, form))]
     best = max(found, key=lambda gain: gain.images_per_s, default=None)
     if advice.memory is not None:
@@ -219,13 +210,6 @@ def with_gains(advice: Advice, case: PlannedCase) -> Advice:
             worth[place] = replace(gain, remark=remark)
     gains = tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
     return replace(advice, gains=gains, other_forms=tuple(map(str, forms)))
-
-
-def _other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
-    processors = {spec.processor for spec in setup.executors}
-    measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
-    run = {_form(row.copy) for name in processors for row in setup.matrix.experts.get(name, {}).values()}
-    return [form for form in Precision if form in measured and run != {str(form)}]
 
 
 def _form(copy: str) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
     from profiler.simulation.bounds import Bounds
-    from profiler.simulation.forecast import LineForecast, Scenario
+    from profiler.simulation.forecast import Scenario
     from profiler.workload.traces import TracedArrival
 
 SHIFT_S = 8 * 3600.0
@@ -155,7 +155,7 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
         seconds=played.seconds,
         images_per_s=played.images_per_s,
         switches=played.switches,
-        loads=_loads(played),
+        loads=dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads),
         switching_loads=played.loads_to({spec.pool for spec in setup.executors}),
         evictions=played.evictions,
         bytes_read=played.bytes_read,
@@ -185,7 +185,12 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
     told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
     if told is not None and advice is not None and advice.decoding is not None:
         told["decoding"] |= advice.decoding.figures()
-    return {"rows": [_row_json(row) for row in rows], "advice": told}
+    found = [
+        asdict(row)
+        | {"bound": asdict(row.bound) | {"seconds": row.bound.seconds}, "roofline_fraction": row.roofline_fraction}
+        for row in rows
+    ]
+    return {"rows": found, "advice": told}
 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
@@ -219,23 +224,10 @@ def _refuse_broken(scenario: Scenario, setup: EngineSetup) -> None:
         raise ConfigError.of([ConfigError(reason) for reason in reasons])
 
 
-def _loads(played: LineForecast) -> dict[str, int]:
-    return dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads)
-
-
-def _row_json(row: PlanRow) -> dict[str, Any]:
-    bound = asdict(row.bound) | {"seconds": row.bound.seconds}
-    return asdict(row) | {"bound": bound, "roofline_fraction": row.roofline_fraction}
-
-
 def _budgets(row: PlanRow) -> str:
     pools = [name for name in row.memory if not name.endswith((WORKSPACE, LEASES))]
     parts = {name: (name, name + WORKSPACE, name + LEASES) for name in pools}
     return " + ".join(size_text(sum(row.memory.get(part, 0) for part in parts[name])) for name in pools)
-
-
-def _bytes_text(size_bytes: float) -> str:
-    return f"{size_bytes / 1e12:.1f} TB" if size_bytes >= 1e12 else f"{size_bytes / 1e9:.1f} GB"
 
 
 def _wait_text(seconds: float) -> str:
@@ -256,7 +248,11 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "in order": lambda row: str(row.bound.fcfs_switches),
     "wait p50": lambda row: _wait_text(row.p50_wait_s),
     "p99": lambda row: _wait_text(row.p99_wait_s),
-    "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
+    "read a shift": lambda row: (
+        f"{row.bytes_read_per_shift / 1e12:.1f} TB"
+        if row.bytes_read_per_shift >= 1e12
+        else f"{row.bytes_read_per_shift / 1e9:.1f} GB"
+    ),
     "takt": lambda row: "-" if row.takt_met is None else "met" if row.takt_met else "missed",
 }
 COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {

@@ -192,7 +192,9 @@ class _Profiling:
             several = f"{len(broken)} sample images are broken and were passed over, the first"
             said = "one sample image is broken and was passed over" if len(broken) == 1 else several
             self._notes.append(f"{said}: {broken[0]}")
-        processors = self._processors()
+        if (given := self._config.executors) is not None:
+            executor_specs(self._config, self._box)  # raises ConfigError for a processor that the box lacks
+        processors = tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
         representatives = self._packing.representatives(processors)
         copies = self._packing.pack(representatives)
         standing = [copy for form in copies for copy in copies[form] if copy.expert.id in representatives]
@@ -200,7 +202,9 @@ class _Profiling:
         for processor in processors:
             self._measure_kinds(processor, copies)
         forms = self._choose(processors, self._packing.references(copies))
-        self._measure_links(copies)
+        if not self._draft.links():
+            speeds = measure_links(self._box, self._packing.references(copies), self._bench.segments)
+            self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
         able = self._able(processors, forms, self._keep(processors, forms))
         self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
@@ -220,13 +224,6 @@ class _Profiling:
         unserved = [f"{name} cannot be served: {reason}" for name, reason in failed.items()]
         notes = (*self._notes, *self._packing.notes, *unserved, *usage.notes)
         return Profiled(profile, self._config.profile_file, notes)
-
-    def _processors(self) -> tuple[str, ...]:
-        """Processors that the line may use, fastest first. Raises ConfigError for one that the box lacks."""
-        given = self._config.executors
-        if given is not None:
-            executor_specs(self._config, self._box)
-        return tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
 
     def _measure_kinds(self, processor: str, copies: Copies) -> None:
         """Time every kind in every form of the processor. Earlier times stay, unless samples replace noise."""
@@ -292,11 +289,6 @@ class _Profiling:
             f"{kind.kind} in {kind.precision} on {kind.processor}: batches of more than {most} were not run: {reason}; "
             f"by its line larger ones might take up to {kind.B_s / batch_s:.0%} less for an image"
         )
-
-    def _measure_links(self, copies: Copies) -> None:
-        if not self._draft.links():
-            speeds = measure_links(self._box, self._packing.references(copies), self._bench.segments)
-            self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
         copies = {

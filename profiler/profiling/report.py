@@ -108,7 +108,14 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
         return []
     images, note = "images in a batch", f"{profile.box.model}; means over repeats, outliers drawn in"
     averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
-    held = [Series(_label(kind), *_footprint(kind)) for kind in shown]
+    held = [
+        Series(
+            _label(kind),
+            [batch.batch_size for batch in kind.batches],
+            [(kind.weight_bytes + batch.workspace_bytes) / MEBIBYTE for batch in kind.batches],
+        )
+        for kind in shown
+    ]
     average, whole, memory = (folder / f"{name}.png" for name in ("average-latency", "batch-latency", "footprint"))
     line_chart(average, Labels("Average latency against batch size", "ms per image", images, note), averages)
     line_chart(
@@ -142,7 +149,9 @@ def _kind_json(kind: KindProfile) -> dict[str, Any]:
 
 def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
     on_the_line, chosen = profile.kinds_run, profile.chosen_kinds
-    names = _short_names(on_the_line)
+    short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in on_the_line}
+    times = Counter(short.values())
+    names = {kind: name if times[name] == 1 else kind for kind, name in short.items()}
     for kind in (each for each in profile.kinds if each.kind in on_the_line):
         yield (
             ("* " if kind in chosen else "  ") + names[kind.kind],
@@ -157,12 +166,6 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
             f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
             _agreement(profile.agreements_of(kind)),
         )
-
-
-def _short_names(kinds: Iterable[str]) -> dict[str, str]:
-    short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
-    times = Counter(short.values())
-    return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
 
 
 def _agreement(compared: Sequence[Agreement]) -> str:
@@ -237,11 +240,6 @@ def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[fl
     sizes = [float(batch.batch_size) for batch in kind.batches]
     times = [typical_s(batch.seconds) * 1e3 for batch in kind.batches]
     return sizes, [each / size for each, size in zip(times, sizes, strict=True)] if per_image else times
-
-
-def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
-    sizes = [float(batch.batch_size) for batch in kind.batches]
-    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / MEBIBYTE for batch in kind.batches]
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:

@@ -15,6 +15,7 @@ import csv
 import json
 import sqlite3
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,14 @@ def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
         else:
             count.add(request.experts, request.verdict)
     if not count.requests:
-        raise ConfigError(f"{path}: {_nothing_to_count(config.line, lines)}")
+        problem = (
+            f"none of its {lines[config.line]} rows of line {config.line!r} names an expert of it - name newer results"
+        )
+        if config.line not in lines:
+            problem = f"no row of line {config.line!r}, only of {_most(lines)} - name the results of this line"
+        if not lines:
+            problem = "holds no result yet - let the line serve first"
+        raise ConfigError(f"{path}: {problem}")
     notes = [f"rows of other lines: {total} of {name}" for name, total in lines.items() if name != config.line]
     if left_out["unknown"]:
         notes.append(f"{left_out['unknown']} rows name experts that this line does not have: {_most(strangers)}")
@@ -217,14 +225,6 @@ def _weights(config: LineConfig, counted: Counter[str]) -> dict[str, float]:
     }
 
 
-def _nothing_to_count(line: str, lines: Counter[str]) -> str:
-    if not lines:
-        return "holds no result yet - let the line serve first"
-    if line not in lines:
-        return f"no row of line {line!r}, only of {_most(lines)} - name the results of this line"
-    return f"none of its {lines[line]} rows of line {line!r} names an expert of it - name newer results"
-
-
 def _few(requests: int) -> tuple[str, ...]:
     if requests >= FEW_REQUESTS:
         return ()
@@ -305,18 +305,13 @@ def _csv_rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, Mapping[st
         if missing:
             raise _no_history(path, f"no column {', '.join(missing)}")
         for row in reader:
-            yield reader.line_num, {**row, "experts": _json_or_text(row["experts"])}
+            with suppress(ValueError):  # other text is refused with the row
+                row["experts"] = json.loads(row["experts"] or "")
+            yield reader.line_num, row
     except csv.Error as error:
         raise _no_history(path, f"not CSV ({error})") from error
     finally:
         csv.field_size_limit(before)
-
-
-def _json_or_text(text: str | None) -> object:
-    try:
-        return json.loads(text or "")
-    except ValueError:
-        return text
 
 
 def _request(row: Mapping[str, Any], path: Path, number: int) -> ServedRequest:
