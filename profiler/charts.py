@@ -1,7 +1,7 @@
 """Charts of the offline phase, as PNG files that a README can show.
 
-Guarantees: drawn without a display; colours that stay apart for colour-blind readers and, with markers and hatches,
-in print; the same figures give the same bytes, with one version of matplotlib; a file appears whole or not at all.
+Guarantees: drawn without a display; colours differ for colour-blind readers and, by markers and hatches, in print; the
+same figures give the same bytes, with one version of matplotlib; a file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
-    from matplotlib.container import BarContainer
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.6, 110  # just under a thousand pixels: a README's width
 GROUP_WIDTH = 0.84  # of the distance between two groups of bars
-LARGEST_LABELLED = 40  # bars; with more of them, figures over the bars would run into one another
+LARGEST_LABELLED = 40  # bars; figures over more of them would overlap
 LABEL_POINTS = 8.0  # a figure over a bar
 POINTS_PER_CHARACTER = 0.8  # of the letters' size, with a gap to the next label
 AXES_POINTS = WIDTH_INCHES * 72 * 0.85  # that the groups of a chart share
@@ -70,19 +69,15 @@ class Labels:
 
 
 def line_chart(path: Path, labels: Labels, series: Sequence[Series]) -> None:
-    """Curves over a common axis, from zero upwards.
-
-    Raises ValueError for no series, or one whose ``x`` and ``y`` differ in length.
-    """
-    if not series:
-        raise ValueError(f"{path.name}: nothing to draw - give one series at least")
-    for each in series:
-        if len(each.x) != len(each.y):
-            raise ValueError(f"{path.name}: {each.label!r} has {len(each.x)} x and {len(each.y)} y - pair them")
+    """Curves over a common axis, from zero upwards; at least one series."""
     with rc_context(STYLE):
         figure, axes = _empty(labels)
         for number, each in enumerate(series):
-            _draw(axes, each, number if each.colour is None else each.colour)
+            place = number if each.colour is None else each.colour
+            shown = {"line": ("-", MARKERS[place % len(MARKERS)]), "dashed": ("--", "none")}
+            style, marker = shown.get(each.kind, ("none", MARKERS[place % len(MARKERS)]))
+            colour, label = COLOURS[place % len(COLOURS)], each.label or None
+            axes.plot(each.x, each.y, linestyle=style, marker=marker, color=colour, markersize=5, label=label)
         axes.set_xlabel(labels.x)
         if all(float(x).is_integer() for each in series for x in each.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half image, and no half expert
@@ -97,17 +92,10 @@ def bar_chart(
     *,
     unknown: str = "n/a",
 ) -> None:
-    """Bars side by side, one of each kind a group. ``bars[kind]`` has a height for each group; None: unknown.
+    """Bars side by side, one of each kind a group. ``bars[kind]``: a height for each group, None where unknown.
 
     ``unknown``: text in place of an unknown bar. Figures wider than their bars stand upright over them.
-
-    Raises ValueError for no bars, or a kind that does not have one height for each group.
     """
-    if not bars or not groups:
-        raise ValueError(f"{path.name}: nothing to draw - give one group and one kind of bars at least")
-    for kind, heights in bars.items():
-        if len(heights) != len(groups):
-            raise ValueError(f"{path.name}: {kind!r} has {len(heights)} heights for {len(groups)} groups - pair them")
     with rc_context(STYLE):
         figure, axes = _empty(labels)
         width = GROUP_WIDTH / len(bars)
@@ -119,7 +107,16 @@ def bar_chart(
         longest = max((len(text) for texts in figures.values() for text in texts), default=0)
         is_upright = longest * LABEL_POINTS * POINTS_PER_CHARACTER > AXES_POINTS / len(groups) * width
         for number, (kind, heights) in enumerate(bars.items()):
-            drawn = _draw_bars(axes, kind, number, heights, (number - (len(bars) - 1) / 2) * width, width)
+            drawn = axes.bar(
+                [place + (number - (len(bars) - 1) / 2) * width for place in range(len(groups))],
+                [height or 0.0 for height in heights],
+                width * 0.94,
+                label=kind,
+                color=COLOURS[number % len(COLOURS)],
+                hatch=HATCHES[number % len(HATCHES)],
+                edgecolor="white",
+                linewidth=0.0,
+            )
             if figures[kind]:
                 axes.bar_label(drawn, figures[kind], fontsize=LABEL_POINTS, padding=2, rotation=90 if is_upright else 0)
         fitting_points = AXES_POINTS / len(groups) / (max(map(len, groups)) * POINTS_PER_CHARACTER)
@@ -134,30 +131,6 @@ def _empty(labels: Labels) -> tuple[Figure, Axes]:
     axes.set_ylabel(labels.y)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     return figure, axes
-
-
-def _draw(axes: Axes, series: Series, number: int) -> None:
-    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-    shown = {"line": ("-", marker), "points": ("none", marker), "dashed": ("--", "none")}
-    style, used_marker = shown[series.kind]
-    axes.plot(
-        series.x, series.y, linestyle=style, marker=used_marker, color=colour, markersize=5, label=series.label or None
-    )
-
-
-def _draw_bars(
-    axes: Axes, kind: str, number: int, heights: Sequence[float | None], offset: float, width: float
-) -> BarContainer:
-    return axes.bar(
-        [place + offset for place in range(len(heights))],
-        [0.0 if height is None else height for height in heights],
-        width * 0.94,
-        label=kind,
-        color=COLOURS[number % len(COLOURS)],
-        hatch=HATCHES[number % len(HATCHES)],
-        edgecolor="white",
-        linewidth=0.0,
-    )
 
 
 def _short(value: float) -> str:

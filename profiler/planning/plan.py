@@ -230,6 +230,10 @@ def _budgets(row: PlanRow) -> str:
     return " + ".join(size_text(sum(row.memory.get(part, 0) for part in parts[name])) for name in pools)
 
 
+def _bytes_text(size_bytes: float) -> str:
+    return f"{size_bytes / 1e12:.1f} TB" if size_bytes >= 1e12 else f"{size_bytes / 1e9:.1f} GB"
+
+
 def _wait_text(seconds: float) -> str:
     if seconds < 1.0:
         return f"{seconds * 1e3:.0f} ms"
@@ -248,11 +252,7 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "in order": lambda row: str(row.bound.fcfs_switches),
     "wait p50": lambda row: _wait_text(row.p50_wait_s),
     "p99": lambda row: _wait_text(row.p99_wait_s),
-    "read a shift": lambda row: (
-        f"{row.bytes_read_per_shift / 1e12:.1f} TB"
-        if row.bytes_read_per_shift >= 1e12
-        else f"{row.bytes_read_per_shift / 1e9:.1f} GB"
-    ),
+    "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
     "takt": lambda row: "-" if row.takt_met is None else "met" if row.takt_met else "missed",
 }
 COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {

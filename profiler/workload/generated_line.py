@@ -1,11 +1,11 @@
 """A generated line: experts with random weights, a trace with heavy-tailed popularity, a few images, a line file.
 
-Guarantees: the same recipe and seed give the same bytes; no two experts share a tensor's bytes, so that each one costs
-what it would cost on a real line; what does not fit on the disk is refused before anything is written; inside
-``removed_afterwards`` nothing stays behind, however it ends (SIGKILL aside).
+Guarantees: the same recipe and seed give the same bytes; no two experts share a tensor's bytes, so that each costs what
+it would cost on a real line; a line that does not fit on the disk is refused before anything is written; nothing of
+``removed_afterwards`` is left, however it ends (SIGKILL aside).
 
 Weights are slices of one long run of random numbers, scaled layer by layer so that activations neither vanish nor
-overflow: a ResNet101 costs about as much as copying its bytes. They see nothing, but they run like trained ones.
+overflow. Drawing a ResNet101 takes about as long as copying its bytes, and it runs like a trained one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safetensors.numpy import load_file, save_file
 
 from agent.line_file.values import AUTO
 from experts.backends import backend_for, family
+from experts.backends.forms import form_of
 from experts.backends.weight_files import saving
 from experts.errors import ConfigError
 from experts.expert import Expert, InputSpec, Precision
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     from agent.line_file.machine import GivenPrecision
 
+    State = Mapping[str, NDArray[Any]]  # tensors of a fresh network, for which drawn values are put in
+
 CLASSIFIER_LABELS = ("ok", "missing", "shifted")
 DETECTOR_LABELS = ("aligned", "turned")
 DETECTORS = ("yolov5m", "yolov5l")  # architectures
@@ -51,10 +54,9 @@ EVERY_S = 0.004  # an arrival
 SIGMA = 1.2  # of the log-normal popularity of components
 EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, where there are detectors
 LARGEST_QUANTITY = 1000  # of one component on the generated board
-WORKSPACE_BATCHES = 4  # executors that run at once ...
-WORKSPACE_IMAGES = 8  # ... and the images in a batch of each, that the workspace is made for
+WORKSPACE_BATCHES, WORKSPACE_IMAGES = 4, 8  # batches at once, and images of each, that the workspace is made for
 NOISE = 0.01  # on constants of a fresh network (norms, biases), so that no two experts share them
-EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
+EXPERT_STEP, TENSOR_STEP = 9973, 7919  # in the run of random numbers, from expert to expert and tensor to tensor
 HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
 FP32_BYTES = DTYPE_BYTES["float32"]
 
@@ -63,8 +65,7 @@ FP32_BYTES = DTYPE_BYTES["float32"]
 class LineRecipe:
     """A line of components with a classifier each; some have a detector behind it.
 
-    ``memory_for``: experts of the largest kind that fit, in ``precision`` (auto: in fp32), beside the
-    workspaces.
+    ``memory_for``: experts of the largest kind that fit beside the workspaces, in ``precision`` (auto: in fp32).
     """
 
     classifiers: int = 40
@@ -90,45 +91,22 @@ class LineRecipe:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedLine:
-    """Files of a generated line, and the parts of its memory."""
+    """Files of a generated line, and the parts of its memory. ``footprint_bytes``: of the largest expert."""
 
     line: Path
     trace: Path
-    footprint_bytes: int  # of the largest expert in memory
-    expert_bytes: int  # memory_for x footprint_bytes
+    footprint_bytes: int
+    expert_bytes: int
     workspace_bytes: int
     written_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """State dict of a fresh network of one architecture; drawn values replace its own for each expert."""
-
-    values: Mapping[str, NDArray[Any]]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(value.nbytes for value in self.values.values()) + HEADER_BYTES
-
-    @property
-    def largest(self) -> int:
-        return max(value.size for value in self.values.values())
-
-    def drawn(self, run: NDArray[np.float32], number: int) -> dict[str, NDArray[Any]]:
-        """Tensors of expert ``number``: slices of the run that no other expert has at the same tensor."""
-        return {
-            name: _drawn(name, value, run[number * EXPERT_STEP + position * TENSOR_STEP :][: value.size])
-            for position, (name, value) in enumerate(self.values.items())
-        }
-
-
-def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLine:
+def generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     """Write line.yaml, weights, images and trace.jsonl into an empty or new folder.
 
     Raises ConfigError for a folder that is not empty, an architecture that cannot be built, and a disk without room for
-    the weights and their packed form; OSError by the disk. The folder is left empty then.
+    the weights and their packed form; OSError. The folder is left empty then.
     """
-    recipe = recipe or LineRecipe()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name a new folder, nothing is overwritten")
     if folder.exists() and any(folder.iterdir()):
@@ -147,12 +125,26 @@ def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
         names = dict.fromkeys((recipe.architecture, *DETECTORS[: recipe.detectors]))
         tensors = {name: _fresh_tensors(name, Path(scratch), recipe.classifier_px) for name in names}
     count = recipe.classifiers + recipe.detectors
-    require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
-    experts = _experts(folder, recipe)
+    sizes_bytes = {name: _size_bytes(each) for name, each in tensors.items()}
+    detector_bytes = max(sizes_bytes.values())  # of either architecture, at most
+    weights_bytes = recipe.classifiers * sizes_bytes[recipe.architecture] + recipe.detectors * detector_bytes
+    packed_bytes = weights_bytes * form_of(recipe.unprofiled).dtype.itemsize // FP32_BYTES + count * HEADER_BYTES
+    require_disk(folder, weights_bytes + packed_bytes, f"{count} experts and their packed form")
+    classifier_size, detector_size = (recipe.classifier_px,) * 2, (recipe.detector_px,) * 2
+    experts = [
+        *(_expert(folder, f"cls/{n:03d}", recipe.architecture, classifier_size) for n in range(recipe.classifiers)),
+        *(
+            _expert(folder, f"det/{n:03d}", DETECTORS[n % len(DETECTORS)], detector_size)
+            for n in range(recipe.detectors)
+        ),
+    ]
     written_bytes = _write_weights(experts, tensors, recipe.seed)
     os.sync()  # pending writes would slow down the next measurement
     footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.unprofiled)
-    quantities = _quantities(recipe)
+    chance = random.Random(recipe.seed)
+    popularity = [chance.lognormvariate(0, SIGMA) for _ in range(recipe.classifiers)]
+    scale = LARGEST_QUANTITY / max(popularity)
+    quantities = {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(popularity)}
     expert_bytes = recipe.memory_for * footprint_bytes
     _write_line(folder / "line.yaml", experts, quantities, recipe, (expert_bytes, workspace_bytes))
     images = _write_images(folder, recipe)
@@ -200,37 +192,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
-    classifiers = [
-        _expert(folder, f"cls/{number:03d}", recipe.architecture, (recipe.classifier_px,) * 2)
-        for number in range(recipe.classifiers)
-    ]
-    detectors = [
-        _expert(folder, f"det/{number:03d}", DETECTORS[number % len(DETECTORS)], (recipe.detector_px,) * 2)
-        for number in range(recipe.detectors)
-    ]
-    return classifiers + detectors
-
-
 def write_experts(folder: Path, architecture: str, count: int, size: tuple[int, int] | None = None) -> list[Expert]:
-    """Experts of one architecture, each with weights of its own, written below ``folder`` as for a generated line.
+    """Experts of one architecture with weights of their own, written below ``folder``.
 
-    ``size``: height and width of their images; None: as a generated line has them. Raises ConfigError as
-    ``generate_line`` does, OSError.
+    ``size``: height and width of their images; None: as on a generated line. Raises as ``generate_line`` does.
     """
     recipe = LineRecipe()
     px = recipe.detector_px if family(architecture) == "detector" else recipe.classifier_px
     size = size or (px, px)
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
         tensors = {architecture: _fresh_tensors(architecture, Path(scratch), size[0])}
-    weights_bytes = count * tensors[architecture].size_bytes
-    require_disk(folder, 2 * weights_bytes, f"{count} experts and their packed form")
+    require_disk(folder, 2 * count * _size_bytes(tensors[architecture]), f"{count} experts and their packed form")
     experts = [_expert(folder, f"one/{number:03d}", architecture, size) for number in range(count)]
     _write_weights(experts, tensors, seed=0)
     return experts
 
 
-def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
+def _fresh_tensors(architecture: str, scratch: Path, px: int) -> State:
     """State dict of a fresh network, for images of ``px``. Raises ConfigError for other than classifiers, detectors."""
     kind = family(architecture)
     try:
@@ -239,12 +217,13 @@ def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
 
             path = scratch / f"{architecture}.safetensors"
             write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0, image_size=px)
-            return _Tensors(load_file(path))
+            loaded: State = load_file(path)
+            return loaded
         if kind == "detector":
             from experts.backends.detector import build_trainable
 
             state = build_trainable(architecture, len(DETECTOR_LABELS)).state_dict()
-            return _Tensors({name: tensor.numpy().copy() for name, tensor in state.items()})
+            return {name: tensor.numpy().copy() for name, tensor in state.items()}
     except ValueError as error:
         raise ConfigError(f"{architecture}: {error}") from error
     raise ConfigError(f"{architecture}: weights are generated for classifiers and YOLO detectors only")
@@ -264,27 +243,21 @@ def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArra
     return drawn.astype(np.float32, copy=False)
 
 
-def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
-    largest_bytes = max(each.size_bytes for each in tensors.values())
-    weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
-    packed_bytes = weights_bytes * _number_bytes(recipe.unprofiled) // FP32_BYTES
-    return weights_bytes + packed_bytes + (recipe.classifiers + recipe.detectors) * HEADER_BYTES
+def _size_bytes(state: State) -> int:
+    return sum(value.nbytes for value in state.values()) + HEADER_BYTES
 
 
-def _number_bytes(precision: Precision) -> int:
-    from experts.backends.forms import form_of
-
-    return int(form_of(precision).dtype.itemsize)
-
-
-def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:
-    largest = max(each.largest for each in tensors.values())
-    positions = max(len(each.values) for each in tensors.values())
-    length = largest + len(experts) * EXPERT_STEP + positions * TENSOR_STEP
+def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, State], seed: int) -> int:
+    """Tensors are slices of one run of random numbers; no two experts have the same slice at the same tensor."""
+    largest = max(value.size for state in tensors.values() for value in state.values())
+    length = largest + len(experts) * EXPERT_STEP + max(map(len, tensors.values())) * TENSOR_STEP
     run = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)
     experts[0].weights.parent.mkdir()
     for number, expert in enumerate(experts):
-        drawn = tensors[expert.architecture].drawn(run, number)
+        drawn = {
+            name: _drawn(name, value, run[number * EXPERT_STEP + position * TENSOR_STEP :][: value.size])
+            for position, (name, value) in enumerate(tensors[expert.architecture].items())
+        }
         with saving(expert.weights):
             save_file(drawn, expert.weights)
     return sum(expert.weights.stat().st_size for expert in experts)
@@ -306,13 +279,6 @@ def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tup
         backend_for(expert.architecture).workspace_bytes(expert, precision, WORKSPACE_IMAGES) for expert in firsts
     )
     return footprint_bytes, WORKSPACE_BATCHES * batch_bytes
-
-
-def _quantities(recipe: LineRecipe) -> dict[str, int]:
-    chance = random.Random(recipe.seed)
-    drawn = [chance.lognormvariate(0, SIGMA) for _ in range(recipe.classifiers)]
-    scale = LARGEST_QUANTITY / max(drawn)
-    return {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(drawn)}
 
 
 def _write_line(

@@ -2,9 +2,9 @@
 
 Guarantees: equal files give equal samples; every sample was decoded once; no file is moved or written. An expert has
 images of the components on whose routes it stands, spread evenly over their names: an equal share of each component and
-label, or of each component alone, where defects have to be as rare as on the line. Labelled crops
-(``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read count, also in an
-agent's ``done/`` and ``ng/``.
+label, or of each component alone, where defects have to be as rare as on the line. Samples are labelled crops
+(``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read, also in ``done/``
+and ``ng/``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.sources.folder.files.naming import NameFields, Naming
+    from agent.sources.folder.files.naming import Naming
 
 MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
@@ -57,16 +57,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LineSamples:
-    """Samples by expert, without experts that have none. ``broken``: files that could not be decoded, and why.
+    """Samples by expert, without experts that have none. ``broken``: undecodable files, with reasons.
 
     ``calibrating``: by expert, images to calibrate forms of eight bits, an equal share of each label and at most half
-    of an expert's; of few images some are samples, too, and not held out. ``are_held_out``: these are ``held_out()``.
-    ``mix``: by component at most MOST_IN_MIX, labels as rare as among its files in every beginning; images without an
-    expert are not decoded yet: ask ``Checked``.
+    of an expert's; where images are few, some are samples as well, but not held out. ``are_held_out``: of
+    ``held_out()``. ``mix``: by component at most MOST_IN_MIX, with labels as rare as among its files in every prefix;
+    images without an expert are not decoded yet (``Checked``).
     """
 
     by_expert: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
-    looked_at: int = 0
     broken: tuple[str, ...] = ()
     mix: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     calibrating: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
@@ -97,7 +96,7 @@ class LineSamples:
         return self.by_expert.get(expert, ())
 
     def held_out(self) -> LineSamples:
-        """Samples without images of the calibration: only these may judge it."""
+        """Samples without images of the calibration, which must not judge it."""
         seen = {expert: {sample.path for sample in samples} for expert, samples in self.calibrating.items()}
         by_expert = {
             expert: tuple(sample for sample in samples if sample.path not in seen.get(expert, ()))
@@ -108,7 +107,7 @@ class LineSamples:
     def sha256(self, experts: Iterable[str]) -> str:
         """Digest of these experts' samples: paths, sizes and times of change.
 
-        Held-out samples add the calibration's images and its format, as these made the form that they judge.
+        Of held-out samples also the calibration's images and format, on which the judged form depends.
         """
         names = sorted(experts)
         parts = [[expert, *_stamp(sample.path)] for expert in names for sample in self.of(expert)]
@@ -123,7 +122,7 @@ def stamps_sha256(samples: Iterable[Sample]) -> str:
 
 
 def described(samples: Sequence[Sample]) -> str:
-    """ "24 images from inbox/done", or "synthetic" where there are none."""
+    """Text such as "24 images from inbox/done"; "synthetic" for no samples."""
     if not samples:
         return SYNTHETIC
     folders = sorted({sample.folder for sample in samples})
@@ -131,7 +130,6 @@ def described(samples: Sequence[Sample]) -> str:
 
 
 def is_synthetic(text: str) -> bool:
-    """True for ``described`` of no samples, with or without a suffix."""
     return text.split(";")[0] == SYNTHETIC
 
 
@@ -179,7 +177,8 @@ class _Search:
         checked = Checked()
         by_expert, calibrating = {}, {}
         for expert in self._config.catalog.experts:
-            own = [samples for component, samples in groups if self._stands_on(expert, component)]
+            routes = self._config.catalog.graph.routes
+            own = [samples for name, samples in groups if any(step.expert == expert for step in routes[name])]
             sound = (sample for sample in _in_turn(own) if checked.is_sound(sample))
             if found := tuple(itertools.islice(sound, most + MOST_CALIBRATING)):
                 by_expert[expert] = found[:most]
@@ -187,7 +186,6 @@ class _Search:
         mix = {component: checked.left_of(samples, MOST_IN_MIX) for component, samples in mixes.items()}
         return LineSamples(
             by_expert,
-            self._looked_at,
             tuple(str(error) for error in checked.broken.values()),
             {component: samples for component, samples in mix.items() if samples},
             calibrating,
@@ -211,7 +209,10 @@ class _Search:
         reason = "the line has no intake folder to read its name by"
         for naming, max_pixels in namings:
             try:
-                name = _read_by(naming, folder, relpath)
+                if naming.has_sidecars:
+                    name = naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
+                else:
+                    name = naming.read(_as_it_came(relpath))
             except (ValueError, SidecarUnfinished) as error:
                 reason = str(error)
                 continue
@@ -224,9 +225,6 @@ class _Search:
             self._found[component, ""].append(Sample(folder / relpath, component, None, shown, max_pixels))
             return
         self._unusable[relpath] = reason
-
-    def _stands_on(self, expert: str, component: str) -> bool:
-        return any(step.expert == expert for step in self._config.catalog.graph.routes[component])
 
     def _shown(self, folder: Path) -> str:
         home = self._config.document.file.parent
@@ -282,12 +280,6 @@ def _files_below(folder: Path) -> Iterator[str]:
         for name in sorted(files):
             if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
                 yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
-
-
-def _read_by(naming: Naming, folder: Path, relpath: str) -> NameFields:
-    if not naming.has_sidecars:
-        return naming.read(_as_it_came(relpath))
-    return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
 
 
 def _as_it_came(relpath: str) -> str:

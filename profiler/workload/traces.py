@@ -1,8 +1,8 @@
 """Traces: arrivals in a file, one JSON object a line, or as a line's boards bring them.
 
 Guarantees: a trace is complete and in the order of its times, or a ConfigError names file, line and key of every
-mistake, up to MOST_PROBLEMS; times count from the first arrival, so an hour cut out of a day starts at once; equal line
-and seed give equal boards.
+mistake, up to MOST_PROBLEMS; times count from the first arrival, so an hour of a day starts at once; equal line and
+seed give equal boards.
 
     {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
     {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
@@ -28,7 +28,7 @@ from experts.document import suggestion
 from experts.errors import ConfigError, FilePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -46,7 +46,7 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 
 @dataclass(frozen=True, slots=True)
 class TracedArrival:
-    """Line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
+    """Request for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
 
     at_s: float
     component: str | None = None
@@ -63,8 +63,11 @@ def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tup
     """
     reader = _Reader(path, catalog, is_planned)
     found = [reader.arrival(number, text) for number, text in _lines(path)]
+    if len(reader.problems) > MOST_PROBLEMS:
+        more = f"and {len(reader.problems) - MOST_PROBLEMS} mistakes more - correct these first"
+        reader.problems[MOST_PROBLEMS:] = [ConfigError(f"{path}: {more}")]
     if reader.problems:
-        raise _together(path, reader.problems)
+        raise ConfigError.of(reader.problems)
     arrivals = [arrival for arrival in found if arrival is not None]
     if not arrivals:
         raise ConfigError(
@@ -80,8 +83,6 @@ def board_trace(config: LineConfig, boards: int, seed: int) -> tuple[TracedArriv
     one takt after the start of the one before, so images of large boards may overlap. A line without boards has passes
     over all its routes, one image of each, without a pause.
     """
-    if boards < 1:
-        raise ValueError(f"{boards} boards are no trace")
     rng = random.Random(seed)
     quantities = [board.components for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
     takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * IMAGE_INTERVAL_S]
@@ -112,13 +113,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
-    told = list(problems[:MOST_PROBLEMS])
-    if len(problems) > len(told):
-        told.append(ConfigError(f"{path}: and {len(problems) - len(told)} mistakes more - correct these first"))
-    return ConfigError.of(told)
-
-
 class _Mistake(Exception):
     """Mistake of a line: its key, and what to do."""
 
@@ -133,14 +127,14 @@ class _Reader:
 
     path: Path
     catalog: Catalog
-    takes_texts: bool = False
+    takes_texts: bool
     problems: list[ConfigError] = field(default_factory=list)
     _latest_s: float = 0.0
     _latest_line: int = 0
     _images: dict[str, bool] = field(default_factory=dict)  # as written -> is it there?
 
     def arrival(self, number: int, text: str) -> TracedArrival | None:
-        """Arrival of a line; None, and a problem for each mistake, where it has any."""
+        """Arrival of a line; None for a line with mistakes, of which each becomes a problem."""
         before = len(self.problems)
         try:
             row = _parse(text)
@@ -169,7 +163,7 @@ class _Reader:
         if "t" not in row:
             raise _Mistake("t", "is missing - seconds since the start of the trace")
         at_s = row["t"]
-        if not _is_number(at_s):
+        if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not math.isfinite(at_s):
             raise _Mistake("t", f"{_shown(at_s)} is not a number - write seconds since the start, such as 0.004")
         if at_s < 0:
             raise _Mistake("t", f"{_shown(at_s)} is before the start - times begin at 0")
@@ -217,7 +211,8 @@ class _Reader:
             return {}
         if name not in self.catalog.experts and name not in self.catalog.graph.routes:
             return {}
-        if not self._is_of_texts(name):
+        expert = self.catalog.experts.get(name)
+        if not (name in self.catalog.texts if expert is None else expert.takes_texts):
             if given:
                 raise _Mistake(given[0], f"{name} takes images, which have no tokens - leave it out")
             return {}
@@ -235,10 +230,6 @@ class _Reader:
         if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MOST_TOKENS:
             raise _Mistake(key, f"{_shown(count)} is no number of tokens - write a whole number, {least} or more")
         return count
-
-    def _is_of_texts(self, name: str) -> bool:
-        expert = self.catalog.experts.get(name)
-        return name in self.catalog.texts if expert is None else expert.takes_texts
 
 
 def _parse(text: str) -> dict[str, object]:
@@ -260,17 +251,11 @@ def _parse(text: str) -> dict[str, object]:
 
 
 def _whole(digits: str) -> int:
-    """Refuses numbers of thousands of digits, which Python does without advice."""
+    """Refuses numbers of thousands of digits with advice, which Python's own error does not give."""
     if len(digits) > MOST_DIGITS:
         wrong = f"{digits[:LONGEST_SHOWN]}... is a number of {len(digits.lstrip('-'))} digits"
         raise _Mistake("syntax", f"{wrong} - write seconds such as 0.004")
     return int(digits)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _shown(value: object) -> str:
