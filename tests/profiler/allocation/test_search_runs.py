@@ -22,17 +22,6 @@ EXECUTORS = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
 POOLS = (PoolSpec("host", 1000, 100), PoolSpec("device", 2000, 200, "host"))
 
 
-@pytest.fixture
-def config(tmp_path):
-    return write_line(tmp_path, fakes(1))
-
-
-@pytest.fixture
-def draft(tmp_path):
-    with ProfileDraft.open(tmp_path / "profile.db", "test", identity_of(BOX)) as draft:
-        yield draft
-
-
 PROFILE = profile_of(
     box=identity_of(BOX),
     packed={("cls/a", "fp32"): "1"},
@@ -41,28 +30,38 @@ PROFILE = profile_of(
 )
 
 
-class Engine:
-    """A source of throughputs that counts how often it was asked."""
-
-    def __init__(self):
-        self.asked = []
-
-    def __call__(self, executors, pools):
-        self.asked.append((executors, pools))
-        return 10.0 + len(self.asked) / 3
+@pytest.fixture
+def config(tmp_path):
+    return write_line(tmp_path, fakes(1))
 
 
-def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft):
-    first = Engine()
-    known = SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(first)(EXECUTORS, POOLS)
-    engine = Engine()
-    ask = SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(engine)
-    assert ask(EXECUTORS, POOLS) == known
-    assert engine.asked == []
+@pytest.fixture
+def runs(config, tmp_path):
+    """Remembered runs of a search, as after a kill, and the list of those that were run; the first one has run."""
+    with ProfileDraft.open(tmp_path / "profile.db", "test", identity_of(BOX)) as draft:
+
+        def found(config=config, box=BOX, profile=PROFILE, trace=TRACE):
+            asked = []
+
+            def throughput(executors, pools):
+                asked.append((executors, pools))
+                return 10.0 + len(asked) / 3
+
+            remembered = SearchRuns(draft, config, box, profile, trace)
+            return remembered, remembered.remembered(throughput), asked
+
+        found()[1](EXECUTORS, POOLS)
+        yield found
+
+
+def test_what_was_run_is_known_after_a_kill_and_only_that(runs):
+    _, ask, asked = runs()
+    assert ask(EXECUTORS, POOLS) == 10.0 + 1 / 3
+    assert asked == []
     others = [(EXECUTORS[:1], POOLS), (EXECUTORS, (replace(POOLS[0], expert_bytes=1001), POOLS[1]))]
     for executors, pools in others:
         ask(executors, pools)
-    assert engine.asked == others
+    assert asked == others
 
 
 @pytest.mark.parametrize(
@@ -77,28 +76,21 @@ def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft):
         pytest.param({}, {}, (replace(TRACE[0], image=Path("a.png")), TRACE[1]), id="images"),
     ],
 )
-def test_nothing_is_known_of_another_situation(config, draft, config_changes, profile_changes, trace):
-    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
-    engine, changed = Engine(), replace(PROFILE, **profile_changes)
-    SearchRuns(draft, replace(config, **config_changes), BOX, changed, trace).remembered(engine)(EXECUTORS, POOLS)
-    assert len(engine.asked) == 1
-
-
-def with_free(fraction):
-    host, device = (
-        replace(size, available_bytes=int(size.available_bytes * fraction)) for size in (BOX.host, BOX.device)
-    )
-    return replace(BOX, host=host, device=device)
+def test_nothing_is_known_of_another_situation(config, runs, config_changes, profile_changes, trace):
+    _, ask, asked = runs(replace(config, **config_changes), BOX, replace(PROFILE, **profile_changes), trace)
+    ask(EXECUTORS, POOLS)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("fraction", "is_taken_up"), [(0.95, True), (1.05, True), (0.5, False), (1.5, False)])
 def test_automatic_budgets_are_those_that_the_search_began_with_while_they_are_near(
-    config, draft, fraction, is_taken_up
+    config, runs, fraction, is_taken_up
 ):
-    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
-    later = with_free(fraction)
-    runs = SearchRuns(draft, config, later, PROFILE, TRACE)
-    assert pool_budgets(config, runs.box) == pool_budgets(config, BOX if is_taken_up else later)
-    engine = Engine()
-    runs.remembered(engine)(EXECUTORS, POOLS)
-    assert len(engine.asked) == (not is_taken_up)
+    host, device = (
+        replace(size, available_bytes=int(size.available_bytes * fraction)) for size in (BOX.host, BOX.device)
+    )
+    later = replace(BOX, host=host, device=device)
+    search, ask, asked = runs(box=later)
+    assert pool_budgets(config, search.box) == pool_budgets(config, BOX if is_taken_up else later)
+    ask(EXECUTORS, POOLS)
+    assert len(asked) == (not is_taken_up)

@@ -12,17 +12,10 @@ from profiler.replay.player import experts_of, images_of, player
 from profiler.workload import generated_line
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import fakes, write_line
 
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
-RECIPE = LineRecipe(
-    classifiers=4,
-    architecture="squeezenet1_1",
-    detectors=1,
-    requests=12,
-    memory_for=2,
-    classifier_px=64,
-    detector_px=64,
-)
+RECIPE = LineRecipe(4, "squeezenet1_1", detectors=1, requests=12, memory_for=2, classifier_px=64, detector_px=64)
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +25,12 @@ def config(tmp_path_factory):
         return read_line(generate_line(tmp_path_factory.mktemp("naive") / "line", RECIPE).line, ON_CPU)
 
 
-def asking(*experts):
-    return tuple(TracedArrival(0.0, expert=expert) for expert in experts)
-
-
 USAGE = {"cls/000": 0.1, "cls/001": 0.2, "cls/002": 0.5}
-NO_ROOM, ALL_ROOM = 0, 10**9  # bytes: for one model, as it cannot serve otherwise, and for all of them
+NO_ROOM, ALL_ROOM = 0, 10**9  # bytes: for the one model that it needs to serve, and for all of them
 
 
-def server_of(config, files, expert_bytes, usage=USAGE, ssd_bytes_per_s=None):
-    return NaiveServer(
-        config.catalog.experts, config.catalog.graph, files, expert_bytes, usage, "cpu", 2, ssd_bytes_per_s
-    )
-
-
-def played(config, trace, capacity, usage=USAGE):
-    """A trace on a server that holds so many models."""
-    experts = experts_of(trace, config.catalog)
-    with naive_files(config, experts) as files:
-        largest = max(file.stat().st_size for file in files.values())
-        return server_of(config, files, capacity * largest, usage).play(trace, images_of(trace, config.catalog))
+def server_of(config, files, expert_bytes):
+    return NaiveServer(config.catalog.experts, config.catalog.graph, files, expert_bytes, USAGE, "cpu", 2)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +42,10 @@ def played(config, trace, capacity, usage=USAGE):
     ],
 )
 def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
-    trace = asking("cls/000", "cls/001", "cls/000", "cls/002", "cls/001", "cls/000")
-    result = played(config, trace, capacity)
+    trace = tuple(TracedArrival(0.0, expert=f"cls/00{number}") for number in (0, 1, 0, 2, 1, 0))
+    with naive_files(config, experts_of(trace, config.catalog)) as files:
+        largest = max(file.stat().st_size for file in files.values())
+        result = server_of(config, files, capacity * largest).play(trace, images_of(trace, config.catalog))
     assert (result.loads, result.evictions) == (loads, evictions)
     assert result.bytes_read == pytest.approx(
         loads * config.catalog.experts["cls/000"].weights.stat().st_size, rel=0.05
@@ -74,7 +55,7 @@ def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
 def test_it_follows_routes_and_judges_as_the_engine_does(config):
     """Component 0 goes on to the detector; the others end with their classifier."""
     trace = tuple(TracedArrival(0.0, component=f"part-00{number % 4}") for number in range(8))
-    images = [picture(number) for number in range(8)]
+    images = [np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8) for seed in range(8)]
     experts = experts_of(trace, config.catalog)
     assert "det/000" in experts
     with player(config, experts) as stage:
@@ -86,18 +67,7 @@ def test_it_follows_routes_and_judges_as_the_engine_does(config):
     assert (naive.resident_at_start, naive.loads) == (experts, 0)
 
 
-def picture(seed):
-    return np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-
-
 def test_what_it_cannot_run_is_told_with_its_place(tmp_path):
-    (tmp_path / "f.yaml").write_text("{weight_bytes: 1000}")
-    (tmp_path / "line.yaml").write_text(
-        "line: l\nstate: ./state\n"
-        "experts:\n  cls/f: {architecture: fake, weights: f.yaml, labels: [ok], input: {size: [8, 8]}}\n"
-        "routes:\n  c: [{expert: cls/f, pass: [ok]}]\n"
-    )
-    fake = read_line(tmp_path / "line.yaml", ON_CPU)
-    files = naive_files(fake, ["cls/f"])
-    with pytest.raises(ConfigError, match=r"line\.yaml:4:\d+: experts\.cls/f: the naive server runs"):
+    files = naive_files(write_line(tmp_path, fakes(1)), ["cls/f0"])
+    with pytest.raises(ConfigError, match=r"line\.yaml:1:\d+: experts\.cls/f0: the naive server runs"):
         files.__enter__()

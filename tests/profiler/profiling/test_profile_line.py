@@ -1,6 +1,6 @@
-"""``coserve profile`` from start to end on real files, processes and engines: what it writes, keeps, resumes, refuses.
+"""``coserve profile`` from start to end on real files, processes and engines.
 
-Nothing is said of how fast anything was: where a test needs one precision to be the fastest, it seeds the draft.
+No assertion depends on speed: where a test needs one precision to be the fastest, it seeds the draft.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
 from agent.deployment.line_change import plan_change
@@ -40,9 +39,8 @@ from profiler.microbench.agreement import candidate_precisions
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
-from profiler.workload.samples import SYNTHETIC
 from tests.lines import result
-from tests.profiler.lines import as_fast
+from tests.profiler.lines import as_fast, fakes
 
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
@@ -57,18 +55,16 @@ class Line:
     def __init__(self, folder):
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        for number in range(COMPONENTS):
-            self.declare(number)
-        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-        self.document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": fake | {"weights": f"f{number}.yaml"} for number in range(COMPONENTS)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(COMPONENTS)},
+        self.document = fakes(COMPONENTS, labels=["ok", "bad"]) | {
             "boards": {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}},
             "memory": {"host": "512MiB"},
             "precision": "fp32",
         }
+        for number in range(COMPONENTS):
+            self.declare(number)
+            self.document["experts"][f"cls/f{number}"] = self.document["experts"][f"cls/f{number}"] | {
+                "weights": f"f{number}.yaml"
+            }
 
     def declare(self, number, weight_bytes=300_000, **declared):
         document = {"weight_bytes": weight_bytes + number, "workspace_bytes": 1000, "label": "ok"} | declared
@@ -93,12 +89,11 @@ class Line:
         return identity_of(detect_box(self.config))
 
     def profiled(self, stages=None, **options):
-        """Profiled in the quickest way that the options leave."""
         found = {"allocation": CASUAL, "batches": SHORT} | options
         return profile_line(self.config, ProfilingOptions(**found), told(stages))
 
     def refusal(self, **options):
-        """Why it is refused before anything was measured or packed."""
+        """Reason of a refusal before anything is measured or packed."""
         stages = []
         with pytest.raises(ConfigError) as caught:
             self.profiled(stages, **options)
@@ -133,10 +128,10 @@ class Line:
     def retrain(self, number):
         write_random_weights(self.weights(number), "squeezenet1_1", 2, seed=9)
 
-    def without(self, number):
-        """Take a component off the line, and its boards; returns its expert and route."""
+    def without(self, *numbers):
+        """Take components off the line, and its boards; returns their experts and routes."""
         self.document.pop("boards", None)
-        return self.document["experts"].pop(f"cls/f{number}"), self.document["routes"].pop(f"c{number}")
+        return [(self.document["experts"].pop(f"cls/f{n}"), self.document["routes"].pop(f"c{n}")) for n in numbers]
 
     def weights(self, number):
         return self.folder / f"s{number}.safetensors"
@@ -147,43 +142,24 @@ class Line:
         scaled = {name: each * (biases if name.endswith("bias") else weights) for name, each in tensors.items()}
         save_file(scaled, self.weights(number))
 
-    def leave(self, *numbers):
-        """These components only, without boards."""
-        self.document.pop("boards", None)
-        for number in set(range(COMPONENTS)) - set(numbers):
-            del self.document["experts"][f"cls/f{number}"], self.document["routes"][f"c{number}"]
-
 
 @pytest.fixture(autouse=True)
-def _quiet_box(monkeypatch):
-    """Notes on who else had the cores, on how straight a curve was and where it ended depend on the moment."""
-    monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
-    monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
-    monkeypatch.setattr(profiling, "MOST_UNUSED", 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _few_runs(monkeypatch):
-    """As few as there can be: nothing here asks what they told."""
-    monkeypatch.setattr(batches, "PEAK_RUNS", 1)
-    monkeypatch.setattr(batches, "TRIAL_RUNS", 1)
-    monkeypatch.setattr(kinds, "BATCHES_TOGETHER", 2)
-
-
-@pytest.fixture(autouse=True)
-def _few_images(monkeypatch):
-    """What two prove here is as many as the crops are; how many it takes is asked where agreement is."""
-    monkeypatch.setattr(agreement, "LEAST_IMAGES", 2)
+def _few_runs_and_no_notes_on_speed(monkeypatch):
+    for module, name, value in (
+        (profiling, "QUIET_FRACTION", 1.0),
+        (profiling, "MOST_FIT_ERROR", math.inf),
+        (profiling, "MOST_UNUSED", 1.0),
+        (batches, "PEAK_RUNS", 1),
+        (batches, "TRIAL_RUNS", 1),
+        (kinds, "BATCHES_TOGETHER", 2),
+        (agreement, "LEAST_IMAGES", 2),  # as many as the crops of a component
+    ):
+        monkeypatch.setattr(module, name, value)
 
 
 def written(folder):
-    """What was written there, and when; the agent may read meanwhile."""
     found = {file: file.stat() for file in folder.rglob("*")}
     return {file: (status.st_ino, status.st_size, status.st_mtime_ns) for file, status in found.items()}
-
-
-def forms(profile):
-    return {expert: each.precision for (expert, _), each in profile.forms.items()}
 
 
 def told(stages):
@@ -197,7 +173,7 @@ def line(tmp_path):
 
 @contextmanager
 def serving(config):
-    """An agent of the line, and the stages that its start went through."""
+    """An agent of the line, and the stages of its start."""
     stages = []
     agent = build_agent(config, lambda *_: None, lambda stage, *_: stages.append(stage))
     agent.start()
@@ -211,11 +187,6 @@ def times(profile):
     """Batches of each kind, in a profile or a draft: equal only if the kind was not measured again."""
     kinds = profile.kinds() if isinstance(profile, ProfileDraft) else profile.kinds
     return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in kinds}
-
-
-def edit(line, statement, *parameters):
-    with closing(sqlite3.connect(line.path)) as connection, connection:
-        connection.execute(statement, parameters)
 
 
 def run(*words, check):
@@ -249,12 +220,9 @@ class TestAWholeProfile:
         assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 512 * 2**20
         assert pool.experts == COMPONENTS
         assert sum(done.profile.allocation.executors.values()) >= 1
-        assert {trial.search for trial in done.profile.trials} >= (set() if allocation == CASUAL else {"executors"})
         with serving(line.config) as (agent, stages):
             assert agent.stored == done.profile
             assert "probe" not in stages
-            assert set(agent.setup.precisions["cpu"].values()) == {"fp32"}
-            assert {spec.processor for spec in agent.setup.executors} == {"cpu"}
             assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
 
     def test_a_form_that_this_cpu_lacks_runs_as_the_agent_runs_it_and_is_told(self, line, monkeypatch):
@@ -317,7 +285,6 @@ class TestAnExpertThatFailsWhenItIsRun:
             "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
         ]
         forms = [form for name in ("squeezenet1_1", "fake") for form in candidate_precisions(name, "cpu")]
-        # nobody is calibrated for eight bits
         forms = [name for name in forms if not FORMS[name].needs_calibration and FORMS[name].why_absent() is None]
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
@@ -336,14 +303,10 @@ class TestAnExpertThatFailsWhenItIsRun:
         done = line.profiled(allocation=ENGINE, search=FEW_RUNS, samples=crops)
         served = [note for note in done.notes if "cannot be served" in note]
         assert len(served) == 1
-        assert served[0].startswith("cls/f0 cannot be served: on ")
         assert served[0].endswith(".png: its output is not a number: check its weights, or use precision fp32")
-        (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without")]
-        assert left_out.startswith("the allocation was searched without cls/f0 and the components on whose routes it")
-        assert "put it right and profile again, or take it off the line" in left_out
+        (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without cls/f0 and")]
+        assert left_out.endswith("put it right and profile again, or take it off the line")
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
-        assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
-        assert not [note for note in done.notes if "not measured together" in note]
 
 
 class TestABusyBox:
@@ -387,7 +350,7 @@ class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
     )
     def test_is_told_with_the_reason(self, line, monkeypatch, max_batch, B_s, ends):
         monkeypatch.setattr(profiling, "MOST_UNUSED", 0.03)
-        line.leave(0)
+        line.without(1, 2)
         line.profiled()
         with ProfileDraft.open(line.path, "test", line.identity) as draft:
             (kind,) = draft.kinds()
@@ -513,9 +476,6 @@ class TestSamples:
         assert read_profile(line.path) == done.profile
 
 
-# -- usage from history --
-
-
 def served(line, name="test"):
     """A results database of a line of this name: each component once, c0 three times."""
     path = line.folder / f"{name}.db"
@@ -544,9 +504,9 @@ class TestUsageFromHistory:
 
     def test_it_stays_when_the_box_is_profiled_again_unless_another_is_asked_for(self, line):
         line.profiled(usage_from=served(line))
-        left = line.without(2)
+        ((expert, route),) = line.without(2)
         learned = line.profiled().profile.usage
-        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = expert, route
         kept = line.profiled()
         assert (kept.profile.usage.origin, kept.profile.usage.requests) == (UsageOrigin.SERVED, 5)
         assert kept.profile.usage.probabilities == learned.probabilities | {"cls/f2": pytest.approx(1 / 3)}
@@ -562,23 +522,15 @@ class TestUsageFromHistory:
         text = line.folder / "notes.txt"
         text.write_bytes(b"\xff\xfe\x00 no rows")
         for history, reason in (
-            (line.folder / "gone.db", "gone.db: cannot be read"),
             (text, "notes.txt"),
             (served(line, "other"), "no row of line 'test', only of other (5)"),
         ):
             assert reason in line.refusal(usage_from=history)
-        line.profiled()
-        before = line.path.read_bytes()
-        with pytest.raises(ConfigError, match="no row of line 'test', only of other"):
-            learn_usage(line.config, line.folder / "other.db")
-        assert line.path.read_bytes() == before
-
-
-# -- what is refused --
 
 
 def foreign(line):
-    edit(line, "UPDATE profile SET device = 'cuda', model = 'RTX 3080 Ti'")
+    with closing(sqlite3.connect(line.path)) as connection, connection:
+        connection.execute("UPDATE profile SET device = 'cuda', model = 'RTX 3080 Ti'")
 
 
 def truncated(line):
@@ -593,56 +545,22 @@ class TestWhatLiesInTheProfilesPlace:
             (truncated, "is damaged or truncated"),
         ],
     )
-    def test_stays_unless_all_is_measured_anew(self, line, spoil, reason):
+    def test_stays_unless_all_is_measured_anew(self, line, spoil, reason, caplog):
+        """Every command names it; an agent probes instead, and a plan may be made from another box's profile."""
         line.profiled()
         spoil(line)
         content = line.path.read_bytes()
-        refused = line.refusal()
-        assert str(line.path) in refused
-        assert reason in refused
-        assert "--fresh" in refused
+        for command in (["profile", "--casual"], *([["plan"]] if spoil is truncated else [])):
+            refused = run(command[0], line.file, *command[1:], check=78).stderr
+            assert refused.startswith(f"{line.path} ")
+            assert reason in refused
+            assert "--fresh" in refused
         image = line.crops() / "c0" / "ok" / "0.png"
-        error = run("profile", line.file, "--casual", check=78).stderr
-        assert str(line.path) in error
-        assert "--fresh" in error
-        assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"  # by a probe
-        if spoil is not foreign:  # a plan may be made for another box, from that one's profile
-            assert str(line.path) in run("plan", line.file, check=78).stderr
+        run("inspect", line.file, image, "--component", "c0", check=0)
+        assert f"profile_not_used reason={line.path} " in caplog.text
         assert line.path.read_bytes() == content
         assert not partial_of(line.path).exists()
         assert line.profiled(fresh=True).profile.box == line.identity
-        assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"
-
-    @pytest.mark.parametrize(
-        ("statement", "reason"),
-        [
-            ("DROP TABLE trials", "is damaged (no such table: trials)"),
-            ("UPDATE kinds SET K_s = 9e999", "kinds.K_s of fake 8x8 imagenet program="),
-        ],
-    )
-    def test_and_was_edited_is_told_by_every_command(self, line, statement, reason, caplog):
-        line.profiled()
-        edit(line, statement)
-        content = line.path.read_bytes()
-        image = line.crops() / "c0" / "ok" / "0.png"
-        for words in (["plan"], ["profile", "--casual"]):
-            told = run(words[0], line.file, *words[1:], check=78).stderr
-            assert told.startswith(f"{line.path} ")
-            assert reason in told
-            assert "run `coserve profile LINE.yaml` again with --fresh" in told
-        run("inspect", line.file, image, "--component", "c0", check=0)  # the agent probes instead
-        assert f"profile_not_used reason={line.path} " in caplog.text
-        assert reason in caplog.text
-        assert line.path.read_bytes() == content
-
-    def test_other_libraries_of_the_same_box_are_simply_measured_anew(self, line):
-        line.profiled()
-        with closing(sqlite3.connect(line.path)) as connection, connection:
-            connection.execute("""UPDATE profile SET versions = '{"torch": "1.0"}'""")
-            connection.execute("UPDATE kinds SET samples = 'of long ago'")
-        profile = line.profiled().profile
-        assert profile.box == line.identity
-        assert {kind.samples.split(";")[0] for kind in profile.kinds} == {SYNTHETIC}
 
     def test_a_running_agent_keeps_the_profiler_away(self, line):
         with state_held(line.config.state):
@@ -695,12 +613,7 @@ class TestTheCommand:
         found = json.loads(done.stdout)
         assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
         charts = sorted((line.config.state / "profile").glob("*.png"))
-        assert {chart.name for chart in charts} >= {
-            "average-latency.png",
-            "batch-latency.png",
-            "footprint.png",
-            "usage.png",
-        }
+        assert {chart.stem for chart in charts} >= {"average-latency", "batch-latency", "footprint", "usage"}
         text = run("profile", line.file, "--simulate", check=0).stdout
         assert text.splitlines()[-1] == f"written      {line.path}, charts in {line.config.state / 'profile'}"
         assert max(len(each) for each in text.splitlines()[:-1]) <= 120
