@@ -34,13 +34,9 @@ def told(done, code):
     ("words", "code", "said"),
     [
         (["bench", "load", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
-        (["bench", "load", "--dir", "afile"], CONFIGURATION, "afile: no such folder - name one on the SSD to measure"),
-        (["bench", "start", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
         (["bench", "start", "--dir", "afile"], CONFIGURATION, "afile: no such folder - name one on the SSD to measure"),
         (["bench", "report", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
         (["bench", "report", "--out", "afile"], CONFIGURATION, "afile: is a file - name a folder, it is made where"),
-        (["bench", "report", "--out", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
-        (["bench", "tasks", "--out", "afile"], CONFIGURATION, "afile: is a file - name a folder, it is made where"),
         (["bench", "tasks", "--out", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
         (["bench", "generate", "afile"], CONFIGURATION, "afile is a file: name a new folder, nothing is overwritten"),
         (["bench", "generate", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
