@@ -18,6 +18,7 @@ from tests.profiler.lines import SLOT_BYTES, SSD_BYTES_PER_S, PackedFakes
 
 WORKSPACE_BYTES = PackedFakes.WORKSPACE_BYTES
 EXPERTS = 4
+ONE_PLACE = {"host": SLOT_BYTES + WORKSPACE_BYTES}
 BOARD = {"components": {"c0": 4, "c1": 3, "c2": 2, "c3": 1}, "takt_s": 5.0}
 
 
@@ -44,8 +45,7 @@ def test_a_row_by_hand(packed_line):
 
     Two experts have to be read, 0.2 s of the SSD, as none is there at the start; the best start holds one of them.
     """
-    memory = {"host": SLOT_BYTES + WORKSPACE_BYTES}
-    (row,) = planned(packed_line, trace_of("010"), ["samba"], [memory])
+    (row,) = planned(packed_line, trace_of("010"), ["samba"], [ONE_PLACE])
     assert (row.policy, row.requests, row.executors) == ("samba", 3, {"cpu": 1})
     assert row.memory == {"host": SLOT_BYTES, "host_workspace": WORKSPACE_BYTES}
     assert row.seconds == pytest.approx(0.39)
@@ -77,9 +77,6 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     trace = board_trace(packed_line.config, boards=6, seed=1)
     memories = [packed_line.room(places) for places in (1, 2, 4)]
     rows = planned(packed_line, trace, sorted(PRESETS), memories)
-    assert [(row.policy, row.memory["host"]) for row in rows] == [
-        (policy, places * SLOT_BYTES) for places in (1, 2, 4) for policy in sorted(PRESETS)
-    ]
     for row in rows:
         assert row.switching_loads >= row.bound.switches
         assert row.seconds >= row.bound.seconds - 1e-9
@@ -87,19 +84,13 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
         assert row.p50_wait_s <= row.p99_wait_s
     bounds = [rows[at].bound for at in (0, len(PRESETS), 2 * len(PRESETS))]
     assert [bound.switches for bound in bounds] == [3, 2, 0]
-    assert [bound.seconds for bound in bounds] == sorted((bound.seconds for bound in bounds), reverse=True)
-    again = planned(packed_line, trace, sorted(PRESETS), memories[:1])
-    assert again == rows[: len(PRESETS)]
+    assert planned(packed_line, trace, sorted(PRESETS), memories[:1]) == rows[: len(PRESETS)]
 
 
 def test_a_faster_ssd_can_be_asked_about(packed_line):
-    trace = trace_of("0123" * 5)
-    (today,) = planned(packed_line, trace, ["samba"])
-    (faster,) = planned(packed_line, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
-    assert faster.images_per_s > 2 * today.images_per_s
-    assert faster.bound.io_s == pytest.approx(today.bound.io_s / 10)
-    with pytest.raises(ConfigError, match="an SSD of 0 bytes/s reads nothing"):
-        planned(packed_line, trace, ssd_bytes_per_s=0)
+    (row,) = planned(packed_line, trace_of("010"), ["samba"], [ONE_PLACE], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
+    assert row.seconds == pytest.approx(3 * (0.01 + 0.03))
+    assert row.bound.io_s == pytest.approx(0.01)
 
 
 def test_people_and_scripts_read_every_row_and_sentence(packed_line):
@@ -120,12 +111,8 @@ def test_people_and_scripts_read_every_row_and_sentence(packed_line):
     expected = {"policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read"}
     expected |= {"p50_wait_s", "p99_wait_s", "takt_met", "required_images_per_s", "bytes_read_per_shift"}
     assert row.keys() >= expected | {"roofline_images_per_s", "roofline_fraction", "memory", "executors"}
-    assert read["advice"]["limit"] == advice.limit
-    assert read["advice"]["sentences"] == list(advice.sentences)
+    assert (read["advice"]["limit"], read["advice"]["sentences"]) == (advice.limit, list(advice.sentences))
     assert as_json(rows)["advice"] is None
-
-
-# -- refusals --
 
 
 @pytest.mark.parametrize(
@@ -155,9 +142,6 @@ def test_a_line_or_profile_that_does_not_hold_is_refused(packed_line):
         assert said in str(caught.value)
 
 
-# -- decoding --
-
-
 def photographs(packed_line, **more):
     """One image takes a core 129 ms to decode, and both cores 62 ms to compute."""
     first, second, *_ = sorted(packed_line.config.catalog.experts)
@@ -181,11 +165,10 @@ def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_
         "In images/s, these would allow up to: a further core 11.9, JPEGs made smaller while they are decoded (of "
         "which 2 experts do not say the same) 11.5, images of half the pixels 10.6.",
     )
-    told = as_json((), advice)["advice"]["decoding"]
-    assert told["images_per_s"] == pytest.approx(2 / 0.253)
-    assert (told["decoding_share"], told["waiting_fraction"]) == pytest.approx((0.129 / 0.253, 1 - 0.124 / 0.253))
-    first, *_ = json.loads(json.dumps(told))["help"]
-    assert first == {"change": "a further core", "images_per_s": pytest.approx(3 / 0.253)}
+    told = json.loads(json.dumps(as_json((), advice)))["advice"]["decoding"]
+    figures = told["images_per_s"], told["decoding_share"], told["waiting_fraction"]
+    assert figures == pytest.approx((2 / 0.253, 0.129 / 0.253, 1 - 0.124 / 0.253))
+    assert told["help"][0] == {"change": "a further core", "images_per_s": pytest.approx(3 / 0.253)}
 
 
 @pytest.mark.parametrize("images", [None, 0], ids=["ahead", "with their batch"])
