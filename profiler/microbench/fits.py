@@ -86,11 +86,6 @@ def typical_s(seconds: Sequence[float]) -> float:
     return fmean(min(max(each, middle - reach), middle + reach) for each in seconds)
 
 
-def average_latencies(batches: Sequence[BatchTimes]) -> dict[int, float]:
-    """Seconds per image of each batch size, ascending: time over batch size, as in Figure 5."""
-    return {size: seconds / size for size, seconds in _times(batches).items()}
-
-
 def uncertainty(batches: Sequence[BatchTimes]) -> float:
     """Relative error of the times: the median of all sizes.
 
@@ -110,8 +105,7 @@ def plateau(batches: Sequence[BatchTimes], tolerance: float = TOLERANCE) -> int:
     One of the measured sizes. Raises ValueError without a batch, or for times that are not above 0.
     """
     repeats = {batch.batch_size: len(batch.seconds) for batch in batches}
-    averages = average_latencies(batches)
-    points = [_Point(size, average, repeats[size]) for size, average in averages.items()]
+    points = [_Point(size, seconds / size, repeats[size]) for size, seconds in _times(batches).items()]
     smoothed = _unimodal(points)
     limit = min(smoothed) * (1 + tolerance + 2 * uncertainty(batches))
     return next(point.size for point, average in zip(points, smoothed, strict=True) if average <= limit)

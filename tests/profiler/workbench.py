@@ -52,4 +52,4 @@ class Workbench:
 
     def bench(self, **samples):
         by_expert = {f"cls/{name}": listed for name, listed in samples.items()}
-        return Bench(detect("cpu"), "cpu", self.store, LineSamples(by_expert), threads=1)
+        return Bench(detect("cpu"), "cpu", self.store, LineSamples(by_expert))

@@ -99,21 +99,17 @@ class TestExperts:
         assert {name: (each.agrees, each.proves) for name, each in found.items()} == {
             "cls/a": (True, True), "cls/b": (False, False), "cls/c": (True, False),
         }  # fmt: skip
-        assert {(each.processor, each.precision, each.tolerance) for each in found.values()} == {
-            ("cpu", "bf16", TOLERANCE)
-        }
 
-    def test_an_expert_that_is_not_there_in_the_other_precision_differs(self, workbench):
-        fp32 = [workbench.fake("a", Precision.FP32), workbench.fake("b", Precision.FP32)]
-        bench = workbench.bench(a=workbench.images("a", 2), b=workbench.images("b", 3))
-        found = compare(bench, GRAPH, fp32, [workbench.fake("a", Precision.BF16)])
-        assert [(each.images, each.labels_differ) for each in found] == [(2, 0), (3, 3)]
-
-    def test_one_that_cannot_be_loaded_in_it_differs(self, workbench):
-        fp32, bf16 = [workbench.fake("a", Precision.FP32, "ok")], [workbench.fake("a", Precision.BF16, "bad")]
-        workbench.store.program_path(bf16[0].packed.program_sha256).unlink()
-        (found,) = compare(workbench.bench(a=workbench.images("a", 2)), GRAPH, fp32, bf16)
-        assert (found.images, found.labels_differ) == (2, 2)
+    def test_an_expert_that_is_not_there_in_the_other_precision_or_cannot_be_loaded_differs(self, workbench):
+        fp32 = [workbench.fake(name, Precision.FP32) for name in "abc"]
+        bf16 = [workbench.fake("a", Precision.BF16), workbench.fake("c", Precision.BF16, "bad")]
+        workbench.store.program_path(bf16[1].packed.program_sha256).unlink()
+        bench = workbench.bench(**{name: workbench.images(name, 2) for name in "abc"})
+        assert [(each.images, each.labels_differ) for each in compare(bench, GRAPH, fp32, bf16)] == [
+            (2, 0),
+            (2, 2),
+            (2, 2),
+        ]
 
     def test_what_fp32_alone_cannot_judge_differs(self):
         """Its layers made no number of an image, of which another form's made a plausible one."""
@@ -144,15 +140,7 @@ class TestTimes:
         assert is_clearly_faster(kind("bf16", 0.0085, seconds=(0.0084, 0.0085, 0.0085, 0.0086)), exact)
 
 
-class TestWhichExpertsRun:
-    """One image each over the agent's own path."""
-
-    @pytest.fixture
-    def copies(self, workbench):
-        return [
-            workbench.fake(name, Precision.FP32, label) for name, label in zip("abc", ("ok", "bad", None), strict=True)
-        ]
-
-    def test_one_that_cannot_be_loaded_fails_and_those_after_it_run(self, workbench, copies):
-        workbench.store.program_path(copies[0].packed.program_sha256).unlink()
-        assert failing_experts(workbench.bench(), copies).keys() == {"cls/a"}
+def test_an_expert_that_cannot_be_loaded_fails_and_those_after_it_run(workbench):
+    copies = [workbench.fake(name, Precision.FP32, label) for name, label in (("a", "ok"), ("b", "bad"), ("c", None))]
+    workbench.store.program_path(copies[0].packed.program_sha256).unlink()
+    assert failing_experts(workbench.bench(), copies).keys() == {"cls/a"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,10 +86,6 @@ def test_what_a_kind_takes_stays_within_its_time(runs_of, image_s):
     assert all(len(batch.seconds) >= LEAST_ROUNDS for batch in batches)
 
 
-def batches_of(latency_s, sizes, per_image_bytes=PER_IMAGE):
-    return [BatchTimes(size, (latency_s(size),), per_image_bytes * size) for size in sizes]
-
-
 @pytest.mark.parametrize(
     ("sizes", "options", "free_bytes", "said"),
     [
@@ -100,11 +97,11 @@ def batches_of(latency_s, sizes, per_image_bytes=PER_IMAGE):
 )
 def test_why_no_larger_ones_were_run_is_told_by_what_was_measured(sizes, options, free_bytes, said):
     """By hand, 0.9 s per image: 4 runs each of 1 and 2 took 10.8 s; 4 of 4 and 3 rounds of all take 33.3 s: 44.1 s."""
-    measured = batches_of(lambda size: 0.9 * size, sizes)
+    measured = [BatchTimes(size, (0.9 * size,), PER_IMAGE * size) for size in sizes]
     assert why_no_larger(measured, BatchOptions(sizes=(1, 2, 4), **options), free_bytes).startswith(said)
 
 
-def test_one_that_falls_again_in_time_goes_on(runs_of):
+def test_sizes_grow_until_the_average_has_not_improved_for_three_of_them(runs_of):
     averages = {1: 9.0, 2: 7.0, 3: 7.5, 4: 7.5, 5: 6.9, 6: 7.0, 8: 7.0, 10: 7.0}
     assert sizes_of(runs_of(ScriptedRig(lambda size: size * averages[size] / 1e3)).measure()) == list(averages)
 
@@ -160,29 +157,20 @@ def test_any_other_failure_is_one(runs_of, rig):
         runs_of(rig).measure()
 
 
-def test_samples_take_turns_and_are_prepared_once(copy):
+def test_samples_take_turns_are_prepared_once_and_each_image_has_memory_of_its_own(copy):
     samples = [Sample(Path(f"{name}.png"), "r", None, "inbox", max_pixels=9) for name in "abc"]
     rig = ScriptedRig(lambda size: 0.01)
     images = ImageCycle(rig, copy, samples)
     taken = Counter(float(image.tensor.max()) for _ in range(3) for image in images.next(2))
     assert taken == {0.0: 2, 1.0: 2, 2.0: 2}
     assert rig.asked == [ImageFile(Path(f"{name}.png"), 9) for name in "abc"]
+    first, _, _, again = images.next(4)
+    assert torch.equal(first.tensor, again.tensor)
+    assert first.tensor.data_ptr() != again.tensor.data_ptr()
 
 
-def test_an_image_that_comes_twice_in_a_batch_weighs_twice(copy):
+def test_images_that_memory_does_not_suffice_for_name_the_expert(copy, monkeypatch):
     rig = ScriptedRig(lambda size: 0.01)
-    first, second = ImageCycle(rig, copy, [Sample(Path("a.png"), "r", None, "inbox")]).next(2)
-    assert torch.equal(first.tensor, second.tensor)
-    assert first.tensor.data_ptr() != second.tensor.data_ptr()
-
-
-class FullRig(ScriptedRig):
-    """There is no memory to prepare anything."""
-
-    def prepared(self, copy, images):
-        raise MemoryError
-
-
-def test_images_that_memory_does_not_suffice_for_name_the_expert(copy):
+    monkeypatch.setattr(rig, "prepared", Mock(side_effect=MemoryError))
     with pytest.raises(LoadError, match="expert cls/fake: there is no memory to prepare its images"):
-        ImageCycle(FullRig(lambda size: 0.01), copy, ())
+        ImageCycle(rig, copy, ())

@@ -26,22 +26,18 @@ def photographs(workbench, count, form="jpg", size=(400, 500)):
     return tuple(samples)
 
 
-GRAPH = ExpertGraph(["cls/a"], {})
-
-
-def network(workbench, seed=3):
-    weights = workbench.folder / f"{seed}.safetensors"
-    write_random_weights(weights, "squeezenet1_1", len(LABELS), seed)
+def network(workbench):
+    weights = workbench.folder / "a.safetensors"
+    write_random_weights(weights, "squeezenet1_1", len(LABELS), seed=3)
     return workbench.copy(Expert("cls/a", "squeezenet1_1", weights, LABELS, InputSpec(64, 64)), Precision.FP32)
 
 
-def measured(workbench, copy, samples, tolerance=0.02):
-    bench = workbench.bench(a=samples)
-    return DecodingBench(bench, GRAPH, tolerance).measure(copy)
+def measured(workbench, samples, tolerance=0.02):
+    return DecodingBench(workbench.bench(a=samples), ExpertGraph(["cls/a"], {}), tolerance).measure(network(workbench))
 
 
 def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
-    found = measured(workbench, network(workbench), photographs(workbench, MOST_COMPARED + 2))
+    found = measured(workbench, photographs(workbench, MOST_COMPARED + 2))
     assert (found.expert, found.images, found.smaller) == ("cls/a", MOST_COMPARED, MOST_COMPARED)
     assert found.megapixels == pytest.approx(MOST_COMPARED * 0.2)
     assert 0.0 < found.largest_score_difference <= 0.02
@@ -50,7 +46,7 @@ def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
 
 
 def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbench):
-    found = measured(workbench, network(workbench), photographs(workbench, 2), tolerance=0.0)
+    found = measured(workbench, photographs(workbench, 2), tolerance=0.0)
     assert found.largest_score_difference > 0.0
     assert not found.agrees
     assert found.image_s == found.full_s / 2
@@ -58,5 +54,5 @@ def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbe
 
 @pytest.mark.parametrize(("form", "size"), [("png", (400, 500)), ("jpg", (200, 250))])
 def test_where_nothing_can_be_made_smaller_nothing_is_proven(workbench, form, size):
-    found = measured(workbench, network(workbench), photographs(workbench, 2, form, size))
+    found = measured(workbench, photographs(workbench, 2, form, size))
     assert (found.smaller, found.agrees, found.scaled_s) == (0, False, found.full_s)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.device_profile.records import BatchTimes
 from profiler.microbench.fits import (
     LEAST_S,
     WORKSPACE_QUANTUM_BYTES,
-    average_latencies,
     fit_latency,
     fit_workspace,
     plateau,
@@ -25,11 +24,6 @@ MIB = 2**20
 
 def batches_of(latency_s, sizes=SIZES, repeats=5, workspace=lambda size: 0):
     return [BatchTimes(size, (latency_s(size),) * repeats, workspace(size)) for size in sizes]
-
-
-def averaging(averages, repeats=5):
-    """Batches whose average latencies are these, in milliseconds, by size."""
-    return [BatchTimes(size, (size * average / 1e3,) * repeats, 0) for size, average in averages.items()]
 
 
 def noisy(latency_s, seed, deviation, repeats=7):
@@ -75,31 +69,16 @@ class TestLatency:
         assert fit_latency(often).latency_s(1) == pytest.approx(0.010, rel=2e-3)
         assert abs(fit_latency(once).latency_s(1) - 0.010) > 0.0001
 
-    def test_a_single_size_has_no_slope_to_tell(self):
-        fit = fit_latency([BatchTimes(4, (0.0401,), 0)])
-        assert (fit.K_s, fit.B_s) == pytest.approx((0.010, LEAST_S))
-        assert fit.error == pytest.approx(0.0, abs=1e-9)
-        assert fit_latency([BatchTimes(1, (1e-6,), 0)]).K_s == LEAST_S
-
-    @settings(deadline=None)
-    @given(
-        slope_s=st.floats(2e-4, 1.0),
-        intercept_s=st.floats(2e-4, 1.0),
-        sizes=st.lists(st.sampled_from(SIZES), min_size=2, unique=True),
-    )
-    def test_every_line_is_recovered(self, slope_s, intercept_s, sizes):
-        fit = fit_latency(batches_of(lambda n: slope_s * n + intercept_s, sizes))
-        assert fit.error < 1e-6
-        assert fit.K_s == pytest.approx(slope_s, rel=1e-3)
-
     @settings(deadline=None)
     @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-5, 10.0), min_size=1))
-    def test_no_times_make_work_free_and_no_line_along_the_floors_is_better(self, times):
+    def test_no_times_make_work_free_and_no_other_line_is_better(self, times):
+        """A single size has no slope: B is at its floor."""
         batches = batches_of(times.__getitem__, sizes=tuple(times))
         fit = fit_latency(batches)
-        assert fit.K_s >= LEAST_S
-        assert fit.B_s >= LEAST_S
-        assume(len(times) > 1)
+        assert min(fit.K_s, fit.B_s) >= LEAST_S
+        if len(times) == 1:
+            assert fit.B_s == LEAST_S
+            return
 
         def distance(slope_s, intercept_s):
             return sum(((slope_s * n + intercept_s - seconds) / seconds) ** 2 for n, seconds in times.items())
@@ -143,15 +122,8 @@ class TestPlateau:
         ids=["flat", "a hyperbola", "one size", "rises again", "only rises", "a dip"],
     )
     def test_by_hand(self, averages_ms, size):
-        batches = averaging(averages_ms)
-        assert average_latencies(batches) == pytest.approx({n: each / 1e3 for n, each in averages_ms.items()})
+        batches = batches_of(lambda n: n * averages_ms[n] / 1e3, tuple(averages_ms))
         assert plateau(batches) == size
-
-    @settings(deadline=None)
-    @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-4, 10.0), min_size=1))
-    def test_it_is_a_measured_size_and_no_larger_than_the_lowest_average_asks(self, times):
-        batches = batches_of(times.__getitem__, sizes=tuple(times), repeats=1)
-        assert plateau(batches) in times
 
 
 class TestWorkspace:
@@ -174,21 +146,16 @@ class TestWorkspace:
     @given(st.dictionaries(st.sampled_from(SIZES), st.integers(0, 2**34), min_size=1))
     def test_no_point_is_above_the_line(self, points):
         fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))
-        assert fit.base_bytes >= 0
-        assert fit.per_image_bytes >= 0
+        assert min(fit.base_bytes, fit.per_image_bytes) >= 0
         assert fit.base_bytes % WORKSPACE_QUANTUM_BYTES == fit.per_image_bytes % WORKSPACE_QUANTUM_BYTES == 0
         slack = [fit.base_bytes + size * fit.per_image_bytes - needed for size, needed in points.items()]
         assert min(slack) >= 0
         assert min(slack) <= WORKSPACE_QUANTUM_BYTES * (1 + max(points)), "and it touches one, but for the rounding"
 
 
-@pytest.mark.parametrize("fit", [fit_latency, fit_workspace, plateau])
-def test_nothing_measured_is_an_error(fit):
-    with pytest.raises(ValueError, match="measured"):
-        fit([])
-
-
-@pytest.mark.parametrize("batches", [[BatchTimes(1, (), 0)], [BatchTimes(1, (0.0,), 0)]])
-def test_times_that_are_none_are_an_error(batches):
+@pytest.mark.parametrize(
+    ("fit", "batches"), [(fit_workspace, []), (fit_latency, []), (plateau, [BatchTimes(1, (0.0,), 0)])]
+)
+def test_no_batch_or_no_time_is_an_error(fit, batches):
     with pytest.raises(ValueError, match=r"measured|above 0"):
-        fit_latency(batches)
+        fit(batches)

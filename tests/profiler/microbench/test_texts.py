@@ -22,7 +22,7 @@ SHORT = BatchOptions(repeats=2, limit_s=5.0)
 
 @pytest.fixture
 def bench(store):
-    return Bench(detect("cpu"), "cpu", store, LineSamples(), threads=1, options=SHORT)
+    return Bench(detect("cpu"), "cpu", store, LineSamples(), SHORT)
 
 
 @pytest.fixture
@@ -53,13 +53,12 @@ def overflow(tensors):
     tensors["lm_head.weight"] *= 1e30
 
 
-class TestARow:
-    def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(self, bench, models):
-        broken, sound = models(Precision.FP32, broken=overflow, sound=None)
-        assert broken.kind == sound.kind
-        assert measure_kind(bench, [broken, sound]).K_output_s > 0
-        with pytest.raises(LoadError, match="not a number"):
-            measure_kind(bench, [broken])
+def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(bench, models):
+    broken, sound = models(Precision.FP32, broken=overflow, sound=None)
+    assert broken.kind == sound.kind
+    assert measure_kind(bench, [broken, sound]).K_output_s > 0
+    with pytest.raises(LoadError, match="not a number"):
+        measure_kind(bench, [broken])
 
 
 class TestAgreement:
