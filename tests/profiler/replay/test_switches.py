@@ -1,12 +1,9 @@
-"""A thousand switches through the whole agent, in each form: nothing is constructed, memory stays flat, every expert
-answers afterwards as it did before; and all policies judge alike.
-
-Squeezenets for images of 64 pixels, memory for two of five, asked in turn: four requests of five are switches.
+"""A thousand switches through the whole agent: nothing is constructed, memory stays flat, answers stay; all policies
+judge alike. Squeezenets with memory for two of five, asked in turn: four requests of five are switches.
 """
 
 import ctypes
 import gc
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -87,16 +84,8 @@ class HeapInfo(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What malloc has given out, in bytes, and what is resident of this process and no file's."""
-
-    in_use_bytes: int
-    resident_bytes: int
-
-
 def memory_now():
-    """Now, after free memory was given back."""
+    """Bytes that malloc has given out, and anonymous resident ones, after free memory was given back."""
     gc.collect()
     give_back_unused()
     library = ctypes.CDLL(None)
@@ -104,7 +93,7 @@ def memory_now():
     heap = library.mallinfo2()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     resident = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
-    return Memory(heap.uordblks + heap.hblkhd, resident)
+    return heap.uordblks + heap.hblkhd, resident
 
 
 def ask(stage, experts, images, number):
@@ -114,13 +103,8 @@ def ask(stage, experts, images, number):
     return outcome.steps[0].prediction
 
 
-def answers(stage, experts, images):
-    """Of every expert on every image."""
-    return [ask(stage, experts, images, number) for number in range(len(experts) * len(images))]
-
-
 def after_switches(stage, experts, images, count):
-    """What the agent counts after so many switches, and the memory that it takes then."""
+    """Statistics of the agent, and its memory, after so many switches."""
     before = stage.agent.loop.statistics().engine.switches
     for number in range(2 * count):
         ask(stage, experts, images, number)
@@ -134,14 +118,16 @@ def after_switches(stage, experts, images, count):
 def test_a_thousand_switches_leave_memory_flat_and_construct_nothing(config, images):
     experts = sorted(config.catalog.experts)
     with player(config, experts) as stage:
-        before = answers(stage, experts, images)
+        asked = range(len(experts) * len(images))
+        before = [ask(stage, experts, images, number) for number in asked]
         _, then = after_switches(stage, experts, images, WARM)
         now, grown = after_switches(stage, experts, images, SWITCHES)
-        after = answers(stage, experts, images)
+        after = [ask(stage, experts, images, number) for number in asked]
     layouts = {packed.layout for packed in stage.agent.packed.values()}
     (host,) = now.slots
-    assert grown.in_use_bytes - then.in_use_bytes < SWITCHES * MOST_BYTES_PER_SWITCH
-    assert grown.resident_bytes - then.resident_bytes < SWITCHES * MOST_RESIDENT_BYTES_PER_SWITCH
+    in_use_bytes, resident_bytes = (late - early for late, early in zip(grown, then, strict=True))
+    assert in_use_bytes < SWITCHES * MOST_BYTES_PER_SWITCH
+    assert resident_bytes < SWITCHES * MOST_RESIDENT_BYTES_PER_SWITCH
     assert len(layouts) == 1
     assert now.skeletons_constructed == host.binds == host.regions_allocated == 2  # slots
     assert before == after

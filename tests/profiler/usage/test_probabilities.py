@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from agent.commands.results import result_rows
-from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
 from agent.records.export import write_rows
 from agent.records.result_writer import ResultStore
@@ -29,7 +26,7 @@ from profiler.usage.probabilities import (
     usage_from_samples,
 )
 from tests.lines import result
-from tests.profiler.lines import fakes
+from tests.profiler.lines import fakes, write_line
 
 GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -41,29 +38,23 @@ def quiet(stage, done, total):
     pass
 
 
-def fake(weights):
-    return fakes(1, weights, labels=["ok", "bad"])["experts"]["cls/f0"]
-
-
-def passing(expert):
-    return {"expert": expert, "pass": ["ok"]}
-
-
 @pytest.fixture
 def line(tmp_path):
-    """Two components, each with its classifier, and a detector after both; what cls/b sees is always bad."""
-    for name, label in (("a", "ok"), ("b", "bad"), ("x", "ok")):
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": label}))
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {"cls/a": fake("a.yaml"), "cls/b": fake("b.yaml"), "det/x": fake("x.yaml")},
-        "routes": {"c0": [passing("cls/a"), passing("det/x")], "c1": [passing("cls/b"), passing("det/x")]},
+    """Two components, each with its classifier, and a detector after both; cls/b always finds a defect."""
+    experts, step = {}, {"pass": ["ok"]}
+    for name, label in (("cls/a", "ok"), ("cls/b", "bad"), ("det/x", "ok")):
+        weights = f"{name[-1]}.yaml"
+        (tmp_path / weights).write_text(json.dumps({"weight_bytes": 100_000, "label": label}))
+        experts[name] = fakes(1, weights, labels=["ok", "bad"])["experts"]["cls/f0"]
+    routes = {
+        component: [{"expert": name, **step}, {"expert": "det/x", **step}]
+        for component, name in (("c0", "cls/a"), ("c1", "cls/b"))
+    }
+    sections = {
         "boards": {"one": {"components": {"c0": 3, "c1": 1}}},
         "memory": {"host": "20MiB", "workspace": "10MiB"},
     }
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(tmp_path / "line.yaml", {})
+    return write_line(tmp_path, {"line": "test", "state": "./state", "experts": experts, "routes": routes} | sections)
 
 
 def crops(folder, component, count, label="any", red=None):
@@ -78,23 +69,10 @@ def serve(config, rows, line="test"):
     path = config.state / "results.db"
     with closing(ResultStore(path)) as store:
         for number, (experts, verdict) in enumerate(rows):
-            store.record(
-                result(
-                    f"{line}-{number}",
-                    verdict,
-                    line=line,
-                    finished_at=NOON + timedelta(seconds=number),
-                    experts=experts,
-                    detail={"boxes": [{"label": 'a "quoted", one'}]},
-                )
-            )
+            detail = {"boxes": [{"label": 'a "quoted", one'}]}
+            at = NOON + timedelta(seconds=number)
+            store.record(result(f"{line}-{number}", verdict, line=line, finished_at=at, experts=experts, detail=detail))
     return path
-
-
-# -- computed --
-
-
-# -- counted on samples --
 
 
 def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
@@ -137,30 +115,27 @@ def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
     assert few.startswith("only 3 requests")
 
 
-def test_a_folder_without_a_usable_image_is_an_error(line, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no usable image"):
-        usage_from_samples(line, tmp_path / "empty", quiet)
+def test_no_image_or_none_that_can_be_judged_is_an_error(line, tmp_path):
     with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first"):
         usage_from_samples(line, None, quiet)
-
-
-def test_images_of_which_none_can_be_judged_are_an_error(line, tmp_path):
     crops(tmp_path / "crops", "c0", 2)
     (tmp_path / "a.yaml").write_text("weight_bytes: none")
     with pytest.raises(ConfigError, match=r"none of 2 sample images could be judged: .*a\.yaml does not declare"):
         usage_from_samples(line, tmp_path / "crops", quiet)
 
 
-# -- served --
-
-
-def test_learned_from_what_was_served(line):
+@pytest.mark.parametrize("output", ["database", "jsonl", "csv"])
+def test_learned_from_what_was_served(line, tmp_path, output):
     """4 rows; all together 5 of 7 pass: (5 + 0.5) / 8 = 0.6875. cls/a: (2 + 0.6875) / 4, cls/b: (1 + 0.6875) / 2.
 
     One request more, half c0 and half c1, reaches det/x with (0.671875 + 0.84375) / 2.
     """
-    usage = usage_from_results(serve(line, SERVED_ROWS), line).usage
+    file = serve(line, [*SERVED_ROWS, ((), UNKNOWN)])
+    if output != "database":
+        text, file = io.StringIO(), tmp_path / "printed"
+        write_rows(result_rows(line, None, None, None), output, text)
+        file.write_text(text.getvalue())
+    usage = usage_from_results(file, line).usage
     assert usage.pass_rates == pytest.approx({"cls/a": 0.671875, "cls/b": 0.84375, "det/x": 0.671875})
     expected = {"cls/a": 3.5 / 5, "cls/b": 1.5 / 5, "det/x": (3 + 0.7578125) / 5}
     assert usage.probabilities == pytest.approx(expected)
@@ -172,16 +147,6 @@ def test_a_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
     assert served.requests == 5
     assert served.pass_rates["cls/b"] == pytest.approx(0.84375)
     assert served.probabilities["cls/b"] == pytest.approx((2 + 0.5) / 6)
-
-
-@pytest.mark.parametrize("output", ["jsonl", "csv"])
-def test_what_the_results_command_prints_reads_as_the_database_does(line, tmp_path, output):
-    database = serve(line, [*SERVED_ROWS, ((), UNKNOWN)])
-    text = io.StringIO()
-    write_rows(result_rows(line, None, None, None), output, text)
-    file = tmp_path / "printed"
-    file.write_text(text.getvalue())
-    assert usage_from_results(file, line) == usage_from_results(database, line)
 
 
 def test_what_is_left_out_is_counted_and_said(line):
@@ -197,28 +162,20 @@ def test_what_is_left_out_is_counted_and_said(line):
     )
 
 
-def test_files_that_are_no_history_are_refused(line, tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.db: cannot be read \(No such file or directory\) - name"):
-        usage_from_results(tmp_path / "nothing.db", line)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        usage_from_results(tmp_path, line)
-    other = tmp_path / "other.db"
-    with closing(sqlite3.connect(other)) as database:
-        database.execute("CREATE TABLE parts (name TEXT)")
-    with pytest.raises(ConfigError, match=r"not a results database of this version .*no such table: results"):
-        usage_from_results(other, line)
-    cut = tmp_path / "cut.db"
-    cut.write_bytes(other.read_bytes()[:700])
-    with pytest.raises(ConfigError, match="not a results database"):
-        usage_from_results(cut, line)
-    picture = tmp_path / "picture.png"
-    Image.new("RGB", (4, 4)).save(picture)
-    with pytest.raises(ConfigError, match="neither a database nor text"):
-        usage_from_results(picture, line)
-    empty = tmp_path / "empty.csv"
-    empty.write_text("")
-    with pytest.raises(ConfigError, match="no column line, experts, verdict - name a results"):
-        usage_from_results(empty, line)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"history: cannot be read \(No such file or directory\) - name"),
+        (b"SQLite format 3\0 and no more", "not a results database of this version"),
+        (b"\x89PNG\r\n\x1a\n", "neither a database nor text"),
+        (b"", "no column line, experts, verdict - name a results"),
+    ],
+)
+def test_files_that_are_no_history_are_refused(line, tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "history").write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        usage_from_results(tmp_path / "history", line)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +185,7 @@ def test_files_that_are_no_history_are_refused(line, tmp_path):
         ("[1]", r"rows:2:1: syntax: not a JSON object"),
         ('{"line": "test", "verdict": "OK"}', r"rows:2:1: experts: is missing"),
         ('{"line": "test", "verdict": "OK", "experts": "cls/a"}', r"rows:2:1: experts: 'cls/a' is no list of experts"),
-        (
-            '{"line": "test", "verdict": "OK", "experts": ["a/b", "a/b"]}',
-            r"rows:2:1: experts: .* names an expert twice",
-        ),
+        ('{"line": "test", "verdict": "OK", "experts": ["a", "a"]}', r"rows:2:1: experts: .* names an expert twice"),
         ('{"line": "test", "verdict": "FINE", "experts": []}', r"rows:2:1: verdict: 'FINE' is not OK, NG, UNKNOWN"),
     ],
 )

@@ -7,35 +7,35 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.config import read_line
 from experts.errors import ConfigError
 from profiler.workload.samples import MOST_CALIBRATING, MOST_IN_MIX, MOST_PER_EXPERT, LineSamples, described
+from tests.profiler.lines import fakes, write_line
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
 
 @pytest.fixture
 def config(tmp_path):
-    """Two components: resistors seen by one expert, chips by their own and then by one that resistors share."""
-    expert = {"architecture": "fake", "weights": "w.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    step = {"pass": ["ok"]}
+    """Two components, each seen by its own expert, and then by one that they share."""
+    return line_with(tmp_path, path="inbox", pattern=PATTERN)
+
+
+def line_with(folder, **intake):
+    expert, step = fakes(1)["experts"]["cls/f0"], {"pass": ["ok"]}
     document = {
         "line": "one",
         "state": "state",
         "experts": {f"cls/{name}": expert for name in ("resistor", "chip", "solder", "lonely")},
         "routes": {
-            "resistor": [{"expert": "cls/resistor", **step}, {"expert": "cls/solder", **step}],
-            "chip": [{"expert": "cls/chip", **step}, {"expert": "cls/solder", **step}],
+            name: [{"expert": f"cls/{name}", **step}, {"expert": "cls/solder", **step}] for name in ("resistor", "chip")
         },
-        "intake": {"folders": [{"path": "inbox", "pattern": PATTERN}]},
+        "intake": {"folders": [intake]},
     }
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(tmp_path / "line.yaml", {})
+    return write_line(folder, document)
 
 
 def write_image(path, side=8):
@@ -82,21 +82,6 @@ class TestLabelledCrops:
 
 
 class TestCalibratingImages:
-    """Resistors alone, which cls/resistor and cls/solder see."""
-
-    @pytest.fixture
-    def found(self, config, tmp_path):
-        def found(**counts):
-            for label, count in counts.items():
-                for number in range(count):
-                    write_image(tmp_path / "crops" / "resistor" / label / f"{number:03}.png")
-            return LineSamples.find(config, tmp_path / "crops")
-
-        return found
-
-    def labels(self, samples):
-        return Counter(sample.label for sample in samples)
-
     def test_what_an_agent_put_in_its_folders_is_divided_by_them(self, config, tmp_path):
         for number in range(4):
             write_image(tmp_path / "inbox" / "done" / f"B{number}_chip_U1.png")
@@ -105,10 +90,14 @@ class TestCalibratingImages:
         for half in (samples.calibrating["cls/chip"], samples.held_out().of("cls/chip")):
             assert Counter(sample.folder for sample in half) == {"inbox/done": 2, "inbox/ng": 2}
 
-    def test_a_digest_of_those_held_out_tells_what_they_are_held_out_from(self, found):
-        samples, experts = found(ok=60, bad=60), ("cls/resistor",)
+    def test_a_digest_of_those_held_out_tells_what_they_are_held_out_from(self, config, tmp_path):
+        for label in ("ok", "bad"):
+            for number in range(60):
+                write_image(tmp_path / "crops" / "resistor" / label / f"{number:03}.png")
+        samples, again = (LineSamples.find(config, tmp_path / "crops") for _ in range(2))
+        experts = ("cls/resistor",)
         before = [each.sha256(experts) for each in (samples, samples.held_out())]
-        assert before == [each.sha256(experts) for each in (found(), found().held_out())]
+        assert before == [each.sha256(experts) for each in (again, again.held_out())]
         write_image(samples.calibrating["cls/resistor"][0].path, side=9)
         assert samples.sha256(experts) == before[0] != samples.held_out().sha256(experts) != before[1]
 
@@ -158,22 +147,17 @@ class TestIntake:
     def test_what_failed_is_unfinished_or_hidden_is_left_alone(self, config, tmp_path):
         for name in ("failed/B1_chip_U1.png", ".work/me/B1_chip_U1.png", "B1_chip_U1.png.part", ".B1_chip_U1.png"):
             write_image(tmp_path / "x.png").rename(_made(tmp_path / "inbox" / name))
-        found = LineSamples.find(config)
-        assert (found.by_expert, found.looked_at) == ({}, 0)
+        assert LineSamples.find(config).by_expert == {}
 
-    def test_images_too_large_for_their_intake_are_no_samples(self, config, tmp_path):
-        document = yaml.safe_load((tmp_path / "line.yaml").read_text())
-        document["intake"]["folders"][0]["max_pixels"] = 100
-        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    def test_images_too_large_for_their_intake_are_no_samples(self, tmp_path):
+        config = line_with(tmp_path, path="inbox", pattern=PATTERN, max_pixels=100)
         write_image(tmp_path / "inbox" / "B1_chip_U1.png", side=11)
         write_image(tmp_path / "inbox" / "B1_chip_U2.png", side=10)
-        found = LineSamples.find(read_line(tmp_path / "line.yaml", {}))
+        found = LineSamples.find(config)
         assert [(sample.path.name, sample.max_pixels) for sample in found.of("cls/chip")] == [("B1_chip_U2.png", 100)]
 
-    def test_images_beside_which_a_sidecar_tells_what_they_show(self, config, tmp_path):
-        document = yaml.safe_load((tmp_path / "line.yaml").read_text())
-        document["intake"]["folders"] = [{"path": "inbox", "identity": "sidecar"}]
-        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    def test_images_beside_which_a_sidecar_tells_what_they_show(self, tmp_path):
+        config = line_with(tmp_path, path="inbox", identity="sidecar")
         for name in ("done/2026-05-01/x.png", "new.png", "silent.png", "wrong.png", "cut.png"):
             write_image(tmp_path / "inbox" / name)
         said = json.dumps({"board": "B1", "component": "chip", "ref": "U1"})
@@ -181,9 +165,8 @@ class TestIntake:
             (tmp_path / "inbox" / name).write_text(said)
         (tmp_path / "inbox" / "wrong.json").write_text("[]")
         (tmp_path / "inbox" / "cut.json").write_text(said[:-1])
-        found = LineSamples.find(read_line(tmp_path / "line.yaml", {}))
+        found = LineSamples.find(config)
         assert {sample.path.name for sample in found.of("cls/chip")} == {"x.png", "new.png"}
-        assert found.looked_at == 5
 
 
 class TestGivenFolders:

@@ -60,7 +60,6 @@ GOOD = {"t": 1, "component": "alpha"}
     [
         ("{'t': 1}", "trace.jsonl:2:1: syntax: not JSON (Expecting property name"),
         ("[1]", "trace.jsonl:2:1: syntax: [1] is not an object"),
-        ("7" * 5000, f"trace.jsonl:2:1: syntax: {'7' * 40}... is a number of 5000 digits - write seconds"),
         (f'{{"t": -{"7" * 5001}, "component": "alpha"}}', "777... is a number of 5001 digits - write seconds such as"),
         ('{"t": 1, "t": 2, "component": "alpha"}', "trace.jsonl:2:2: t: is there twice"),
         ({**GOOD, "imag": "x"}, "trace.jsonl:2:32: imag: unknown key - did you mean 'image'?"),
@@ -77,8 +76,7 @@ GOOD = {"t": 1, "component": "alpha"}
         ({**GOOD, "expert": "cls/a"}, "trace.jsonl:2:10: component: both component and expert"),
         ({"t": 1}, "component: neither component nor expert"),
         ({**GOOD, "image": "no.png"}, "trace.jsonl:2:32: image: "),
-        ({**GOOD, "image": "x" * 5000}, "is not there - copy it there"),
-        ({**GOOD, "image": "\0"}, "is not there - copy it there"),
+        ({**GOOD, "image": "\0" * 5000}, "is not there - copy it there"),
         ({**GOOD, "image": 3}, "image: 3 is not a path"),
     ],
 )
@@ -95,25 +93,28 @@ def test_all_mistakes_of_a_line_and_of_a_file_are_told_together(tmp_path, catalo
     assert [(place.split(":")[1], key) for place, key in told] == keys
 
 
-def test_the_rest_of_very_many_mistakes_is_counted(tmp_path, catalog):
+def test_of_very_many_mistakes_the_rest_is_counted(tmp_path, catalog):
     problems = problems_of(trace_file(tmp_path, *[{"t": 0, "component": "x"}] * (MOST_PROBLEMS + 7)), catalog)
     assert len(problems) == MOST_PROBLEMS + 1
     assert problems[-1] == "trace.jsonl: and 7 mistakes more - correct these first"
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_an_empty_trace_is_an_empty_queue(tmp_path, catalog, content):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n \n", "trace.jsonl: an empty queue"),
+        (b"\xef\xbb\xbf", "trace.jsonl: an empty queue"),
+        (b'{"t": 0, "component": "alpha"}\n{"t": "\xff"}\n', "trace.jsonl:2:8: encoding: byte 0xff is not UTF-8"),
+    ],
+)
+def test_an_empty_trace_or_one_that_is_no_text_is_refused(tmp_path, catalog, content, said):
     (tmp_path / "trace.jsonl").write_bytes(content)
     (problem,) = problems_of(tmp_path / "trace.jsonl", catalog)
-    assert problem.startswith("trace.jsonl: an empty queue")
+    assert problem.startswith(said)
 
 
-def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path, catalog):
+def test_a_file_that_is_not_there_is_refused(tmp_path, catalog):
     assert problems_of(tmp_path / "no.jsonl", catalog)[0].startswith("no.jsonl: cannot be read (No such file")
-    (tmp_path / "trace.jsonl").write_bytes(b'{"t": 0, "component": "alpha"}\n{"t": "\xff"}\n')
-    assert problems_of(tmp_path / "trace.jsonl", catalog)[0].startswith(
-        "trace.jsonl:2:8: encoding: byte 0xff is not UTF-8"
-    )
 
 
 TARGETS = st.sampled_from([("alpha", None), ("beta", None), (None, "cls/a"), (None, "det/x")])

@@ -37,7 +37,7 @@ def pools(system, device):
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_every_policy_runs_on_every_device(policy, device):
     row = simulate(replace(SMALL, name=policy, policy=policy), device, TASK)
-    assert (row.task, row.device, row.policy) == ("T", device.device, policy)
+    assert (row.task, row.device, row.policy, row.roofline_fraction) == ("T", device.device, policy, None)
     assert row.images_per_s == pytest.approx(150 / row.seconds)
     assert row.seconds >= TASK.trace[-1].at_s
     assert 0 <= row.switches <= row.loads
@@ -53,35 +53,19 @@ def test_no_system_beats_its_floor(loading, device):
         assert row.roofline_fraction == pytest.approx(row.images_per_s / row.roofline_images_per_s)
 
 
-def test_more_executors_raise_the_floor_and_no_floor_is_told_unasked():
-    alone, many = (
-        simulate(replace(SMALL, executors=counts), NUMA, TASK, with_roofline=True)
-        for counts in ({"gpu": 1, "cpu": 0}, {"gpu": 2, "cpu": 2})
-    )
-    assert alone.roofline_images_per_s < many.roofline_images_per_s
-    assert simulate(SMALL, NUMA, TASK).roofline_fraction is None
+def test_memories_are_split_as_in_the_paper():
+    """Device: 12 GiB less a quarter of a GiB for the system, and half a GiB for each of two GPU executors; 75 to 25.
 
-
-def test_memory_that_nothing_was_searched_for_is_split_75_to_25():
-    """12 GiB less a quarter of a GiB for the system, less half a GiB for each of two GPU executors."""
-    room = 12 * GIB - GIB // 4 - 2 * GIB // 2
-    device = pools(SMALL, NUMA)["device"]
-    assert device.expert_bytes == int(room * 0.75)
-    assert device.workspace_bytes == room - device.expert_bytes
+    Host: 16 GiB less 4 for the system and half a GiB for the executor; five images of 89 MB, and experts get the rest.
+    """
+    room, split = 12 * GIB - GIB // 4 - 2 * GIB // 2, pools(SMALL, NUMA)
+    device, host = split["device"], split["host"]
+    assert (device.expert_bytes, device.workspace_bytes) == (int(room * 0.75), room - int(room * 0.75))
     assert device.cache == "host"
-
-
-def test_the_cpu_gets_its_largest_batch_and_experts_the_rest_of_the_host():
-    """16 GiB less 4 for the system and half a GiB for the executor; five images of 89 MB."""
-    host = pools(SMALL, NUMA)["host"]
     assert host.workspace_bytes == 5 * 89_000_000
     assert host.expert_bytes == 16 * GIB - 4 * GIB - GIB // 2 - host.workspace_bytes
-
-
-def test_unified_memory_may_give_the_batches_what_they_can_use_at_most():
-    only = pools(replace(SMALL, expert_fraction=None), UMA)
-    assert only["host"].workspace_bytes == (2 * 6 + 5) * 89_000_000
-    assert list(only) == ["host"]
+    (unified,) = pools(replace(SMALL, expert_fraction=None), UMA).values()
+    assert unified.workspace_bytes == (2 * 6 + 5) * 89_000_000  # the most that batches can use
 
 
 def test_the_most_experts_just_fit():

@@ -29,19 +29,6 @@ def test_it_measures_real_files_and_removes_them(tmp_path, architecture):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("architecture", "said"),
-    [
-        ("resnet1O1", "resnet1O1: torchvision has no classifier 'resnet1O1'"),
-        ("onnx", "classifiers and YOLO detectors only"),
-    ],
-)
-def test_an_architecture_that_is_none_is_refused(tmp_path, architecture, said):
-    with pytest.raises(ConfigError, match=said):
-        measure_loading(tmp_path, architecture, files=1, repeats=1)
-    assert list(tmp_path.iterdir()) == []
-
-
 LINE = """
 line: mixed
 state: ./state
@@ -94,29 +81,29 @@ def test_experts_of_a_line_are_measured_layout_by_layout_in_the_form_they_are_se
     assert not mixed.packed_folder.exists()
 
 
+def changed(mixed, folder, written, instead):
+    """The line beside links to the weights, with another line file."""
+    folder.mkdir()
+    for path in mixed.document.file.parent.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "line.yaml").unlink()
+    (folder / "line.yaml").write_text(LINE.replace(written, instead))
+    return read_line(folder / "line.yaml")
+
+
 def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
-    (folder := tmp_path / "line").mkdir()
-    same = LINE.replace("weights: b.onnx", "weights: a.onnx")
-    for name in ("a.onnx", "c.onnx", "d.onnx", "a.safetensors"):
-        (folder / name).symlink_to(mixed.document.file.parent / name)
-    (folder / "line.yaml").write_text(same)
-    (row,) = measure_line_loading(tmp_path, read_line(folder / "line.yaml"), ["det/b", "det/a"], repeats=1).rows
+    config = changed(mixed, tmp_path / "line", "weights: b.onnx", "weights: a.onnx")
+    (row,) = measure_line_loading(tmp_path, config, ["det/b", "det/a"], repeats=1).rows
     assert row.name == "det/b, det/a"
     assert row.file_bytes >= row.shared_bytes > 10_000_000
 
 
-def test_a_name_that_is_no_expert_is_refused(mixed, tmp_path):
+def test_an_expert_that_is_unknown_or_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_path):
     with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
         measure_line_loading(tmp_path, mixed, ["det/c"])
-
-
-def test_an_expert_that_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_path):
-    (folder := tmp_path / "line").mkdir()
-    for name in ("a.onnx", "b.onnx", "c.onnx", "a.safetensors"):
-        (folder / name).symlink_to(mixed.document.file.parent / name)
-    (folder / "line.yaml").write_text(LINE.replace("weights: d.onnx", "weights: a.onnx"))
+    config = changed(mixed, tmp_path / "line", "weights: d.onnx", "weights: a.onnx")
     with pytest.raises(WeightsMismatch, match="look/b"):
-        measure_line_loading(tmp_path, read_line(folder / "line.yaml"), ["look/b"])
+        measure_line_loading(tmp_path, config, ["look/b"])
     assert [path.name for path in tmp_path.iterdir()] == ["line"]
 
 
