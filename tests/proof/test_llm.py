@@ -1,4 +1,4 @@
-"""coserve bench llm: it runs in its short form, compares what is the same, and says what it left out."""
+"""``coserve bench llm``: it runs in its short form, compares only equal answers, and names what it left out."""
 
 import json
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from experts.errors import CoServeError
-from experts.llm.config import read_spec
 from experts.llm.model import load_model
-from proof.llm import mixed
+from proof.llm import mixed, offload
+from proof.llm.offload import measure_offload
 from proof.llm.our_engine import OurEngine
 from proof.llm.random_models import (
     LONGEST_OUTPUT,
@@ -52,27 +52,16 @@ def test_models_on_a_backbone_share_all_but_what_is_their_own(tmp_path):
     assert differing == {name for name in one if name.startswith(own) and "norm" not in name}
 
 
-def test_scheduling_changes_no_token(tmp_path):
+def test_scheduling_changes_no_token_and_static_batches_run_to_their_longest_end(tmp_path):
     model = load_model(write_random_model(tmp_path / "m", TINY), "tiny")
-    jobs = mixed_lengths(7, TINY.vocabulary)
-    engine = OurEngine(model, slots=3)
-    alone = [OurEngine(model, slots=1).continuous([job])[0] for job in jobs]
-    assert engine.continuous(jobs) == alone
-    assert engine.static(jobs) == alone
-    assert [len(tokens) for tokens in alone] == [job.output for job in jobs]
-
-
-def test_static_batching_runs_every_batch_to_its_longest_end(tmp_path):
-    directory = write_random_model(tmp_path / "m", TINY)
     jobs = mixed_lengths(6, TINY.vocabulary)
-    model = load_model(directory, "tiny")
-    engine, other = OurEngine(model, slots=3), OurEngine(model, slots=3)
-    engine.static(jobs)
+    static, continuous = OurEngine(model, slots=3), OurEngine(model, slots=3)
+    alone = [OurEngine(model, slots=1).continuous([job])[0] for job in jobs]
+    assert static.static(jobs) == continuous.continuous(jobs) == alone
+    assert [len(tokens) for tokens in alone] == [job.output for job in jobs]
     longest = [max(job.output for job in jobs[start : start + 3]) for start in (0, 3)]
-    assert engine.statistics.written_tokens == 3 * sum(longest)
-    other.continuous(jobs)
-    assert other.statistics.written_tokens == sum(job.output for job in jobs)
-    assert read_spec(directory, "tiny").vocab_size == TINY.vocabulary
+    assert static.statistics.written_tokens == 3 * sum(longest)
+    assert continuous.statistics.written_tokens == sum(job.output for job in jobs)
 
 
 def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatch):
@@ -98,6 +87,31 @@ def test_without_transformers_the_rows_that_need_it_say_so(tmp_path, monkeypatch
     part = mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, 3)
     assert [target.reached for target in part.targets] == [None]
     assert part.notes[-1].startswith("NOT MEASURED: mixed lengths against transformers: transformers is not there")
+
+
+@pytest.fixture
+def short_texts(monkeypatch):
+    monkeypatch.setattr(offload, "PROMPT", 8)
+    monkeypatch.setattr(offload, "OUTPUT", 4)
+
+
+def test_half_of_the_moe_experts_in_memory_is_measured_whole(tmp_path, short_texts):
+    part = measure_offload(tmp_path, TINY, 2)
+    found = {figure.what: figure.value for figure in part.figures}
+    assert min(found[way] for way in (offload.ALL, offload.HALF, offload.UNPREDICTED)) > 0
+    assert 0 < found["found in their places"] < 100
+    assert found["read a run"] > 0
+    assert "8 of 16 moe_experts held" in part.notes[0]
+    assert part.targets[0].wanted == "at least 0.5"
+
+
+def test_a_stronger_skew_finds_more_in_its_places(tmp_path, monkeypatch, short_texts):
+    found = []
+    for zipf in (0.0, 3.0):
+        monkeypatch.setattr(offload, "ZIPF", zipf)
+        part = measure_offload(tmp_path / str(zipf), TINY, 1)
+        found.append(next(figure.value for figure in part.figures if figure.what == "found in their places"))
+    assert found[0] < found[1]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import torch
 from torchvision import models
 
 from experts.backends.classifier import build_trainable
-from experts.backends.detector import build_trainable as build_detector
 from experts.backends.onednn.operators import why_absent
 from proof.compute import arithmetic
 from proof.compute.arithmetic import Multiplication, fastest_of, multiplying, operations_per_image, reference_of
@@ -29,21 +28,6 @@ def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishe
     module = build_trainable(architecture, 1000).eval()
     assert operations_per_image(module, (224, 224)) / 2e9 == pytest.approx(published, rel=0.01)
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_operations_grow_with_the_image():
-    module = build_detector("yolov5n", 2).eval()
-    module.model[-1].training = True
-    small, large = (operations_per_image(module, (px, px)) for px in (64, 128))
-    assert large == pytest.approx(4 * small, rel=0.01)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_multiplication_is_one_of_the_shapes_in_its_numbers(few_shapes, dtype):
-    found = fastest_of(dtype)
-    assert (found.operations, tuple(found.run().shape)) in {(8192, (16, 16)), (8192, (32, 16))}
-    assert found.rate > 0
-    assert fastest_of(dtype) is found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
