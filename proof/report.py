@@ -1,8 +1,8 @@
-"""The whole proof as one Markdown report with charts: the project's targets, and what this box made of them.
+"""The whole proof as one Markdown report with charts: the project's targets, and this box's figures.
 
-Guarantees: every figure is from a run of this command, with the machine it ran on; a missed target stands in the table
-as SHORT. ``full`` runs the traces and tasks that the targets are stated for, half an hour on two cores; the short form
-takes under five minutes, and the report names what it shortens.
+Guarantees: every figure is from a run of this command, with the machine it ran on; the table marks a missed target as
+SHORT. ``full`` runs the traces and tasks that the targets are stated for, half an hour on two cores; the short form
+takes under five minutes, and the report names its differences.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Findings:
 def prepare_folder(folder: Path) -> None:
     """Make a folder to write to, and prove that it takes a file: to be done before anything is measured.
 
-    Raises ConfigError for a file in its place, OSError for what the disk refuses.
+    Raises ConfigError for a file in its place, OSError.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file - name a folder, it is made where it is not there")
@@ -79,7 +79,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     """Measure everything. ``scratch``: a folder on the SSD to measure.
 
     Files generated there (4 GB, 24 GB in full) are removed afterwards. Raises ConfigError without room for them, and
-    OSError for what the disk refuses.
+    OSError.
     """
     started = time.monotonic()
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)

@@ -130,7 +130,6 @@ def _show(row: dict[str, Any], chart: Path, scores: Scores) -> None:
 
 
 def _least_good(false_alarms: float) -> str:
-    """Good samples that a rate takes (see experts.thresholds.learning)."""
     from math import ceil
 
     return str(ceil(1 / false_alarms - 1e-9) - 1) if false_alarms else "endlessly many"

@@ -133,7 +133,7 @@ def session(model: PlainModel, batch: Batch, threads: int) -> Contestant:
 
 
 def int8_session(model: PlainModel, batch: Batch, threads: int) -> Contestant:
-    """Raises BackendUnavailable where ONNX Runtime cannot quantise the model, OSError for what the disk refuses."""
+    """Raises BackendUnavailable where ONNX Runtime cannot quantise the model, OSError."""
     graph = quantised(model)
     return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
 

@@ -160,7 +160,7 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
     """The whole table. ``directory``: where experts with random weights are written, and removed.
 
     Raises ConfigError for an architecture that is neither a torchvision classifier nor an ultralytics YAML, or a form
-    that its backend does not have; CoServeError where torch itself cannot run it; OSError for what the disk refuses.
+    that its backend does not have; CoServeError where torch itself cannot run it; OSError.
     """
     box = detect("cpu")
     threads = executor_threads(box)

@@ -24,7 +24,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class LlmFindings:
-    """Findings of one part. ``notes`` also name what was not measured, as silence would look like success."""
+    """Findings of one part. ``notes`` also name parts that were not measured."""
 
     figures: tuple[Figure, ...]
     targets: tuple[Target, ...]

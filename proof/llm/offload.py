@@ -1,8 +1,8 @@
-"""Half of a model's moe_experts in memory: texts go on from a cache and from all of them at hand, by turns.
+"""Half of a model's moe_experts in memory, beside all of them, by turns.
 
-All ways run over the agent's own path: packed files, slots, loads past the page cache into places of the copy's region.
-Gates choose by Zipf's law, each layer's in an order of its own, so the cache is helped by nothing but that skew. Tokens
-are drawn, not sampled: a random model that reads its own words soon repeats itself, and would need few experts.
+All ways run over the agent's path: packed files, slots, loads past the page cache into places of the copy's region.
+Gates choose by Zipf's law, each layer's in another order, so that only this skew helps the cache. Tokens are drawn, not
+sampled: a random model that reads its own words soon repeats itself, and would need few experts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindin
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """A memory of the agent's with a whole copy and one with ``places`` for its ``moe_experts``."""
+    """Memory with a whole copy, and one with ``places`` for its ``moe_experts``."""
 
     store: SlotStore
     link: PacedLink

@@ -1,9 +1,9 @@
-"""One model in a process of its own, as servers that swap models have it: our loader and engine, or transformers.
+"""One model in a separate process, as in servers that swap models: our loader and engine, or transformers.
 
-``python -m`` this, DIRECTORY, WAY, THREADS prints ``ready`` once the weights are there. Each line of its stdin is a
+``python -m`` this, DIRECTORY, WAY, THREADS prints ``ready`` once the weights are loaded. Each line of its stdin is a
 list of jobs, [[prompt, tokens], ...], and each line of its stdout the tokens of their answers, all in JSON. Peers run
-apart from us because the OpenMP teams of two systems in one process keep each other from waiting actively, which
-halves both. transformers is no dependency: ``has_transformers`` is asked first.
+in processes because the OpenMP teams of two systems in one process keep each other from waiting actively, which halves
+both. transformers is no dependency: call ``has_transformers`` first.
 """
 
 from __future__ import annotations

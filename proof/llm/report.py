@@ -33,7 +33,7 @@ NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what i
 
 @dataclass(frozen=True, slots=True)
 class LlmExtent:
-    """Extent of the measurement. ``mixed``: shapes; ``asking``: what is swapped and shared, and the offloaded shape."""
+    """Extent of the measurement. ``mixed``: shapes; ``asking``: rounds and shape of the other parts."""
 
     mixed: tuple[QwenShape, ...]
     asking: Asking

@@ -1,10 +1,9 @@
 """Language models that share one memory: models swapped by one agent and by a process each, and a shared backbone.
 
-In a round of requests all models are asked, by turns; a round begins once the one before has its answers. The agent
-holds what fits and loads what it needs beside what runs. The peer is what model-swapping servers do: a model's process
-starts when its turn comes, loads its checkpoint, answers all requests that wait for it, and ends for the next one. Its
-order is the best one: the model in memory at the end of a round comes first in the next. Its weights come from the page
-cache; the agent reads past it.
+A round has requests for all models, by turns; a round begins once the one before has its answers. The agent loads
+models beside running ones. The peer is a model-swapping server: a model's process starts in its turn, loads its
+checkpoint, answers all waiting requests, and ends for the next one. Its order is the best one: the model in memory at
+the end of a round comes first in the next. Its weights come from the page cache; the agent reads past it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ OWN_PARTS = "self_attn."  # of models on a common backbone
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Rounds of requests. ``each``: requests to each model in a round; ``ways``: what the processes run."""
+    """Rounds of requests. ``each``: requests to each model in a round; ``ways``: of the peer processes."""
 
     shape: QwenShape
     rounds: int
@@ -67,7 +66,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class TextAgent:
-    """A whole running agent: packed models, ledgers, leases, quanta, as ``coserve serve`` would run them."""
+    """Running agent with packed models, ledgers, leases and quanta, as in ``coserve serve``."""
 
     agent: Agent
     requests: Requests
@@ -77,7 +76,7 @@ class TextAgent:
         return sum(self.agent.loop.statistics().engine.loads.values())
 
     def write(self, asks: Round) -> Tokens:
-        """Each one's tokens. Raises CoServeError for a request without an answer."""
+        """Tokens of each request. Raises CoServeError for a request without an answer."""
         writers = [Collected() for _ in asks]
         for (model, job), writer in zip(asks, writers, strict=True):
             text = TextRequest(Generation(job.prompt, job.output, GREEDY), writer)
@@ -91,7 +90,7 @@ class TextAgent:
 
 @contextmanager
 def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> Iterator[TextAgent]:
-    """An agent that serves some models from so much memory for their weights, with its files in a new ``folder``."""
+    """An agent with ``expert_bytes`` of memory for weights, and its files in a new ``folder``."""
     folder.mkdir()
     whole_mib = math.ceil((expert_bytes + KV_BYTES + WORKSPACE_BYTES) / MEBIBYTE)
     line = {
@@ -110,7 +109,7 @@ def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> I
 
 
 def measure_swapping(folder: Path, asking: Asking) -> LlmFindings:
-    """Ask all systems the same. Raises CoServeError where answers differ."""
+    """Send all systems the same requests. Raises CoServeError where answers differ."""
     directories = {
         name: write_random_model(folder / f"swap-{number}", asking.shape, seed=number)
         for number, name in enumerate(asking.models)
@@ -138,7 +137,7 @@ def measure_swapping(folder: Path, asking: Asking) -> LlmFindings:
 
 
 def measure_backbone(folder: Path, asking: Asking) -> LlmFindings:
-    """The ledger's bytes of models that differ in their attention alone, once all were asked."""
+    """Bytes in the ledger of models that differ in their attention alone, once all have answered."""
     own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(asking.shape.layers))
     directories = {
         name: write_random_model(folder / f"backbone-{number}", asking.shape, own=own, own_seed=number + 1)
@@ -176,7 +175,7 @@ def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple
 
 
 def _by_processes(directories: Mapping[str, Path], rounds: Sequence[Round], way: str) -> tuple[list[Tokens], float]:
-    """Each round's tokens, and the seconds of all but the first: at most one process, of the model asked last."""
+    """Tokens of each round, and the seconds of all but the first; at most one process runs."""
     tokens: list[Tokens] = []
     order, seconds = list(directories), 0.0
     process, running = None, None

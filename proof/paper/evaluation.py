@@ -160,10 +160,9 @@ def evaluate(
     tasks: Sequence[str] = TASKS,
     sample_requests: int = SAMPLE_REQUESTS,
 ) -> Evaluation:
-    """Run every system on every task and device. ``tasks``, ``sample_requests``: as FULL_FORM or SHORT_FORM has them.
+    """Run every system on every task and device. ``tasks``, ``sample_requests``: of FULL_FORM or SHORT_FORM.
 
-    ``progress`` is told of each search and each task as it begins and as it ends. Raises ConfigError where a device
-    has no room for a system.
+    Raises ConfigError where a device has no room for a system.
     """
     boards = tuple(dict.fromkeys(name[0] for name in tasks))
     rows: list[SystemRow] = []
@@ -283,9 +282,9 @@ def fewer_switches(switches: int, than: int) -> float:
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
-    """The rows for a terminal, by task and device, each against both rows of Samba-CoE; then every missed target.
+    """Rows for a terminal, by task and device, each beside both rows of Samba-CoE; then every missed target.
 
-    "of floor": of what no schedule can beat with the row's executors, memories and loading, as `coserve plan` has it.
+    "of floor": of the bound on any schedule with the row's executors, memories and loading, as in `coserve plan`.
     """
     lines: list[str] = []
     for (task, device), rows in evaluation.runs.items():

@@ -79,7 +79,7 @@ class SystemRow:
     """One system on one task. ``experts``: how many of the most used ones fit beside the GPU's batches.
 
     ``roofline_images_per_s``: the bound on every schedule with the same executors, memories, loading and experts
-    resident at the start, as `coserve plan` has it. It and its fraction are None unless asked for.
+    resident at the start, as in `coserve plan`. It and its fraction are None unless asked for.
     """
 
     task: str
@@ -101,8 +101,7 @@ class SystemRow:
 def simulate(system: System, device: PaperDevice, task: PaperTask, *, with_roofline: bool = False) -> SystemRow:
     """Run a task on a system, from the end of its initial placement to the last request's outcome.
 
-    ``with_roofline``: beside what no schedule can beat, which costs some passes over the requests. Raises ConfigError
-    where the configuration has no room for an image of each executor or for the largest expert.
+    Raises ConfigError where the configuration has no room for an image of each executor or for the largest expert.
     """
     profile = device_profile(device, task, system.loading)
     specs = executor_specs(system, device)

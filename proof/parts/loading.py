@@ -1,10 +1,9 @@
 """Time of an expert from SSD to runnable, over a raw direct read of the same bytes.
 
 Both take turns file by file in one run, past the page cache. "raw" is the parallel direct read alone, into an aligned
-buffer. "load" is what the agent does to switch experts: all segments read into the slot that a skeleton is bound to.
-An ONNX graph is also bound anew and its addresses handed to the session, as the slot's former expert may have had
-another program. The first load of a file in a process also hashes it. Experts are measured beside those of their
-layout: what an agent switches between in one slot.
+buffer. "load" switches experts like the agent: all segments are read into the slot that a skeleton is bound to. An ONNX
+graph is also bound again and its addresses handed to the session, as the slot's former expert may have had another
+program. The first load of a file in a process also hashes it. Experts of one layout share a slot and a row.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from experts.packed.weights import PackedExpert
     from profiler.workload.made_up_graphs import GraphKind
 
-TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3  # a session has to be told of each switch of a graph
+TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3  # a session is given new addresses at each switch of a graph
 GRAPH_NAMES = {"detector": "ONNX detectors", "anomaly": "ONNX anomaly experts"}
-NAMES_TOLD = 4  # of experts, in one row
+NAMES_SHOWN = 4  # of experts, in one row
 COLUMNS = (
     Column("experts", "name"),
     Column("files", "files", "d"),
@@ -62,8 +62,8 @@ COLUMNS = (
 class LoadingTimes:
     """Experts of one layout: medians over files and repeats, in seconds; ``file_bytes``: read by one load.
 
-    ``shared_bytes``: of these, in files that several experts have in common. ``program_bytes``: of their one program,
-    0 without one. ``first_load_s``: with the file's sha256.
+    ``shared_bytes``: of these, in files that several experts share. ``program_bytes``: of their one program, 0 without.
+    ``first_load_s``: with the file's sha256.
     """
 
     name: str
@@ -97,8 +97,6 @@ class LoadingTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An expert in one form, as it lies packed."""
-
     expert: Expert
     packed: PackedExpert
 
@@ -110,27 +108,25 @@ def measure_loading(
 
     Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
     Raises ConfigError for an architecture that is neither a torchvision classifier nor an ultralytics YAML, or without
-    room; OSError for what the disk refuses.
+    room; OSError.
     """
-    told = architecture if form is Precision.FP32 else f"{architecture} in {form}"
+    name = architecture if form is Precision.FP32 else f"{architecture} in {form}"
     return _measured(
-        directory, repeats, lambda folder: write_experts(folder, architecture, files), lambda _: {form}, told
+        directory, repeats, lambda folder: write_experts(folder, architecture, files), lambda _: {form}, name
     )
 
 
 def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> Measured:
     """Load ONNX graphs of one kind and program. Raises as ``measure_loading`` for disk and room."""
-    precisions, name = {Precision.FP32}, GRAPH_NAMES[kind]
-    return _measured(
-        directory, repeats, lambda folder: write_graph_experts(folder, kind, files), lambda _: precisions, name
-    )
+    made, forms = partial(write_graph_experts, kind=kind, count=files), {Precision.FP32}
+    return _measured(directory, repeats, made, lambda _: forms, GRAPH_NAMES[kind])
 
 
 def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[str] = (), repeats: int = 3) -> Measured:
     """Load experts of a line, all of them where none is named, in each form that its agent would run.
 
-    Experts are packed anew under ``directory``. Raises ConfigError for an unknown name, for a profile that does not
-    hold any more, or without room; CoServeError for an expert that cannot be packed; OSError for what the disk refuses.
+    Experts are packed again under ``directory``. Raises ConfigError for an unknown name, an outdated profile, or
+    without room; CoServeError for an expert that cannot be packed; OSError.
     """
     for name in names:
         if name not in config.catalog.experts:
@@ -138,18 +134,16 @@ def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[st
     chosen = [config.catalog.experts[name] for name in dict.fromkeys(names or config.catalog.experts)]
     columns = groundwork_of(config, config.packed_folder, AS_SERVED).precisions.values()
     forms = {expert.id: {column[expert.id] for column in columns} for expert in chosen}
-    needed_bytes = sum(len(forms[expert.id]) * _source_bytes(expert) for expert in chosen)
+    needed_bytes = 0
+    for expert in chosen:
+        files = expert.weights.iterdir() if expert.weights.is_dir() else [expert.weights]
+        needed_bytes += len(forms[expert.id]) * sum(file.stat().st_size for file in files if file.is_file())
     require_disk(directory, needed_bytes, f"{len(chosen)} experts, packed")
     return _measured(directory, repeats, lambda _: chosen, forms.__getitem__)
 
 
 def _is_graph(architecture: str) -> bool:
     return family(architecture) == "onnx"
-
-
-def _source_bytes(expert: Expert) -> int:
-    files = expert.weights.iterdir() if expert.weights.is_dir() else [expert.weights]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _measured(
@@ -159,10 +153,7 @@ def _measured(
     precisions: Callable[[str], Collection[Precision]],
     name: str | None = None,
 ) -> Measured:
-    """Pack experts in a folder that is removed afterwards, and measure them layout by layout.
-
-    ``name``: of all of them; None: each row is named after its experts.
-    """
+    """Pack experts in a folder that is removed afterwards, and measure them layout by layout. ``name``: of the row."""
     with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
         experts = experts_in(folder)
         report = pack_line(experts, precisions, store)
@@ -172,14 +163,13 @@ def _measured(
         for expert in experts:
             for packed in report.packed[expert.id].values():
                 layouts[packed.layout].append(_Form(expert, packed))
-        rows = tuple(_measure(forms, store, repeats, name or _names(forms)) for forms in layouts.values())
+        rows = []
+        for forms in layouts.values():
+            shown = ", ".join(form.expert.id for form in forms[:NAMES_SHOWN])
+            more = f" and {len(forms) - NAMES_SHOWN} more" if len(forms) > NAMES_SHOWN else ""
+            rows.append(_measure(forms, store, repeats, name or shown + more))
     note = f"{repeats} repeats; a program is one for all experts of its row: a switch constructs nothing"
-    return Measured(this_machine(), COLUMNS, rows, tuple(row.target for row in rows), (note,))
-
-
-def _names(forms: Sequence[_Form]) -> str:
-    told = ", ".join(form.expert.id for form in forms[:NAMES_TOLD])
-    return told if len(forms) <= NAMES_TOLD else f"{told} and {len(forms) - NAMES_TOLD} more"
+    return Measured(this_machine(), COLUMNS, tuple(rows), tuple(row.target for row in rows), (note,))
 
 
 def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int, name: str) -> LoadingTimes:
@@ -193,7 +183,7 @@ def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int, name: st
         first = [switching.load_s(form) for form in forms]
         raw, load = [], []
         for turn, form in enumerate(form for _ in range(repeats) for form in forms):
-            if turn % 2:  # the second read of a file finds the drive's own cache warm
+            if turn % 2:  # the second read of a file finds the drive's cache warm
                 load.append(switching.load_s(form))
                 raw.append(_raw_s(reader, store, form, beside))
             else:
@@ -237,7 +227,6 @@ class _Switching:
             self._hand_over = lambda: skeleton.fed(images)
 
     def load_s(self, form: _Form) -> float:
-        """Seconds until this expert could run from the slot."""
         started = time.perf_counter()
         for segment, buffer in zip(form.packed.segments, self._slot, strict=True):
             if segment.size_bytes:

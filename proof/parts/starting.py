@@ -1,7 +1,7 @@
-"""Time until an agent takes requests, and its own memory: ``coserve serve`` of a line with one tiny classifier.
+"""Time until an agent takes requests, and its memory: ``coserve serve`` of a line with one tiny classifier.
 
-The agent is a process of its own, as systemd starts it, timed up to the log line that says it is ready. A first start
-counts for nothing: it packs the expert, and leaves Python's and the runtimes' files in the page cache.
+The agent is a separate process, timed up to the log line that reports it ready. A first start warms up: it packs the
+expert, and leaves the files of Python and the runtimes in the page cache.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class StartTimes:
 
 
 def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> Measured:
-    """Start and stop an agent ``starts`` times. ``warm``: after one start that counts for nothing.
+    """Start and stop an agent ``starts`` times. ``warm``: after a start that does not count.
 
-    Files in ``directory`` are removed afterwards and no agent outlives it, also after Ctrl-C and SIGTERM.
-    Raises CoServeError, with the last lines of its log, when an agent ends by itself or is not ready in time.
+    Files in ``directory`` are removed afterwards, and the agent is ended, also after Ctrl-C and SIGTERM. Raises
+    CoServeError, with the last lines of the log, when an agent ends by itself or is not ready in time.
     """
     with removed_afterwards(directory, "bench-start-") as folder:
         line = _line(folder / "line")
@@ -130,7 +130,7 @@ def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
         started.append(process)
         return process
 
-    with ThreadPoolExecutor(1) as thread:  # a signal cannot interrupt it between a process's start and its listing
+    with ThreadPoolExecutor(1) as thread:  # no signal interrupts it between a process's start and its listing
         try:
             process = thread.submit(start).result()
             assert process.stderr is not None
