@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from agent.config import read_line
@@ -19,6 +19,7 @@ from agent.core.performance import (
     PerformanceMatrix,
     PoolSpec,
 )
+from agent.deployment.build import build_agent
 from agent.deployment.engine_setup import EngineSetup, planned, profiled_box
 from agent.device_profile.records import (
     Allocation,
@@ -223,6 +224,17 @@ class PackedFakes:
 
     def split(self, budget_bytes):
         return planned(self.config.having(memory=budget_bytes), profiled_box(self.profile), self.profile)
+
+
+@contextmanager
+def built_agent(config):
+    """An agent of the line, and the stages of its start."""
+    stages = []
+    agent = build_agent(config, lambda *_: None, lambda stage, *_: stages.append(stage))
+    try:
+        yield agent, stages
+    finally:
+        agent.stop()
 
 
 def as_fast(kind, seconds):

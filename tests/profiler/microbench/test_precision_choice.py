@@ -1,4 +1,4 @@
-"""The forms of a line of fakes that are all of one kind: what each rests on, and what is said of it."""
+"""Forms of a line of fakes of one kind: the evidence for each, and the notes on it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import yaml
 from PIL import Image
 
 from agent.config import read_line
-from agent.deployment.build import build_agent, detect_box
+from agent.deployment.build import detect_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
+from experts.backends.forms import FORMS
+from experts.expert import Precision
 from profiler.allocation.step import CASUAL
 from profiler.microbench import agreement
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
-from tests.profiler.lines import fakes, write_line
+from tests.profiler.lines import as_fast, built_agent, fakes, write_line
 
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
-FASTEST_BF16 = {"fp16": 1.0, "onnxruntime": 1.0, "onednn-fp32": 1.0, "onednn-bf16": 1.0, "fp32": 0.5, "bf16": 0.001}
+SECONDS = {"fp32": 0.5, "bf16": 0.001}
 LEAST = 3
 
 
@@ -43,14 +45,13 @@ class LineOfOneKind:
                 Image.new("RGB", (8, 8), (100, 100, 30)).save(place / f"{image}.png")
         return self.folder / "crops"
 
-    def profiled(self, samples, seconds):
-        """Its profile as if a killed run had found batches in each form to take so long."""
+    def profiled(self, samples):
+        """Its profile as if a killed run had measured SECONDS."""
         options = ProfilingOptions(samples=samples, allocation=CASUAL, batches=SHORT)
         profile_line(self.config, options, lambda *_: None)
         with ProfileDraft.open(self.config.profile_file, "test", identity_of(detect_box(self.config))) as draft:
             for kind in draft.kinds():
-                each_s = seconds[kind.precision]
-                draft.save_kind(replace(kind, K_s=each_s, B_s=each_s, max_batch=max(SHORT.sizes)))
+                draft.save_kind(as_fast(kind, SECONDS[kind.precision]))
         return profile_line(self.config, options, lambda *_: None)
 
 
@@ -60,8 +61,10 @@ def line(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _few_images(monkeypatch):
+def _two_forms_and_few_images(monkeypatch):
     monkeypatch.setattr(agreement, "LEAST_IMAGES", LEAST)
+    for form in set(FORMS) - {Precision.FP32, Precision.BF16}:
+        monkeypatch.delitem(FORMS, form)
 
 
 def forms(done):
@@ -75,7 +78,7 @@ def told(done, *words):
 def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_and_are_told(line):
     line.crops(0, 1, 2)
     line.crops(3, each=LEAST - 1)
-    done = line.profiled(line.folder / "crops", FASTEST_BF16)
+    done = line.profiled(line.folder / "crops")
     assert forms(done) == {f"f{number}": "bf16" if number < 3 else "fp32" for number in range(6)}
     assert set(done.profile.precisions.values()) == {"fp32"}  # of an expert that joins, nothing is proven
     (note,) = told(done, "stay behind the fastest form")
@@ -90,62 +93,49 @@ def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_a
     assert "form         cls/f4, cls/f5 in fp32 on cpu: not in bf16" in table
     told_as_json = profile_json(done.profile)["experts"]
     assert told_as_json["cls/f3 on cpu"]["precision"] == "fp32"
-    agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-    try:
+    with built_agent(line.config) as (agent, _):
         assert agent.stored == done.profile
         rows = agent.setup.matrix.experts["cpu"]
         assert {name.removeprefix("cls/"): row.copy.partition("@")[2] for name, row in rows.items()} == forms(done)
-    finally:
-        agent.stop()
 
 
 def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monkeypatch):
     """One borderline image of one expert vetoed the form for all of its kind."""
-    monkeypatch.setattr(agreement, "judged", turned_in(agreement.judged, "cls/f2", "bf16"))
-    done = line.profiled(line.crops(*range(6)), FASTEST_BF16)
+    judged = agreement.judged
+
+    def turned(rig, copy, samples):
+        said = judged(rig, copy, samples)
+        is_turned = (copy.expert.id, copy.packed.precision) == ("cls/f2", "bf16")
+        return [replace(said[0], label="bad"), *said[1:]] if is_turned else said
+
+    monkeypatch.setattr(agreement, "judged", turned)
+    done = line.profiled(line.crops(*range(6)))
     assert forms(done) == {f"f{number}": "fp32" if number == 2 else "bf16" for number in range(6)}
     assert told(done, "cls/f2: not in bf16: 1 of 3 samples are decided otherwise")
 
 
-def turned_in(judged, expert, precision):
-    """One image of one expert is judged otherwise in one precision."""
-
-    def found(rig, copy, samples):
-        said = judged(rig, copy, samples)
-        is_turned = copy.expert.id == expert and copy.packed.precision == precision
-        return [replace(said[0], label="bad"), *said[1:]] if is_turned else said
-
-    return found
-
-
 def test_experts_that_share_tensors_run_alike(tmp_path):
     line = LineOfOneKind(tmp_path, shared={"backbone": 4_000_000})
-    done = line.profiled(line.crops(*range(5)), FASTEST_BF16)
+    done = line.profiled(line.crops(*range(5)))
     assert set(forms(done).values()) == {"fp32"}
     assert told(done, "shares tensors with cls/f5, of which it has no sample images")
-    done = line.profiled(line.crops(5), FASTEST_BF16)
+    done = line.profiled(line.crops(5))
     assert set(forms(done).values()) == {"bf16"}
 
 
 def test_another_least_score_is_another_verdict_that_nothing_is_proven_of(line):
-    done = line.profiled(line.crops(*range(6)), FASTEST_BF16)
+    done = line.profiled(line.crops(*range(6)))
     assert set(forms(done).values()) == {"bf16"}
     document = yaml.safe_load((line.folder / "line.yaml").read_text())
     document["routes"]["c2"][0]["min_score"] = 0.5
     (line.folder / "line.yaml").write_text(yaml.safe_dump(document))
     line.config = read_line(line.folder / "line.yaml", {})
-    agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-    try:
+    with built_agent(line.config) as (agent, _):
         served = agent.setup.precisions["cpu"]
         assert {name for name, form in served.items() if form == "fp32"} == {"cls/f2"}
         (alarm,) = agent.alarms
         assert "expert cls/f2 is judged by other thresholds or routes than those that its form was proven by" in alarm
-    finally:
-        agent.stop()
     stages = []
-    profile_line(
-        line.config,
-        ProfilingOptions(samples=line.folder / "crops", allocation=CASUAL, batches=SHORT),
-        lambda stage, *_: stages.append(stage),
-    )
+    options = ProfilingOptions(samples=line.folder / "crops", allocation=CASUAL, batches=SHORT)
+    profile_line(line.config, options, lambda stage, *_: stages.append(stage))
     assert [stage for stage in stages if stage.startswith("compare bf16")]

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from agent.config import read_line
-from agent.deployment.build import build_agent
 from profiler.allocation.step import CASUAL
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.texts import MADE_UP
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.experts.llm.conftest import ModelFiles
+from tests.profiler.lines import built_agent
 
 DOCUMENT = {
     "line": "test",
@@ -73,10 +73,8 @@ def test_each_is_measured_in_the_precision_that_it_runs_in(profiled):
 
 def test_an_agent_starts_from_it_without_a_probe(profiled):
     config, found = profiled
-    stages = []
-    agent = build_agent(config, lambda request, outcome: None, lambda stage, done, total: stages.append(stage))
-    agent.stop()
-    assert "probe" not in stages
+    with built_agent(config) as (agent, stages):
+        assert "probe" not in stages
     rows = agent.setup.matrix.experts["cpu"]
     kinds = kinds_of(found)
     assert rows["llm/small"].copy == "llm/small@int8"
@@ -99,7 +97,7 @@ def test_a_model_larger_than_its_memory_is_measured_as_it_is_held(tmp_path):
     found = profile_line(config, SHORT, no_progress)
     (kind,) = found.profile.chosen_kinds
     assert kind.weight_bytes < 20 * 2**20 < 2 * 64 * 3 * 64 * 256 * 4
-    agent = build_agent(config, lambda request, outcome: None, no_progress)
-    agent.stop()
+    with built_agent(config) as (agent, _):
+        pass
     assert agent.setup.broken == {}
     assert agent.setup.matrix.experts["cpu"]["llm/large"].performance.K_output_s > 0

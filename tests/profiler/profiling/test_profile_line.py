@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agent.config import read_line
-from agent.deployment.build import build_agent, detect_box
+from agent.deployment.build import detect_box
 from agent.deployment.line_change import plan_change
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
@@ -40,7 +40,7 @@ from profiler.microbench.batches import BatchOptions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from tests.lines import result
-from tests.profiler.lines import as_fast, fakes
+from tests.profiler.lines import as_fast, built_agent, fakes
 
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
@@ -171,18 +171,6 @@ def line(tmp_path):
     return Line(tmp_path / "line")
 
 
-@contextmanager
-def serving(config):
-    """An agent of the line, and the stages of its start."""
-    stages = []
-    agent = build_agent(config, lambda *_: None, lambda stage, *_: stages.append(stage))
-    agent.start()
-    try:
-        yield agent, stages
-    finally:
-        agent.stop()
-
-
 def times(profile):
     """Batches of each kind, in a profile or a draft: equal only if the kind was not measured again."""
     kinds = profile.kinds() if isinstance(profile, ProfileDraft) else profile.kinds
@@ -220,7 +208,7 @@ class TestAWholeProfile:
         assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 512 * 2**20
         assert pool.experts == COMPONENTS
         assert sum(done.profile.allocation.executors.values()) >= 1
-        with serving(line.config) as (agent, stages):
+        with built_agent(line.config) as (agent, stages):
             assert agent.stored == done.profile
             assert "probe" not in stages
             assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
@@ -232,7 +220,7 @@ class TestAWholeProfile:
         done = line.profiled()
         told = "runs in bf16, not in onednn-bf16, which does not run on this CPU: bf16 path needs avx512bw"
         assert [note.partition(" on cpu ")[2] for note in done.notes] == [f"{told}; write `precision: auto`"]
-        with serving(line.config) as (agent, stages):
+        with built_agent(line.config) as (agent, stages):
             assert "probe" not in stages
             assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
 
@@ -241,7 +229,7 @@ class TestAWholeProfile:
         before = line.profiled().profile
         line.retrain(0)
         (line.folder / "f1.yaml").write_text(json.dumps({"weight_bytes": 123_456, "label": "ok"}))  # another kind
-        with serving(line.config) as (agent, _):
+        with built_agent(line.config) as (agent, _):
             assert (
                 "cls/f0 in fp32 has other packed weights than those that were profiled (and 1 more" in agent.alarms[0]
             )
@@ -255,7 +243,7 @@ class TestAWholeProfile:
         assert times(after).items() > times(before).items()
         assert {expert for expert, _ in after.packed} == {"cls/f0", "cls/f1", "cls/f2"}
         assert (after.usage, after.allocation, after.box) == (before.usage, before.allocation, before.box)
-        with serving(line.config) as (agent, stages):
+        with built_agent(line.config) as (agent, stages):
             assert agent.alarms == ()
             assert "probe" not in stages
         assert "no expert 'cls/g'" in run("profile", line.file, "--expert", "cls/g", check=78).stderr
@@ -288,7 +276,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         forms = [name for name in forms if not FORMS[name].needs_calibration and FORMS[name].why_absent() is None]
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
-        with serving(line.config) as (agent, stages):
+        with built_agent(line.config) as (agent, stages):
             assert "probe" not in stages
             assert agent.setup.broken == {}
 
@@ -379,7 +367,7 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         assert f"{kind} is not run on cpu: {reason}" in done.notes
         assert f"cls/f0 cannot be served: its kind ({kind}) runs on no processor" in done.notes
         assert {name.split()[0] for name, _ in done.profile.precisions} == {"fake"}
-        with serving(line.config) as (agent, stages):
+        with built_agent(line.config) as (agent, stages):
             assert "probe" not in stages
             assert set(agent.setup.broken) == {"cls/f0"}
 

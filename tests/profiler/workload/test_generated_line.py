@@ -9,12 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from agent.config import read_line
-from agent.deployment.build import build_agent
 from experts.errors import ConfigError
 from experts.images import read_image
 from profiler.workload import generated_line
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
+from tests.profiler.lines import built_agent
 
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
 RECIPE = LineRecipe(
@@ -51,13 +51,9 @@ def test_no_tensor_is_the_same_in_two_experts(generated):
 
 
 def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated):
-    config = read_line(generated.line, ON_CPU)
-    agent = build_agent(config, lambda *_: None, lambda *_: None)
-    try:
+    with built_agent(read_line(generated.line, ON_CPU)) as (agent, _):
         (pool,) = agent.setup.pools
         footprints = {row.footprint.total_bytes for row in agent.setup.matrix.experts["cpu"].values()}
-    finally:
-        agent.stop()
     assert footprints == {generated.footprint_bytes}
     assert pool.expert_bytes == generated.expert_bytes == RECIPE.memory_for * generated.footprint_bytes
     assert pool.workspace_bytes == generated.workspace_bytes
