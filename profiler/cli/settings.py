@@ -98,20 +98,14 @@ def precisions_in_turn(text: str | None) -> tuple[GivenPrecision, ...]:
     return tuple(dict.fromkeys(each for each in given if each is not None))
 
 
-def new_precision(text: str) -> GivenPrecision:
-    return given_precision(text) or "auto"
-
-
-def precision_without_profile(text: str | None) -> Precision:
-    given = given_precision(text)
+def precision_without_profile(given: GivenPrecision | None) -> Precision:
     return given if isinstance(given, Precision) else Precision.FP32
 
 
 def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
     """Precisions in one text or several; none, which stands for all, where auto is among them. Raises ConfigError."""
-    given = [given_precision(name.strip()) for text in texts for name in text.split(",")]
-    named = tuple(dict.fromkeys(each for each in given if isinstance(each, Precision)))
-    return named if len(named) == len(set(given)) else ()
+    given = precisions_in_turn(",".join(texts) or None)
+    return () if AUTO in given else tuple(map(Precision, given))
 
 
 def given_peers(texts: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agent.line_file.machine import GivenPrecision
+    from experts.packed.weights import PackedExpert
 
     State = Mapping[str, NDArray[Any]]  # tensors of a fresh network, for which drawn values are put in
 
@@ -263,17 +264,19 @@ def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, State], seed
     return sum(expert.weights.stat().st_size for expert in experts)
 
 
+def packed_or_raised(expert: Expert, precision: Precision, store: SegmentStore) -> PackedExpert:
+    """Raises as the backend does for an expert that cannot be packed."""
+    report = pack_line([expert], lambda _: {precision}, store)
+    for error in report.failed.values():
+        raise error
+    return report.packed[expert.id][precision]
+
+
 def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tuple[int, int]:
     """Bytes of the largest expert in memory, and of the workspace, by packing one expert of each architecture."""
     firsts = list({expert.architecture: expert for expert in reversed(experts)}.values())
-    store = SegmentStore(folder / "state" / "packed")
-    try:
-        report = pack_line(firsts, lambda _: {precision}, store)
-    finally:
-        store.close()
-    for error in report.failed.values():
-        raise error
-    packed = [report.packed[expert.id][precision] for expert in firsts]
+    with closing(SegmentStore(folder / "state" / "packed")) as store:
+        packed = [packed_or_raised(expert, precision, store) for expert in firsts]
     footprint_bytes = max(sum(segment.slot_bytes for segment in form.segments) for form in packed)
     batch_bytes = max(
         backend_for(expert.architecture).workspace_bytes(expert, precision, WORKSPACE_IMAGES) for expert in firsts

@@ -106,19 +106,12 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
-    from profiler.cli.settings import new_precision
+    from profiler.cli.settings import given_precision
     from profiler.workload.generated_line import LineRecipe, generate_line
 
     with explained(), disk_explained():
-        recipe = LineRecipe(
-            experts,
-            architecture,
-            detectors,
-            requests=requests,
-            memory_for=memory_for,
-            seed=seed,
-            precision=new_precision(precision),
-        )
+        form = given_precision(precision) or "auto"
+        recipe = LineRecipe(experts, architecture, detectors, requests, seed, memory_for, form)
         made = generate_line(folder, recipe)
     if as_json:
         print(json.dumps(asdict(made), default=str))
@@ -219,13 +212,13 @@ def load(
         from proof.parts.loading import measure_graph_loading, measure_line_loading, measure_loading
 
         folder = scratch_folder(directory or (line.parent if line is not None else None))
+        given = given_precision(precision)
         if config is not None:
-            served = config.having(precision=given_precision(precision))
-            measured = measure_line_loading(folder, served, expert or (), repeats)
+            measured = measure_line_loading(folder, config.having(precision=given), expert or (), repeats)
         elif onnx is not None:
             measured = measure_graph_loading(folder, onnx, files, repeats)
         else:
-            measured = measure_loading(folder, architecture, files, repeats, precision_without_profile(precision))
+            measured = measure_loading(folder, architecture, files, repeats, precision_without_profile(given))
     _show(measured, as_json=as_json)
 
 

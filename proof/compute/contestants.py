@@ -30,10 +30,9 @@ from experts.backends.ort.session import REFUSALS
 from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable
 from experts.packed.calibrated import calibration_of
-from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.naive import PlainExpert, plain_expert
-from profiler.workload.generated_line import synthetic_pixels
+from profiler.workload.generated_line import packed_or_raised, synthetic_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,10 +103,7 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
         images = _stacked(prepared_images(expert, CALIBRATED_ON))
         found = calibration_of(expert, "", CALIBRATED_ON, (), {precision: observed_ranges(expert, precision, [images])})
         CalibrationFolder.beside(store.directory).write(expert.id, found)
-    report = pack_line([expert], lambda _: {precision}, store)
-    for error in report.failed.values():
-        raise error
-    packed = report.packed[expert.id][precision]
+    packed = packed_or_raised(expert, precision, store)
     skeleton = backend_for(expert.architecture).skeleton(expert, precision, store.program(packed), "cpu")
     slots = [AlignedBuffer(segment.slot_bytes) for segment in packed.segments]
     numbers: torch.dtype = getattr(torch, form_of(precision).numbers)

@@ -7,7 +7,7 @@ sampled: a random model that reads its own words soon repeats itself, and would 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -29,10 +29,10 @@ from experts.expert import Expert, Precision
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.moe_experts import MoeExpert
 from experts.llm.token_batch import Chunk, TokenBatch
-from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.bench.measured import at_least
 from profiler.bench.turns import Plan, by_turns
+from profiler.workload.generated_line import packed_or_raised
 from proof.llm.figures import Figure, LlmFindings
 from proof.llm.random_models import write_skewed_model
 
@@ -64,15 +64,9 @@ def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindin
     weights, shares = write_skewed_model(directory / "model", shape, ZIPF)
     expert = Expert(EXPERT, "llm", weights, (), None)
     usage = {MoeExpert(*place): min(shape.per_token * share, 1.0) for place, share in shares.items()}
-    segments = SegmentStore(directory / "packed")
-    try:
-        report = pack_line([expert], lambda _: {Precision.FP32}, segments)
-        for error in report.failed.values():
-            raise error
-        with (
-            torch.inference_mode(),
-            _memory(segments, expert, report.packed[expert.id][Precision.FP32], usage) as memory,
-        ):
+    with closing(SegmentStore(directory / "packed")) as segments:
+        packed = packed_or_raised(expert, Precision.FP32, segments)
+        with torch.inference_mode(), _memory(segments, expert, packed, usage) as memory:
             texts = torch.randint(shape.vocabulary, (ROWS, PROMPT + OUTPUT), generator=torch.Generator().manual_seed(1))
             ways = {
                 ALL: partial(memory.run, RESIDENT, texts),
@@ -81,8 +75,6 @@ def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindin
             }
             times = by_turns(ways, Plan(rounds, warming_up=1))
             counted = memory.statistics()
-    finally:
-        segments.close()
     said = [result for each in times.values() for result in each.results]
     difference = max(float((logits - said[0]).abs().max()) for logits in said)
     if difference > TOLERANCE:

@@ -40,7 +40,7 @@ of_one_memory, of_two_memories = (partial(memory_bytes, is_split=is_split) for i
         (given_precision, "auto", "auto"),
         (given_precision, "bf16", Precision.BF16),
         (precision_without_profile, "auto", Precision.FP32),
-        (precision_without_profile, "fp16", Precision.FP16),
+        (precision_without_profile, Precision.FP16, Precision.FP16),
         (given_precisions, (), ()),  # which stands for all, as auto does
         (given_precisions, ("bf16", "auto"), ()),
         (given_precisions, ("bf16, fp32", "bf16"), (Precision.BF16, Precision.FP32)),
