@@ -3,7 +3,7 @@
 A line reaches its best with room for all experts and useful batches in every memory, each expert read before. At
 REMOVED of that or more, arrivals are the limit when the line is done about as soon as they allow, else compute. Below,
 the SSD is the limit when it is busy for SSD_BUSY of the time or all that room is there already; else memory is.
-Decoding goes before all of these (``profiler.planning.decoding``). The smallest memory and the slowest SSD that reach
+Decoding goes before all of these (``profiler.planning.advice``). The smallest memory and the slowest SSD that reach
 REMOVED of the best are found by bisection, each alone; a memory that is tried is split as the agent would do it.
 
 Guarantees: every figure is simulated for the same requests, with the constants measured in that form. A form not proven
@@ -22,8 +22,18 @@ from agent.deployment.memory_needs import memory_needs
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.sizes import size_text
-from profiler.planning.advice import FASTEST_SSD, Advice, Gain, Limit, MemoryRemedy, SsdRemedy, Takt, budget_text
-from profiler.planning.decoding import LEAST, REMOVED
+from profiler.planning.advice import (
+    FASTEST_SSD,
+    LEAST,
+    REMOVED,
+    Advice,
+    Gain,
+    Limit,
+    MemoryRemedy,
+    SsdRemedy,
+    Takt,
+    budget_text,
+)
 from profiler.simulation.bounds import bounds
 from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity, KindProfile, StoredProfile
-    from profiler.planning.decoding import DecodingTimes
+    from profiler.planning.advice import DecodingTimes
     from profiler.simulation.forecast import LineForecast, Scenario
 
     Split = Callable[[Mapping[str, int]], EngineSetup]  # setup with budgets in bytes by memory

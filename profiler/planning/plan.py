@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.core.request import IMAGE
 from experts.errors import ConfigError
 from experts.sizes import size_text
-from profiler.planning.decoding import decoding_times
+from profiler.planning.advice import decoding_times
 from profiler.planning.limits import PlannedCase, with_gains
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of

@@ -9,10 +9,9 @@ import pytest
 from profiler.bench.measured import Measured
 from profiler.bench.rows import Measurement, PolicyRow
 from profiler.workload.generated_line import LineRecipe
-from proof.engine import EngineProof, PlannedRun
 from proof.paper.evaluation import Evaluation
 from proof.parts.starting import COLUMNS, StartTimes
-from proof.report import Findings, write_report
+from proof.report import EngineProof, Findings, PlannedRun, write_report
 from tests.profiler.bench.one_run import FIGURES
 
 START = StartTimes(3, 6.2, 380_000_000, 2.0)

@@ -13,8 +13,7 @@ from agent.core.performance import SSD, Performance, PoolSpec
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
 from experts.sizes import size_text
-from profiler.planning.advice import FASTEST_SSD, Advice, Limit, speed_text
-from profiler.planning.decoding import REMOVED, DecodingLoad
+from profiler.planning.advice import FASTEST_SSD, REMOVED, Advice, DecodingLoad, Limit, speed_text
 from profiler.planning.limits import STEP, advise
 from profiler.simulation.core_time import CoreTime
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd

@@ -12,7 +12,7 @@ from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
 from agent.device_profile.records import Agreement, ImageDecoding
 from experts.expert import Precision
-from profiler.planning.decoding import LEAST
+from profiler.planning.advice import LEAST
 from profiler.planning.plan import LinePlan
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival

@@ -25,7 +25,7 @@ from experts.backends.forms import FORMS
 from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
-from profiler.microbench import agreement, batches, calibrating, kinds
+from profiler.microbench import agreement, batches, kinds, packed_forms
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
@@ -175,7 +175,7 @@ class TestAutomatically:
     def test_who_is_calibrated_is_not_calibrated_again(self, profiled, monkeypatch):
         line, done = profiled
         before = [line.calibration(name).stat() for name in "abr"]
-        monkeypatch.setattr(calibrating, "observed_ranges", lambda *_: pytest.fail("calibrated again"))
+        monkeypatch.setattr(packed_forms, "observed_ranges", lambda *_: pytest.fail("calibrated again"))
         again = line.profiled(line.folder / "crops")
         assert [line.calibration(name).stat() for name in "abr"] == before
         assert chosen(again) == chosen(done)
