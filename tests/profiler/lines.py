@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -224,6 +225,17 @@ class PackedFakes:
 
     def split(self, budget_bytes):
         return planned(self.config.having(memory=budget_bytes), profiled_box(self.profile), self.profile)
+
+
+@contextmanager
+def files_up_to(size_bytes):
+    """No file of this process grows beyond it meanwhile, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

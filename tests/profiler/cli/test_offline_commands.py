@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-from contextlib import contextmanager
-
 import pytest
 from typer.testing import CliRunner
 
 from coserve import app
+from tests.profiler.lines import files_up_to
 
 FAILED, CONFIGURATION = 1, 78
 SMALL = ("--architecture", "squeezenet1_1")
@@ -24,7 +22,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def told(done, code):
-    """What a command that ends with this code says, without what is shown of its progress."""
+    """Lines on stderr of a command that ends with this code, without its progress."""
     assert done.exit_code == code, done.stderr
     assert isinstance(done.exception, SystemExit)
     return [line for line in done.stderr.splitlines() if " after " not in line]
@@ -65,17 +63,6 @@ def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
     done = offline("bench", "load", *words)
     assert done.exit_code == 2
     assert said in done.stderr
-
-
-@contextmanager
-def files_up_to(size_bytes):
-    """No file of this process grows beyond it meanwhile."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
