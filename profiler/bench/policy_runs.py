@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec
     from agent.deployment.build import Agent
     from agent.line_file.machine import GivenPrecision
-    from profiler.bench.roofline import Compute, TraceWork
+    from profiler.bench.roofline import Compute
     from profiler.replay.player import Played, Progress
     from profiler.workload.traces import TracedArrival
 
@@ -118,15 +118,15 @@ def run_line(
         asked = _Asked(tuple(trace), images_of(trace, config.catalog), experts, files)
         engines = tuple(policy for policy in policies if policy != NAIVE)
         sides = [
-            _Side(options, precision, engines if number else policies, config, asked)
+            _Side(options, precision, engines if number else policies, config, asked, progress)
             for number, precision in enumerate(options.precisions or (None,))
         ]
         sides = [side for side in sides if side.policies]
         for side in sides:
-            side.warm_up(side.told(progress))
+            side.warm_up()
         for repeat in range(1, options.repeats + 1):
             for side in sides:
-                side.round(repeat, side.told(progress))
+                side.round(repeat)
     found = [side.measurement() for side in sides]
     ran_in = [note for side in sides for note in side.notes()]
     notes = dict.fromkeys(chain(ran_in, *(each.notes for each in found)))
@@ -143,43 +143,41 @@ class _Side:
         policies: Sequence[str],
         config: LineConfig,
         asked: _Asked,
+        progress: Progress,
     ) -> None:
         self.policies = policies
         self._precision = precision
         self._config = options.on(config, precision)
         self._options = options
         self._asked = asked
+        self._progress = progress
         self._runs: dict[str, list[Figures]] = {policy: [] for policy in policies}
         self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(policies, ())
         self._agents: dict[str, Agent] = {}
+        self._floors: dict[tuple[ExecutorSpec, ...], list[Compute]] = {}  # of this round, by executors
         self._compute: list[Compute] = []  # of the first policy's executors
         self._notes: list[str] = []
         self._bandwidths: list[float] = []
 
-    def told(self, progress: Progress) -> Progress:
-        if self._precision is None:
-            return progress
-        return lambda stage, done, total: progress(f"{self._precision}: {stage}", done, total)
-
-    def warm_up(self, progress: Progress) -> None:
-        progress(WARMING_UP, 0, 1)
+    def warm_up(self) -> None:
+        self._tell(WARMING_UP, 0, 1)
         policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
-        with player(self._config.having(policy=policy), self._asked.experts, progress=packing_of(progress)) as stage:
+        with player(self._config.having(policy=policy), self._asked.experts, progress=self._tell_packing) as stage:
             played = stage.play(self._asked.trace, self._asked.images)
             self._first, self._work = stage.agent, work_of(played, self._asked.images)
-        progress(WARMING_UP, 1, 1)
+        self._tell(WARMING_UP, 1, 1)
 
-    def round(self, repeat: int, progress: Progress) -> None:
+    def round(self, repeat: int) -> None:
         limit = self._options.ssd_bytes_per_s or float("inf")
         self._bandwidths.append(min(measure_bandwidth(self._first), limit))
-        floors = _Floors(self._options.with_roofline, self._work, packing_of(progress))
-        floors.measure(self._first)
+        self._floors.clear()
+        self._measure_floor(self._first)
         for policy in self.policies:
-            run = self._naive_figures if policy == NAIVE else self._engine_figures
-            self._runs[policy].append(run(policy, floors, progress))
-            progress(policy, repeat, self._options.repeats)
-        self._compute += floors.of(self._first)
-        self._notes += floors.notes
+            run = self._naive_figures() if policy == NAIVE else self._engine_figures(policy)
+            self._runs[policy].append(run)
+            self._tell(policy, repeat, self._options.repeats)
+        self._compute += self._floors.get(tuple(self._first.setup.executors), ())
+        self._notes += [each.note for found in self._floors.values() for each in found if each.note]
 
     def notes(self) -> list[str]:
         ran_in = next((precision_text(agent) for agent in self._agents.values()), None)
@@ -203,22 +201,37 @@ class _Side:
             notes=tuple(dict.fromkeys(notes)),
         )
 
-    def _engine_figures(self, policy: str, floors: _Floors, progress: Progress) -> Figures:
-        config, first = self._config.having(policy=policy), self._first
-        asked, options = self._asked, self._options.agent_options
-        with player(config, asked.experts, options, packing_of(progress)) as stage:
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        self._progress(stage if self._precision is None else f"{self._precision}: {stage}", done, total)
+
+    def _tell_packing(self, stage: str, done: int, total: int) -> None:
+        if stage == "pack":  # each agent's probe would repeat itself
+            self._tell(stage, done, total)
+
+    def _measure_floor(self, agent: Agent) -> None:
+        if self._options.with_roofline:
+            found = measure_compute(agent, self._work, self._tell_packing)
+            self._floors.setdefault(tuple(agent.setup.executors), []).append(found)
+
+    def _floor(self, agent: Agent, io_s: float) -> Floor | None:
+        found = self._floors.get(tuple(agent.setup.executors))
+        return Floor(statistics.fmean(each.seconds for each in found), io_s) if found else None
+
+    def _engine_figures(self, policy: str) -> Figures:
+        config, asked = self._config.having(policy=policy), self._asked
+        with player(config, asked.experts, self._options.agent_options, self._tell_packing) as stage:
             played = stage.play(asked.trace, asked.images)
             self._agents[policy] = agent = stage.agent
-        if config.policy == first.config.policy or not floors.of(agent):
-            floors.measure(agent)
+        if config.policy == self._first.config.policy or tuple(agent.setup.executors) not in self._floors:
+            self._measure_floor(agent)
         reasons = played.unknown_reasons(asked.trace)
         self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
         bandwidth = self._bandwidths[-1]
         io_s = io_bytes(agent, played, work_of(played, asked.images)) / bandwidth
         forecast = predicted(agent, asked.trace, played, bandwidth)
-        return engine_figures(played, len(reasons), forecast, floors.floor(agent, io_s))
+        return engine_figures(played, len(reasons), forecast, self._floor(agent, io_s))
 
-    def _naive_figures(self, _: str, floors: _Floors, progress: Progress) -> Figures:
+    def _naive_figures(self) -> Figures:
         agent, asked = self._first, self._asked
         processor = agent.box.processors[0]
         pool = next(pool for pool in agent.setup.pools if pool.name == agent.box.pool_of(processor))
@@ -233,7 +246,7 @@ class _Side:
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
         played = server.play(asked.trace, asked.images)
-        return naive_figures(played, floors.floor(agent, played.missing_bytes / self._bandwidths[-1]))
+        return naive_figures(played, self._floor(agent, played.missing_bytes / self._bandwidths[-1]))
 
     def _row(self, policy: str) -> PolicyRow:
         agent = self._agents.get(policy, self._first)
@@ -249,32 +262,6 @@ class _Side:
             runs=tuple(self._runs[policy]),
             unknown_reasons=self._reasons[policy],
         )
-
-
-class _Floors:
-    """Computing alone in one round, by the executors that it was measured on."""
-
-    def __init__(self, is_wanted: bool, work: TraceWork, progress: Progress) -> None:
-        self._is_wanted = is_wanted
-        self._work = work
-        self._progress = progress
-        self._found: dict[tuple[ExecutorSpec, ...], list[Compute]] = {}
-
-    @property
-    def notes(self) -> list[str]:
-        return [each.note for found in self._found.values() for each in found if each.note]
-
-    def measure(self, agent: Agent) -> None:
-        if self._is_wanted:
-            found = measure_compute(agent, self._work, self._progress)
-            self._found.setdefault(tuple(agent.setup.executors), []).append(found)
-
-    def of(self, agent: Agent) -> Sequence[Compute]:
-        return self._found.get(tuple(agent.setup.executors), ())
-
-    def floor(self, agent: Agent, io_s: float) -> Floor | None:
-        found = self.of(agent)
-        return Floor(statistics.fmean(each.seconds for each in found), io_s) if found else None
 
 
 def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
@@ -301,13 +288,3 @@ def precision_text(agent: Agent) -> str:
 
 def machine(agent: Agent) -> str:
     return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
-
-
-def packing_of(progress: Progress) -> Progress:
-    """Progress of packing alone, without each agent's probe."""
-
-    def tell(stage: str, done: int, total: int) -> None:
-        if stage == "pack":
-            progress(stage, done, total)
-
-    return tell
