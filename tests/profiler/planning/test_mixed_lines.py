@@ -36,8 +36,8 @@ def scenario_of(trace):
     return Scenario(GRAPH, tuple(trace), draw_steps(trace, GRAPH, {}, seed=0), {SSD: 10.0}, {})
 
 
-def images(count, every_s=0.1):
-    return arrivals(["part"] * count, every_s)
+def images(count):
+    return arrivals(["part"] * count, 0.1)
 
 
 def texts(count, every_s):
@@ -57,17 +57,17 @@ def test_texts_and_images_are_told_apart():
     assert as_json([row])["rows"][0]["texts"] == 8
 
 
-def test_texts_come_with_images_at_the_rate_of_the_takt():
-    """As many texts as images, of a tenth of a second each: ten images a second leave no time for them."""
-    trace = merged(images(30), texts(30, 0.1))
-    assert not plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0).takt_met
-    assert plan_row(scenario_of(images(30)), setup_with(), required_images_per_s=10.0).takt_met
-
-
-def test_of_texts_alone_no_takt_is_asked():
-    row = plan_row(scenario_of([TracedArrival(0.0, expert="a", work=TEXT)]), setup_with(), required_images_per_s=10.0)
-    assert (row.takt_met, row.required_images_per_s) == (None, None)
-    assert row.p50_wait_s == row.text_p50_s
+@pytest.mark.parametrize(
+    ("trace", "is_met"),
+    [
+        (merged(images(30), texts(30, 0.1)), False),  # as many texts, a tenth of a second each, leave no time
+        (images(30), True),
+        (texts(1, 0.0), None),
+    ],
+    ids=["texts and images", "images", "texts"],
+)
+def test_texts_come_with_images_at_the_rate_of_the_takt(trace, is_met):
+    assert plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0).takt_met is is_met
 
 
 def test_a_text_that_never_has_room_is_refused():
