@@ -15,7 +15,6 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from agent.core.effects import Complete, Evict, Fail
-from agent.core.engine import Engine
 from agent.core.events import Arrived, Finished, Loaded, Started
 from agent.core.performance import (
     SSD,
@@ -28,7 +27,7 @@ from agent.core.performance import (
     PoolSpec,
     PreparedForm,
 )
-from agent.core.policy import PRESETS
+from agent.deployment.engine_setup import EngineSetup
 from profiler.bench.measured import Column, Measured, Target
 from profiler.replay.player import TimedDecider
 from profiler.simulation.simulator import Simulator
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agent.core.effects import Effect
+    from agent.core.engine import Engine
 
 RESIDENT = 40
 CALLS = 4000
@@ -140,8 +140,9 @@ class _BusyLine(Simulator):
         matrix = PerformanceMatrix(columns, dict(task.usage))
         pools = (PoolSpec("host", RESIDENT * 2, 64), PoolSpec("device", RESIDENT, 64, cache="host"))
         limits = Limits(pools, prepared_bytes=PREPARED_BYTES)
-        self.timer = TimedDecider(Engine(task.graph, matrix, EXECUTORS, PRESETS[policy], limits))
-        super().__init__(cast("Engine", self.timer), matrix, EXECUTORS)
+        super().__init__(EngineSetup(task.graph, policy, EXECUTORS, matrix, limits))
+        self.timer = TimedDecider(self.engine)
+        self.engine = cast("Engine", self.timer)
         self._now = 0.0
         self._arriving = enumerate(cycle(arrival.component for arrival in task.trace))
 
