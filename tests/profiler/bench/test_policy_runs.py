@@ -133,7 +133,7 @@ BROKEN = (TracedArrival(0.0, component="part-000", image=Path("broken.png")),)
     [
         (RunOptions(policies=("fastest",)), BY_TURNS, "no policy 'fastest' - choose of coserve, .*naive"),
         (RunOptions(repeats=0), BY_TURNS, "nothing to measure"),
-        (RunOptions(memory={"disk": 1}), BY_TURNS, "no memory is called disk"),
+        (RunOptions(memory={"disk": 1}), BY_TURNS, "unknown memory disk"),
         (RunOptions(), (), "give a trace with arrivals"),
         (RunOptions(), BROKEN, "broken"),
     ],

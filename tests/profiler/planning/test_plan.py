@@ -120,7 +120,7 @@ def test_people_and_scripts_read_every_row_and_sentence(packed_line):
     [
         ("01", None, {"host": SLOT_BYTES // 2 + WORKSPACE_BYTES}, "experts.cls/f0: needs 0.2 MiB, but memory.host"),
         ("01", "coserv", None, "no policy 'coserv' - did you mean 'coserve'?"),
-        ("01", None, {"hots": 5}, "no memory is called hots"),
+        ("01", None, {"hots": 5}, "unknown memory hots"),
         ("", None, None, "an empty queue"),
         ("9", None, None, "component 'c9', which has no route"),
     ],
