@@ -10,7 +10,6 @@ import time
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,11 +21,6 @@ from agent.records.result_writer import ResultStore
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from tests.lines import result
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent.config import LineConfig
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 LINE = """
@@ -40,7 +34,7 @@ routes:
 """
 
 
-def judged(config: LineConfig, *keys: str) -> None:
+def judged(config, *keys):
     with closing(ResultStore(config.results_file)) as store:
         for key in keys:
             store.record(result(key, Verdict.NG))
@@ -48,39 +42,41 @@ def judged(config: LineConfig, *keys: str) -> None:
             time.sleep(0.001)
 
 
-def keys(config: LineConfig) -> list[str]:
+def keys(config):
     return [row.result.subject.key for row in ResultReader(config.results_file).query()]
 
 
-def identity(config: LineConfig) -> str:
+def calibration_of(config):
+    return config.packed_folder / "calibrations" / "cls" / "r.json"
+
+
+def identity(config):
     with closing(sqlite3.connect(config.results_file)) as connection:
         return connection.execute("SELECT id FROM identity").fetchone()[0]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> LineConfig:
+def config(tmp_path):
     (tmp_path / "line.yaml").write_text(LINE)
     config = read_line(tmp_path / "line.yaml")
     judged(config, "a", "b")
     config.profile_file.write_bytes(b"measured")
-    calibration = config.packed_folder / "calibrations" / "cls" / "r.json"
-    calibration.parent.mkdir(parents=True)
-    calibration.write_text("{}")
+    calibration_of(config).parent.mkdir(parents=True)
+    calibration_of(config).write_text("{}")
     return config
 
 
-def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config: LineConfig, tmp_path: Path) -> None:
+def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config, tmp_path):
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     config.profile_file.write_bytes(b"other")
-    calibration = config.packed_folder / "calibrations" / "cls" / "r.json"
-    calibration.write_text("newer")
+    calibration_of(config).write_text("newer")
     before = identity(config)
     done = restore(tmp_path / "line.yaml", tmp_path / "saved")
     assert keys(config) == ["a", "b"]
     assert config.profile_file.read_bytes() == b"measured"
     assert identity(config) != before, "its numbers come again: no reader may take them for the earlier ones"
-    assert calibration.read_text() == "{}"
+    assert calibration_of(config).read_text() == "{}"
     assert not done.is_line_file_kept
     aside = {path.name.partition(".replaced-")[0]: path for path in done.aside}
     assert aside["r.json"].read_text() == "newer"
@@ -93,9 +89,7 @@ class Killed(BaseException):
     """Not caught by `except Exception`."""
 
 
-def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(
-    config: LineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(config, tmp_path, monkeypatch):
     """After a kill, an agent finds results, and a second restore succeeds."""
     back_up(config, tmp_path / "saved")
     judged(config, "c")
@@ -123,9 +117,7 @@ def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored
     assert keys(config) == ["a", "b"]
 
 
-def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(
-    config: LineConfig, tmp_path: Path
-) -> None:
+def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(config, tmp_path):
     back_up(config, tmp_path / "saved")
     restoring = config.results_file.with_name("results.db.restoring")
     with closing(sqlite3.connect(shutil.copy(config.results_file, tmp_path / "other.db"))) as connection:
@@ -136,17 +128,17 @@ def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(
     assert keys(config) == ["a", "b"]
 
 
-def test_a_line_is_restored_where_nothing_of_it_is_left(config: LineConfig, tmp_path: Path) -> None:
+def test_a_line_is_restored_where_nothing_of_it_is_left(config, tmp_path):
     back_up(config, tmp_path / "saved")
     other = tmp_path / "other" / "top.yaml"
     restore(other, tmp_path / "saved")
     made = read_line(other)
     assert keys(made) == ["a", "b"]
-    assert (made.packed_folder / "calibrations" / "cls" / "r.json").read_text() == "{}"
+    assert calibration_of(made).read_text() == "{}"
     assert made.state == tmp_path / "other" / "state"
 
 
-def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tmp_path: Path) -> None:
+def test_a_backup_beside_a_running_agent_is_of_one_moment(config, tmp_path):
     with state_held(config.state), closing(ResultStore(config.results_file)) as store:
         store.record(result("c", Verdict.NG))
         while store.statistics().pending:
@@ -176,9 +168,7 @@ def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tm
         (lambda saved: _edit(saved, line="other"), "is a backup of line 'other'"),
     ],
 )
-def test_a_backup_that_is_not_as_it_was_written_changes_nothing(
-    config: LineConfig, tmp_path: Path, spoil, told
-) -> None:
+def test_a_backup_that_is_not_as_it_was_written_changes_nothing(config, tmp_path, spoil, told):
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     spoil(tmp_path / "saved")
@@ -187,7 +177,7 @@ def test_a_backup_that_is_not_as_it_was_written_changes_nothing(
     assert keys(config) == ["a", "b", "c"]
 
 
-def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config: LineConfig, tmp_path: Path) -> None:
+def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config, tmp_path):
     back_up(config, tmp_path / "saved")
     file = tmp_path / "saved" / "line.yaml"
     file.write_text(LINE.replace("resnet18", "resnet17"))
@@ -198,12 +188,12 @@ def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config: LineCo
     assert not (tmp_path / "other.yaml").exists()
 
 
-def _edit(saved: Path, **changes) -> None:
+def _edit(saved, **changes):
     manifest = saved / "backup.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
 
 
-def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config: LineConfig, tmp_path: Path) -> None:
+def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config, tmp_path):
     config.results_file.write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match="is damaged"):
         back_up(config, tmp_path / "saved")

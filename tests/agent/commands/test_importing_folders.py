@@ -2,30 +2,18 @@
 
 import json
 
-import torch
 from typer.testing import CliRunner
 
 from agent.cli.app import app
+from tests.experts.llm.importing.test_deepspeed import EXPERTS, HEADS, Gpt, write
 
-HIDDEN = 8
-TOLD = ("num_attention_heads=2", "layernorm_epsilon=1e-5", "bias_gelu_fusion=true", "checkpoint_version=3")
-
-
-def dense_checkpoint(folder):
-    """One layer without experts, flat, and no arguments beside it."""
-    shapes = {
-        "word_embeddings.weight": (10, HIDDEN), "position_embeddings.weight": (12, HIDDEN),
-        "layers.0.self_attention.query_key_value.weight": (3 * HIDDEN, HIDDEN),
-        "layers.0.self_attention.query_key_value.bias": (3 * HIDDEN,),
-        "layers.0.self_attention.dense.weight": (HIDDEN, HIDDEN), "layers.0.self_attention.dense.bias": (HIDDEN,),
-        "layers.0.mlp.dense_h_to_4h.weight": (16, HIDDEN), "layers.0.mlp.dense_h_to_4h.bias": (16,),
-        "layers.0.mlp.dense_4h_to_h.weight": (HIDDEN, 16), "layers.0.mlp.dense_4h_to_h.bias": (HIDDEN,),
-    }  # fmt: skip
-    norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "final_layernorm")
-    shapes |= {f"{norm}.{kind}": (HIDDEN,) for norm in norms for kind in ("weight", "bias")}
-    folder.mkdir()
-    torch.save({name: torch.ones(shape) for name, shape in shapes.items()}, folder / "mp_rank_00_model_states.pt")
-    return folder
+TOLD = (
+    f"num_attention_heads={HEADS}",
+    "layernorm_epsilon=1e-5",
+    "bias_gelu_fusion=true",
+    "topk=1",
+    "checkpoint_version=3",
+)
 
 
 def run(*words):
@@ -33,13 +21,13 @@ def run(*words):
 
 
 def test_what_is_not_told_is_asked_for_and_can_be_given(tmp_path):
-    source = dense_checkpoint(tmp_path / "ds")
+    source = write(tmp_path / "ds", Gpt().tensors(), args=None, version=None)
     asked = run(source, tmp_path / "out")
     assert asked.exit_code == 1
     assert "give --arg num_attention_heads=" in asked.stderr
     given = run(source, tmp_path / "out", "--json", *(word for one in TOLD for word in ("--arg", one)))
     assert given.exit_code == 0, given.stderr
-    assert json.loads(given.stdout)["moe_experts"] == [0]
+    assert json.loads(given.stdout)["moe_experts"] == list(EXPERTS)
     assert (tmp_path / "out" / "config.json").is_file()
 
 
