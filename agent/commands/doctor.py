@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 READ_BYTES = 256 * MEBIBYTE
 SLOW_DISK_BYTES_PER_S = 200_000_000  # a ResNet101 then loads in about a second
 LEAST_FREE_BYTES = 2**30
+WATCHES_FILE = Path("/proc/sys/fs/inotify/max_user_watches")
 LEAST_WATCHES = 8192  # of inotify, one per folder and subfolder
 CAMERA_S = 10.0
 CONNECT_S = 3.0
@@ -116,12 +117,10 @@ def _forms(config: LineConfig) -> Iterator[Check]:
 
 def _memory(config: LineConfig) -> Iterator[Check]:
     box = detect_box(config)
-    given = {"host": config.memory.host, "device": config.memory.device}
     for pool in box.pools:
-        size, wanted = box.size_of(pool), given[pool]
+        size, wanted, fix = box.size_of(pool), getattr(config.memory, pool) or 0, None
         found = f"{size_text(size.available_bytes)} of {size_text(size.total_bytes)} available"
-        fix = None
-        if wanted is not None and wanted > size.available_bytes:
+        if wanted > size.available_bytes:
             found += f", the line file asks for {size_text(wanted)}"
             fix = f"lower memory.{pool}, or write auto"
         yield Check(f"memory {pool}", found, fix)
@@ -183,9 +182,7 @@ def _results(config: LineConfig) -> Iterator[Check]:
         return
     is_whole = time.monotonic() - since_s < RESULTS_S
     found = damage or ("sound" if is_whole else f"sound as far as {RESULTS_S:.0f} s of reading go")
-    fix = (
-        f"at its start the agent renames it: then run coserve restore {config.document.file} BACKUP, and check the disk"
-    )
+    fix = f"the agent renames it at its start: then coserve restore {config.document.file} BACKUP, and check the disk"
     size = size_text(config.results_file.stat().st_size)
     yield Check("results", f"{config.results_file}, {size}: {found}", damage and fix)
 
@@ -215,8 +212,8 @@ def _folders(config: LineConfig) -> Iterator[Check]:
             yield Check(name, f"{there} may not be written", fix)
         else:
             yield Check(name, f"on {kind}: {seen}")
-    watches = _number_in("/proc/sys/fs/inotify/max_user_watches")
-    if config.intake.folders and watches is not None:
+    if config.intake.folders and WATCHES_FILE.exists():
+        watches = int(WATCHES_FILE.read_text())
         few = f"sysctl fs.inotify.max_user_watches={LEAST_WATCHES}" if watches < LEAST_WATCHES else None
         yield Check("inotify", f"{watches} folders may be watched", few)
 
@@ -238,14 +235,12 @@ def _secrets(config: LineConfig) -> Iterator[Check]:
         "outbox.webhook.token": None if webhook is None else webhook.token,
     }
     for name, secret in secrets.items():
-        if secret is None:
-            continue
-        try:
-            read_secret(secret)
-        except ConfigError as error:
-            yield Check(f"secret {name}", error.message, "write the secret there; in a unit use LoadCredential=")
-        else:
-            yield Check(f"secret {name}", "can be read")
+        if secret is not None:
+            try:
+                read_secret(secret)
+                yield Check(f"secret {name}", "can be read")
+            except ConfigError as error:
+                yield Check(f"secret {name}", error.message, "write the secret there; in a unit use LoadCredential=")
 
 
 def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:
@@ -257,12 +252,8 @@ def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:
             fix = None if os.access(folder, os.W_OK) else f"let the agent's user write into {folder}"
             yield Check(f"address {address}", f"in {folder}", fix)
         else:
-            fault = _cannot_bind(address)
-            yield Check(
-                f"address {address}",
-                fault or "free",
-                fault and "stop the program that listens there, or use another port",
-            )
+            fault, fix = _cannot_bind(address), "stop the program that listens there, or use another port"
+            yield Check(f"address {address}", fault or "free", fault and fix)
 
 
 def _cannot_bind(address: str) -> str | None:
@@ -308,10 +299,3 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
 
 def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
-
-
-def _number_in(file: str) -> int | None:
-    try:
-        return int(Path(file).read_text())
-    except (OSError, ValueError):
-        return None

@@ -13,7 +13,7 @@ from experts.backends.forms import FORMS
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.runtime.machine.box import Box
     from experts.expert import Expert
@@ -61,8 +61,13 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """Reasons why a profile is not valid for a box. Memory counts only below the profile's budget."""
-    budgets = profile.allocation.budget_bytes
-    return (*differences(profile.box, box), *_shrunken(budgets, box))
+    sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}  # the host's
+    shrunken = (
+        f"the {pool} memory is {mib(size_bytes)} now, the profile shares out {mib(budget_bytes)}"
+        for pool, budget_bytes in profile.allocation.budget_bytes.items()
+        if (size_bytes := sizes.get(pool)) is not None and size_bytes < budget_bytes
+    )
+    return (*differences(profile.box, box), *shrunken)
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
@@ -81,15 +86,6 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> tuple[str, ...]:
         ("oneDNN's forms on this CPU are", then.forms or "none", now.forms or "none"),
     )
     return tuple(f"{fact} {here} now, {there} in the profile" for fact, there, here in facts if here != there)
-
-
-def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
-    """Memories smaller than their budget. An emulated device has no memory of its own, so it is skipped."""
-    sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
-    for pool, budget_bytes in budgets.items():
-        size_bytes = sizes.get(pool)
-        if size_bytes is not None and size_bytes < budget_bytes:
-            yield f"the {pool} memory is {mib(size_bytes)} now, the profile shares out {mib(budget_bytes)}"
 
 
 def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:

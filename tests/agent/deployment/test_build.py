@@ -106,15 +106,10 @@ ALLOCATION = Allocation(
 
 
 def kind_profile(kind, processor, precision):
-    times = {
-        "threads": detect("cpu").cores,
-        "K_s": 0.25,
-        "B_s": 0.125,
-        "max_batch": 3,
-        "load_s": {"ssd": 0.02, "host": 0.002},
-    }
+    times = {"K_s": 0.25, "B_s": 0.125, "max_batch": 3, "load_s": {"ssd": 0.02, "host": 0.002}}
     sizes = {"weight_bytes": MIB, "workspace_base_bytes": 64, "workspace_bytes": MIB - 64}
-    return kind_of(kind, precision, processor=processor, batches=(), **times, **sizes)
+    cores = detect("cpu").cores
+    return kind_of(kind, precision, processor=processor, threads=cores, batches=(), **times, **sizes)
 
 
 @pytest.fixture

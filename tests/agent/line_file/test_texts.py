@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from agent.config import usage_probabilities
 from tests.agent.line_files import line_of, problems_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEXTS = """\
 line: top
@@ -46,7 +41,7 @@ boards:
 MIXED = TEXTS.replace("texts:\n", IMAGES + "texts:\n")
 
 
-def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_path: Path) -> None:
+def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_path):
     config = line_of(tmp_path, TEXTS)
     assert (config.texts.kv, config.catalog.components) == (64 * 2**20, {})
     routes = config.catalog.texts
@@ -56,7 +51,7 @@ def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_p
     assert [routes["by-rule"].expert_for(text) for text in ("7", "seven")] == ["llm/maths", "llm/manuals"]
 
 
-def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tmp_path: Path) -> None:
+def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tmp_path):
     catalog = line_of(tmp_path, MIXED).catalog
     assert sorted(catalog.graph.routes) == ["assistant", "resistor"]
     assert catalog.components.keys() == {"resistor"}
@@ -66,7 +61,7 @@ def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tm
     assert catalog.texts["assistant"].experts == ("llm/manuals", "llm/code", "llm/router", "llm/maths")
 
 
-def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
+def test_a_route_of_texts_counts_as_one_component(tmp_path):
     usage = usage_probabilities(line_of(tmp_path, MIXED))
     assert usage["cls/r"] == pytest.approx(0.8)
     assert usage["llm/router"] == pytest.approx(0.1 / 3)  # two rules, and what they leave
@@ -101,13 +96,13 @@ def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
         ("      otherwise: llm/manuals\n    by", "      otherwis: llm/manuals\n    by", "otherwis: unknown key"),
     ],
 )  # fmt: skip
-def test_a_wrong_key_is_told_with_its_place_and_remedy(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_a_wrong_key_is_told_with_its_place_and_remedy(tmp_path, good, bad, expected):
     assert good in MIXED
     found = problems_of(tmp_path, MIXED.replace(good, bad))
     assert any(expected in problem for problem in found), found
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
     text = MIXED.replace("expert: llm/maths}]", "expert: llm/x}]").replace("router: llm/router", "router: llm/y")
     assert len(problems_of(tmp_path, text)) == 2
     text = "line: top\nstate: state\nexperts:\n" + IMAGES + "texts: {kv: 1GiB}\n"  # and no language model
