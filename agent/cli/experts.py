@@ -98,8 +98,8 @@ def import_expert(
         imported = bring(source, destination)
     size_bytes, said = destination.stat().st_size, imported.said
     row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
-    told = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
-    say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *told, NEXT])
+    remarks = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
+    say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *remarks, NEXT])
 
 
 @experts_app.command("add")
@@ -171,18 +171,18 @@ def add_expert(
     given |= {key: _of_input(key, text) for key, text in (("normalize", normalize), ("fit", fit)) if text}
     log_to_stderr(logging.WARNING)
     with explained():
-        from agent.commands.adding import Wishes, add_model, told_lines  # loads torch
+        from agent.commands.adding import Wishes, add_model, page_lines  # loads torch
 
         added = add_model(line, file, Wishes(**given))
     if as_json:
         print(json.dumps(added.as_json()))
         return
-    told = "\n".join(told_lines(line, file, added))
+    page = "\n".join(page_lines(line, file, added))
     if prints:
-        sys.stderr.write(f"{told}\n")
+        sys.stderr.write(f"{page}\n")
         print(added.lines, end="")
     else:
-        print(told)
+        print(page)
 
 
 @experts_app.command("verify")

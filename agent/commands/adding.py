@@ -49,7 +49,7 @@ KEYS = ("architecture", "task", "labels", "otherwise", "size", "normalize", "fit
 ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
-LABELS_TOLD = 100  # of a file, if the line has other names
+LABELS_OF_FILE = 100  # of a file, if the line has other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +231,9 @@ class _Settled:
 
 def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
     fit = described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None
-    kind, told = described.kind or wishes.kind, ("task", "labels", "size", "normalize")
+    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize")
     return replace(
-        described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in told}
+        described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in keys}
     )
 
 
@@ -242,8 +242,8 @@ def _missing_facts(described: ModelDescription, known: ModelDescription, wishes:
     if wishes.fit is not None:
         missing.pop("fit", None)
     elif known.fit is not None and described.size not in {None, known.size}:
-        told = f"{rendered(known.fit)} ({described.sure['fit']})"
-        missing["fit"] = f"the file has {told}, for another size: {FIT_OPTIONS}"
+        found = f"{rendered(known.fit)} ({described.sure['fit']})"
+        missing["fit"] = f"the file has {found}, for another size: {FIT_OPTIONS}"
     if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
         missing["otherwise"] = ONE_LABEL_OF_TWO
     return missing
@@ -271,9 +271,9 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
     for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
-        given, told = getattr(wishes, key), getattr(described, key, None)
-        if given is not None and told is not None and told != given:
-            shown = _shown(list(told) if isinstance(told, tuple) else told, maximum=LABELS_TOLD)
+        given, found = getattr(wishes, key), getattr(described, key, None)
+        if given is not None and found is not None and found != given:
+            shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)
             sure[key] = f"given by --{key}; the file has {shown} ({described.sure[key]})"
         elif given is not None:
             sure[key] = f"given by --{key}"
@@ -366,7 +366,7 @@ def _made_up(height: int, width: int) -> NDArray[np.uint8]:
     return image.clip(0, 255).astype(np.uint8)
 
 
-def told_lines(line: Path, file: Path, added: Added) -> list[str]:
+def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
     values = {"task": "multiclass", **entry, **entry["input"]}
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"

@@ -212,7 +212,7 @@ def _refuse_unpacked(
         if name not in without and form not in packed.get(name, {}):
             is_written = form != config.precision or form == written
             step = "" if is_written else f"write `precision: {form}` into the line file, then "
-            told = f"not packed in {form} - {step}run {profiling}{', which packs it' if is_written else ''}"
-            problems.append(config.document.error(told, "experts", name))
+            lack = f"not packed in {form} - {step}run {profiling}{', which packs it' if is_written else ''}"
+            problems.append(config.document.error(lack, "experts", name))
     if problems:
         raise ConfigError.of(problems)

@@ -225,8 +225,8 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
         runs[copy.expert.id][copy.packed.precision] = copy.packed
     for name, expert in config.catalog.experts.items():
         now = agent.expert(name)
-        then, lies = ran[now], runs[name]
-        is_same = agent.config.catalog.experts.get(name) == expert and lies == then
+        then, packed = ran[now], runs[name]
+        is_same = agent.config.catalog.experts.get(name) == expert and packed == then
         unheard = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
         names[name] = now if is_same and now in _served(agent) else unheard
     return names

@@ -111,7 +111,7 @@ class FolderSection(Section):
     duplicate: Literal["reinspect", "skip"] = Field(
         "reinspect",
         description="the same bytes again for the same board, component and ref: reinspect (judge them again) or skip "
-        "(they get the verdict of the first, OK or NG, and no expert is asked)",
+        "(they get the verdict of the first, OK or NG, and no expert runs)",
     )
     max_pixels: MaxPixels = Field(
         DEFAULT_MAX_PIXELS,
