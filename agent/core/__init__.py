@@ -1,1 +1,1 @@
-"""Decides. Pure: no torch, thread, clock, file or log. One state machine: Engine.handle(event, now) -> effects."""
+"""State machine of all decisions: Engine.handle(event, now) -> effects. Pure: no torch, thread, clock, file or log."""

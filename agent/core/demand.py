@@ -1,21 +1,21 @@
-"""Demand: which copies are wanted, how strongly, and what makes room for them.
+"""Demand: which copies are wanted, how strongly, and which copies they evict.
 
-Wishes are claimed in this order whenever something may have come free:
+Wishes are claimed in this order whenever room or a link may be free:
 
     overdue          heads of queues with a request that has waited beyond the overtaking bound, oldest first; a memory
-                     where one of them lacks room is *full*: no younger claim takes room that comes free there
-    the heads        of all queues, before their executors are idle where the policy overlaps; a memory where one finds
-                     no room is *short*
-    the next groups  prefetch, while a link that could serve one of them is free; free room only in a short memory
+                     where such a head lacks room is *full*: no younger claim takes room there
+    the heads        of all queues, before their executors are idle where the policy overlaps; a memory without room
+                     for such a head is *short*
+    the next groups  prefetch, while a link for them is free; in a short memory only into free room
     spare room       of memories neither full nor short: experts that may follow a running one (speculation), then the
-                     placement at the start (section 4.1)
+                     initial placement (section 4.1)
 
-A copy loaded for a request of idle precedence, and that no queue waits for, is *spare*: it leaves first. While such a
-request runs or loads in a memory, no other copy leaves that memory.
+A *spare* copy was loaded for a request of idle precedence, and no queue waits for it: spare copies are evicted first.
+While a request of idle precedence runs or loads in a memory, no other copy is evicted there.
 
 Guarantees: each move is reserved in the ledger before its effect, evictions before the load that needs their room; at
-most ``loads_in_flight`` loads from one source; a failed load is retried once its pause is over; a pinned expert is
-placed sooner or later; no expert in quarantine or on probation is loaded for spare room.
+most ``loads_in_flight`` loads from one source; a failed load is retried after its pause; a pinned expert is
+eventually placed; no expert in quarantine or on probation is loaded for spare room.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from agent.core.queue import ExecutorQueue, Group
 
 PREFETCH_GROUPS = 16  # of each queue, behind its head; arbitrary
-LONG_QUEUE_S = 5.0  # a longer queue is run in order, however late its requests may be
-PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time left; arbitrary
+LONG_QUEUE_S = 5.0  # a longer queue runs in order, however late its requests
+PATIENCE = 0.5  # of the overtaking bound: after that wait a head has no time left; arbitrary
 
 
 class Evicts(Enum):
@@ -73,7 +73,7 @@ class Claim:
 
 # The table of claims, from strong to weak.
 # Head of a queue beyond the overtaking bound. It spares only heads that are older still, keeps its place on the link,
-# evicts bit by bit, and reserves copies in use: executors that take turns on a copy cannot keep it forever.
+# evicts copy by copy, and reserves copies in use: executors that alternate on a copy cannot keep it forever.
 OVERDUE = Claim(Evicts.ANY, by_cache=True)
 DEMAND = Claim(Evicts.ANY, by_cache=True, makes_short=True)  # head of a queue
 PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that ranks first
@@ -81,7 +81,7 @@ PREFETCH = Claim(Evicts.USED_LATER, by_cache=True, stages=True, makes_short=True
 BYPASS = Claim(Evicts.NOT_QUEUED, by_cache=True, stages=True, makes_short=True)  # passes a group at a busy link
 STAGE = Claim(Evicts.NOT_QUEUED, spares_heads=False)  # a later group's copy, for the host while the device is full
 CACHE = Claim(Evicts.LESS_USED, spares_heads=False)  # a copy for the host on its way to the device
-PINNED = Claim(Evicts.NOT_QUEUED)  # an expert that stays in memory and is not there
+PINNED = Claim(Evicts.NOT_QUEUED)  # a pinned expert that is not resident
 EARLY = Claim(Evicts.NOTHING)  # a group of a short queue that has other work first: its victim is chosen later
 SPARE = Claim(Evicts.NOTHING)  # initial placement of others, speculation, experts on probation
 IDLE = Claim(Evicts.NOTHING, makes_short=True)  # head of a queue, of idle precedence; takes no place on the link
@@ -92,14 +92,14 @@ class Answer(Enum):
     STARTED = auto()
     NO_ROOM = auto()
     BUSY = auto()  # ``loads_in_flight`` loads from that source are under way
-    WAIT = auto()  # the copy is on its way to the host, or its failed load pauses
+    WAIT = auto()  # the copy is being loaded into the host, or its failed load pauses
 
 
 # -- wishes of queues --
 
 
 def _upcoming(state: State) -> Iterator[Wish]:
-    """Copies that are not there yet of the groups behind each head: by place, then by executor."""
+    """Missing copies of the groups behind each head, by position, then by executor."""
     pools = state.pools
     fronts = [(queue, pools[queue.spec.pool], head) for queue in state.queues if (head := queue.front) is not None]
     for _ in range(PREFETCH_GROUPS):
@@ -110,7 +110,7 @@ def _upcoming(state: State) -> Iterator[Wish]:
 
 
 def _heads(state: State, since_s: Callable[[Group], float]) -> list[tuple[float, int, ExecutorQueue, Group]]:
-    """The head of every queue, oldest first, then by executor."""
+    """Heads of all queues, oldest first, then by executor."""
     heads = [(queue, head) for queue in state.queues if (head := queue.front) is not None]
     return sorted((since_s(head), queue.spec.id, queue, head) for queue, head in heads)
 
@@ -125,10 +125,10 @@ def _wish(queue: ExecutorQueue, group: Group) -> Wish:
 def initial_placement(
     usage: dict[str, float], executors: Sequence[ExecutorSpec], runs_on: Mapping[str, Mapping[str, ExpertProfile]]
 ) -> Iterator[tuple[ExecutorSpec, str]]:
-    """Experts dealt round-robin to the pools, in descending usage probability (section 4.1).
+    """Deal experts round-robin to the pools, in descending usage probability (section 4.1).
 
-    ``runs_on[processor]``: experts that can run there. One executor stands for its pool; an expert that cannot
-    run in the pool next in turn goes to the next pool where it can.
+    ``runs_on[processor]``: experts that can run there. One executor represents its pool. An expert skips pools where
+    it cannot run.
     """
     pools = deque([*{spec.pool: spec for spec in reversed(executors)}.values()][::-1])
     for expert in sorted(usage, key=lambda name: (-usage[name], name)):
@@ -143,7 +143,7 @@ def place(state: State, expert: str, spec: ExecutorSpec) -> None:
 
 
 def place_pinned(state: State, expert: str) -> bool:
-    """Place a pinned expert at its home; False for any other, which is loaded when a request needs it."""
+    """Place a pinned expert at its home; False for an unpinned expert, which is loaded on demand."""
     home = state.line.homes.get(expert)
     if home is not None:
         place(state, expert, home)
@@ -151,7 +151,7 @@ def place_pinned(state: State, expert: str) -> bool:
 
 
 def place_due(state: State, since_s: float) -> None:
-    """Wish for experts on probation for failed loads whose pause ended after ``since_s``."""
+    """Wish for experts on probation (failed loads) whose pause ended after ``since_s``."""
     if state.is_draining:
         return
     for expert, probation in state.probations.items():
@@ -162,7 +162,7 @@ def place_due(state: State, since_s: float) -> None:
 
 
 def change_line(state: State, line: ServedLine) -> None:
-    """Wish for experts that are new or newly pinned, and no more for those that left the line."""
+    """Wish for new and newly pinned experts; drop the wishes for experts that left the line."""
     before, state.line = state.line, line
     pin_copies(state)
     for waiting in (state.placements, state.speculations):
@@ -175,7 +175,7 @@ def change_line(state: State, line: ServedLine) -> None:
 
 
 def pin_copies(state: State) -> None:
-    """Pin the copies of pinned experts at their homes, but none that a memory merely caches for another."""
+    """Pin the copies of pinned experts at their homes; copies cached for another memory stay unpinned."""
     rows = state.line.matrix.experts
     copies = {row.copy for column in rows.values() for row in column.values()}
     state.setbacks = {where: setback for where, setback in state.setbacks.items() if where[1] in copies}
@@ -192,7 +192,7 @@ def pin_copies(state: State) -> None:
 
 
 def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
-    """Wish for the experts that may follow one that runs."""
+    """Wish for the experts that may follow a running one."""
     if state.policy.overlapping:
         able = state.line.matrix.experts[spec.processor]
         following = (name for name in state.line.graph.subsequents(expert) if name in able)
@@ -200,7 +200,7 @@ def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
 
 
 def first_wishes(state: State) -> Iterator[Wish]:
-    """Pinned experts at their homes, then those that the policy places before the first request."""
+    """Pinned experts at their homes, then the policy's initial placement."""
     line, executors = state.line, [queue.spec for queue in state.queues]
     for expert, spec in line.homes.items():
         yield _spare_wish(state, spec, expert)
@@ -214,11 +214,11 @@ def _spare_wish(state: State, spec: ExecutorSpec, expert: str) -> Wish:
     return Wish(spec, expert, state.line.matrix.experts[spec.processor][expert], state.now, state.now)
 
 
-# -- claims, whenever something may have come free --
+# -- claims, whenever room or a link may be free --
 
 
 def claim_overdue(state: State) -> None:
-    """Claim for overdue heads, and find the memories that are full."""
+    """Claim for overdue heads, and find the full memories."""
     for found in (state.kept_free, state.reserved, state.all_queued, state.full, state.short):
         found.clear()
     if not state.policy.bounded:
@@ -241,7 +241,7 @@ def claim_overdue(state: State) -> None:
 
 
 def claim(state: State) -> None:
-    """Claim for all other wishes, once every batch that can has started."""
+    """Claim for all other wishes, after every possible batch has started."""
     is_idle = state.queued_idle is not None
     for _, executor, queue, head in _heads(state, lambda head: head.opened_s):
         if state.policy.overlapping or executor not in state.running:
@@ -263,7 +263,7 @@ def switch_s(state: State, spec: ExecutorSpec, profile: ExpertProfile) -> float:
 
 
 def executors_to_spare(state: State, expert: str) -> set[int]:
-    """Executors that an expert can run on without an eviction of anything but spare copies."""
+    """Executors that can run an expert without evicting any copy but spare ones."""
     able = set()
     for spec, row in state.rows_of(expert):
         pool = state.pools[spec.pool]
@@ -284,9 +284,9 @@ def _head_claim(state: State, wish: Wish) -> Claim:
 
 
 def _has_time(state: State, wish: Wish) -> bool:
-    """Is the wish young and its queue short? Then its victim is chosen later, when more of the queue is known.
+    """True if the wish is young and its queue short: its victim is chosen later, when more of the queue is known.
 
-    Never on a device with a memory in front of it: its early loads come from there, not from the SSD.
+    False on a device with a memory in front of it, which loads early from that memory, not from the SSD.
     """
     if state.pools[wish.spec.pool].spec.cache is not None:
         return False
@@ -295,7 +295,7 @@ def _has_time(state: State, wish: Wish) -> bool:
 
 
 def _claim_one(state: State, wish: Wish, claim: Claim, *, is_later: bool = False) -> Answer:
-    """A full memory gives no room, and a short one gives later groups free room only; both may stage."""
+    """Claim room: none in a full memory, only free room for later groups in a short one; both may stage."""
     is_full, is_short = wish.spec.pool in state.full, is_later and wish.spec.pool in state.short
     if is_full or is_short:
         staged = _stage(state, wish, claim)
@@ -318,7 +318,7 @@ def _prefetch(state: State) -> None:
 
 
 def _may_prefetch(state: State) -> bool:
-    """Could a load for a later group start: from the SSD, or from a memory into one that has room?"""
+    """True if a link for a later group is free: the SSD's, or that of a cache whose device has room."""
     if not _is_busy(state, SSD):
         return True
     lacking = state.full | state.short
@@ -327,7 +327,7 @@ def _may_prefetch(state: State) -> bool:
 
 
 def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
-    """Have a copy in the memory in front of the wish's pool, while that pool is full."""
+    """Load a copy into the memory in front of the wish's pool, while that pool is full."""
     pool, copy = state.pools[wish.spec.pool], wish.profile.copy
     if not claim.stages or pool.spec.cache is None or pool.entry(copy) is not None:
         return Answer.NO_ROOM
@@ -336,7 +336,7 @@ def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
 
 
 def _load_placements(state: State) -> None:
-    """Load as far as there is room and a link; a pinned expert may evict others, and waits for room."""
+    """Load placements while room and a link are free; a pinned expert may evict others, and waits for room."""
     for _ in range(len(state.placements)):
         wish = state.placements.popleft()
         if not _may_load(state, wish.expert):
@@ -364,7 +364,7 @@ def _may_load(state: State, expert: str) -> bool:
 
 
 def _bring(state: State, wish: Wish, claim: Claim) -> Answer:
-    """Have a copy in the wish's pool, if that takes a load and the claim is strong enough for its room."""
+    """Start the load that brings a copy to the wish's pool, if the claim is strong enough for its room."""
     pool, copy = state.pools[wish.spec.pool], wish.profile.copy
     if pool.entry(copy) is not None:
         return Answer.HERE
@@ -430,7 +430,7 @@ def _source_of(state: State, pool: ModelPool, copy: str) -> str:
 
 
 def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
-    """Evict spare copies, oldest first, then what the claim may evict; False if the copy has no room even so."""
+    """Evict spare copies, oldest first, then copies that the claim may evict; False if the room stays too small."""
     footprint = wish.profile.footprint
     short = pool.needed_bytes(footprint) - pool.free_bytes
     for entry in _spare_copies(state, pool) if short > 0 else ():
@@ -448,7 +448,7 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
     strategy = STRATEGIES[state.policy.evicting]
     ranked = strategy.ranked(_candidates(state, pool, wish, claim))
     if claim is STAGE and not ranked:
-        state.all_queued.add(pool.name)  # only loads begin in this look, which makes nothing less queued
+        state.all_queued.add(pool.name)  # only loads start in this round, so no copy gets less queued
     chosen = victims(ranked, short, pool.holders, frozenset(shared.id for shared in footprint.shared))
     if claim is PATIENT and chosen is not None and not all(pool.is_evictable(each.copy) for each in chosen):
         return False
@@ -469,7 +469,7 @@ def _spare_copies(state: State, pool: ModelPool) -> list[PoolEntry]:
 def _candidates(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> Iterator[EvictionCandidate]:
     """Copies that a claim may evict.
 
-    While queues are long most claims find none, so the cheap questions come first.
+    With long queues most claims find none, so the cheap checks come first.
     """
     heads = _spared_heads(state, pool, wish, claim)
     spared_until_s, usage_below = _bounds(state, wish, claim)
@@ -485,10 +485,10 @@ def _candidates(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> Iter
 
 
 def _soon_free(state: State, pool: ModelPool) -> frozenset[str]:
-    """Copies that become evictable once their present use is over, if no request comes for them.
+    """Unawaited copies in use, which become evictable when that use ends.
 
-    None while a loaded copy there went unused: its usage probability was too high, so a copy that was just used is no
-    worse a victim.
+    Empty while a loaded copy there is unused: its usage probability was too high, so recently used copies are not
+    preferred as victims.
     """
     awaited = _awaited(state, pool)
     unawaited = [entry for entry in pool.entries() if entry.expert not in awaited]
@@ -503,18 +503,18 @@ def _awaited(state: State, pool: ModelPool) -> Collection[str]:
 
 
 def _spared_heads(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> frozenset[str]:
-    """Copies that the heads of this memory's other queues run on, and that the claim leaves there."""
+    """Copies of the heads of this memory's other queues, which the claim must not evict."""
     if not claim.spares_heads:
         return frozenset()
     others = [queue for queue in state.users[pool.name] if queue.spec.id != wish.spec.id]
     heads = [head for queue in others if (head := queue.front) is not None]
-    if state.policy.overlapping:  # else the other executor may wait for this very wish, or for one like it
+    if state.policy.overlapping:  # else the other executor may wait for this load, or for a similar one
         heads += [group for queue in others for group in queue.ongoing.values()]
     return frozenset(head.profile.copy for head in heads if claim is not OVERDUE or head.oldest_s <= wish.since_s)
 
 
 def _bounds(state: State, wish: Wish, claim: Claim) -> tuple[float, float]:
-    """A claim leaves copies used until the first, and experts used as often as the second or more."""
+    """Limits of a claim: it keeps copies used at or before the first, and experts of at least the second usage."""
     if claim.evicts is Evicts.USED_LATER:
         return wish.starts_s, math.inf
     if claim.evicts is Evicts.NOT_QUEUED:
@@ -534,7 +534,7 @@ def _candidate(state: State, entry: PoolEntry, next_use_s: float | None) -> Evic
 def _next_use_s(state: State, pool: ModelPool, entry: PoolEntry, soon_s: float = -math.inf) -> float | None:
     """Predicted time of a copy's next queued use in this memory, or, for a cache, in the memory that it feeds.
 
-    Of several uses until ``soon_s`` any may be returned.
+    Any use at or before ``soon_s`` may be returned, not only the earliest.
     """
     users = state.users[pool.spec.name]
     for fed in state.fed[pool.spec.name]:
@@ -551,7 +551,7 @@ def _next_use_s(state: State, pool: ModelPool, entry: PoolEntry, soon_s: float =
 
 
 def _lacks_preliminary(state: State, expert: str) -> bool:
-    """Section 4.3, stage 1: a subsequent expert none of whose preliminary experts is resident or awaited."""
+    """True for a subsequent expert whose preliminary experts are all absent and unawaited (section 4.3, stage 1)."""
     preliminaries = state.line.graph.preliminaries(expert)
     return bool(preliminaries) and not any(state.presence[name] > 0 or state.is_awaited(name) for name in preliminaries)
 
@@ -566,7 +566,7 @@ def _evict(
 
 
 def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
-    """Evict in order of rank, until no more than ``to_bytes`` are used there or no further copy may go."""
+    """Evict in order of rank, until at most ``to_bytes`` are used or no copy is evictable."""
     strategy = STRATEGIES[state.policy.evicting]
     evictable = [entry for entry in pool.entries() if entry.is_evictable]
     ranked = strategy.ranked(_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable)
@@ -580,7 +580,7 @@ def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
 
 
 def discard(state: State, expert: str) -> None:
-    """Evict an expert that no request may use from every memory where no batch and no load uses it."""
+    """Evict an expert that requests must not use; copies used by a batch or a load stay."""
     for pool in state.pools.values():
         for entry in [entry for entry in pool.entries() if entry.expert == expert]:
             if entry.uses == 0 and entry.is_resident:
@@ -588,7 +588,7 @@ def discard(state: State, expert: str) -> None:
 
 
 def discard_if_gone(state: State, expert: str) -> None:
-    """Discard an expert in quarantine, or of an earlier line that no request waits for."""
+    """Discard a quarantined expert, or a retired one that no request waits for."""
     is_done = expert in state.line.retired and not state.is_awaited(expert)
     if is_done or expert in state.quarantined:
         discard(state, expert)

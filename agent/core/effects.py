@@ -1,4 +1,4 @@
-"""Effects, from the Engine to the shell: imperatives, in the order to carry them out, and decisions for the record."""
+"""Effects, from the Engine to the shell: imperatives, in order of execution, and decisions for the record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class StartLoad:
     """Bring a copy into ``pool`` from ``source``, the SSD or the caching pool. Answer Loaded or LoadFailed.
 
-    ``size_bytes``: reserved in the ledger; shared tensors that are there already are neither counted nor moved.
+    ``size_bytes``: reserved in the ledger; resident shared tensors are neither counted nor moved.
     """
 
     load: int
@@ -34,10 +34,10 @@ class StartBatch:
 
 
 class Prepare(NamedTuple):
-    """Prepare a request's image for an expert, earliest ``due_s`` first; nothing is answered.
+    """Prepare a request's image for an expert, earliest ``due_s`` first. Needs no answer.
 
-    Earlier forms of the image are reused; forms not named any more are released. ``later``: experts that may follow,
-    for which up to ``later_bytes`` are kept. ``executor``: runs the batch. A tuple: one per image and step.
+    Existing forms of the image are reused; forms no longer named are released. ``later``: experts that may follow,
+    for which up to ``later_bytes`` are kept. ``executor``: runs the batch. A tuple for speed: one per image and step.
     """
 
     request: int
@@ -50,14 +50,14 @@ class Prepare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Release a request's prepared image, but for the form that a running batch uses."""
+    """Release a request's prepared image, except the form that a running batch uses."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Release the memory of a begun request. Its text stays, and is read again after the prompt."""
+    """Release the memory of a begun request. The text written so far is kept, and read again after the prompt."""
 
     request: int
     executor: int
@@ -65,7 +65,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why a copy left. ``for_copy``: the newcomer, "" where memory ran short; ``candidates`` in ranked order."""
+    """Reason of an eviction. ``for_copy``: the newcomer, "" where memory ran short; ``candidates`` in ranked order."""
 
     for_copy: str
     needed_bytes: int
@@ -74,8 +74,7 @@ class EvictionDecision:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """A copy leaves a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = it has a queued use,
-    0 = not by rank (LRU, FIFO, quarantine, probation, a spare copy)."""
+    """Evict a copy from a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = queued use, 0 = not by rank (LRU, FIFO, quarantine, probation, a spare copy)."""
 
     expert: str
     copy: str
@@ -86,7 +85,7 @@ class Evict:
 
 
 class AssignmentCandidate(NamedTuple):
-    """One executor as the assignment saw it. A tuple: one per executor and request."""
+    """Executor considered for a request. A tuple for speed: one per executor and request."""
 
     executor: int
     queue_s: float
@@ -95,7 +94,7 @@ class AssignmentCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """The executor of a request, and why. Nothing to carry out."""
+    """Executor chosen for a request, with the candidates. Only recorded."""
 
     request: int
     expert: str
@@ -105,16 +104,16 @@ class Assigned:
 
 
 class Standing(StrEnum):
-    """Whether requests may use an expert."""
+    """Permission of requests to use an expert."""
 
     SERVING = "serving"
-    PROBATION = "probation"  # not now: its requests end UNKNOWN, and a trial follows
-    QUARANTINE = "quarantine"  # never again
+    PROBATION = "probation"  # its requests end UNKNOWN until a trial succeeds
+    QUARANTINE = "quarantine"  # final
 
 
 @dataclass(frozen=True, slots=True)
 class StandingChanged:
-    """An expert failed, or serves again. ``retry_s``: seconds until a trial on probation. Nothing to carry out."""
+    """An expert failed, or serves again. ``retry_s``: seconds until a trial on probation. Only recorded."""
 
     expert: str
     standing: Standing
@@ -124,9 +123,9 @@ class StandingChanged:
 
 @dataclass(frozen=True, slots=True)
 class FellBack:
-    """An expert failed too often in a memory: its requests there wait on other executors.
+    """An expert failed too often in a memory: its requests there moved to other executors.
 
-    ``retry_s``: seconds until a retry there. Nothing to carry out.
+    ``retry_s``: seconds until a retry there. Only recorded.
     """
 
     expert: str
@@ -139,7 +138,7 @@ class FellBack:
 
 @dataclass(frozen=True, slots=True)
 class BudgetChanged:
-    """A new budget for the weights in a memory: lower, as the box has less than was planned, or higher again."""
+    """New budget for the weights in a memory: lower after a shortage of memory, or raised again."""
 
     pool: str
     before_bytes: int
@@ -149,7 +148,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class LeasesChanged:
-    """A new budget for leases in a memory, for the same reasons as ``BudgetChanged``."""
+    """New budget for leases in a memory, for the same reasons as ``BudgetChanged``."""
 
     pool: str
     before_bytes: int

@@ -1,23 +1,23 @@
 """The Engine: one state machine that takes events and answers with effects. It decides; the shell does.
 
 An image is one unit of work, and its batch runs to the end. A request that counts in tokens leases memory from its
-first batch to the end of its step, and runs in quanta, together with requests that came meanwhile.
+first batch to the end of its step, and runs in quanta; new requests join between quanta.
 
 Guarantees, for any events in any order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered all loads and batches;
-    a request of idle precedence delays no other by more than the batch of one image, and the load, that began;
-    an expert whose failures may pass is tried again after bounded pauses; quarantine is for causes that cannot pass;
+    a request of idle precedence delays no other by more than one image's batch and one load, already started;
+    an expert with transient failures is retried after bounded pauses; quarantine is for permanent causes;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
-    ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
+    ``handle`` never blocks and never raises: an invalid event is counted and otherwise ignored;
     equal events at equal times give equal effects;
     overlapping policy: no executor is idle while it has a request whose expert is resident, unless an overdue head
     waits for the room of that expert, or the request cannot have its lease yet;
-    bounded policy: the head whose oldest request has waited longest, for ``max_overtake_s`` or more, gets the next room
-    that comes free and the next place on the link. No request whose expert is resident and that could begin is
-    overtaken by one that came ``max_overtake_s`` or more after it, but in the batch of images after a quantum.
-Assumes: each StartLoad and StartBatch is answered by exactly one event, the batches of one executor in their order; a
-Tick comes when ``next_wakeup_s`` has passed without another event; each quantum leaves its requests less work than
-before, or needs a larger lease, and never more than the most that was named when they arrived.
+    bounded policy: the head whose oldest request has waited longest, for ``max_overtake_s`` or more, gets the next free
+    room and the next place on the link. No request whose expert is resident and that could begin is
+    overtaken by one that came ``max_overtake_s`` or more after it, except by the batch of images after a quantum.
+Assumes: each StartLoad and StartBatch is answered by exactly one event, in order for the batches of one executor. A
+Tick arrives when ``next_wakeup_s`` has passed without another event. Each quantum reduces the work of its requests or
+enlarges their leases, never above the maximum given at arrival.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """See the module. Raises MemoryExceeded at construction if an expert can never fit where it has to run."""
+    """Raises MemoryExceeded at construction if an expert can never fit where it has to run."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Engine:
         return state.effects
 
     def next_wakeup_s(self) -> float | None:
-        """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
+        """Time of the next Tick if no other event arrives before; None if time alone changes nothing."""
         return failures.next_wakeup_s(self._state)
 
     def statistics(self) -> EngineStatistics:
@@ -108,7 +108,7 @@ class Engine:
         check_invariants(self._state)
 
 
-# -- transitions: each returns whether something may be able to move now --
+# -- transitions: each returns True if a batch or a load may start now --
 
 
 def _started(state: State, _: events.Started) -> bool:
@@ -194,7 +194,7 @@ def _batch_ran(state: State, event: events.Finished | events.Progressed) -> bool
 
 
 def _mismatch(event: events.Finished | events.Progressed, batch: Batch) -> str | None:
-    """Reason why an answer does not fit its batch, if it does not."""
+    """Reason why an answer does not fit its batch; None for a valid answer."""
     if isinstance(event, events.Finished):
         images, results = len(batch.requests), len(event.results)
         return f"{results} results for {images} images" if results != images else None
@@ -299,7 +299,7 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
 }
 
 
-# -- what has to fit --
+# -- room that every expert needs --
 
 
 def _refuse_misfits(state: State) -> None:
@@ -318,7 +318,7 @@ def _refuse_misfits(state: State) -> None:
 
 
 def _guarantee_workspaces(state: State) -> None:
-    """Each executor may always run one image of each of its experts."""
+    """Guarantee each executor the workspace of one image of each of its experts."""
     for queue in state.queues:
         profiles = state.line.matrix.experts[queue.spec.processor].values()
         largest = max((each.performance.workspace_for(1) for each in profiles), default=0)

@@ -1,4 +1,4 @@
-"""Events, from the shell to the Engine: past facts. Exactly one of them answers each StartLoad and StartBatch."""
+"""Events, from the shell to the Engine: past facts. Exactly one event answers each StartLoad and StartBatch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load is complete: the copy can run, or be copied on."""
+    """A load is complete: the copy can run, or be copied to another memory."""
 
     load: int
 
@@ -44,7 +44,7 @@ class Loaded:
 class LoadFailed:
     """A load failed. ``permanent``: the weights are bad. ``out_of_memory``: the box had less than the ledger counts.
 
-    ``is_away``: its file is missing or cannot be read, which may pass.
+    ``is_away``: its file is missing or unreadable, which may be transient.
     """
 
     load: int
@@ -64,7 +64,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A batch's quantum is over. ``unfinished``: requests that go on in a later quantum, with the work left.
+    """A batch's quantum is over. ``unfinished``: requests that continue in a later quantum, with the work left.
 
     Each request is named once. A request whose work needs a larger lease gets that lease, or is preempted.
     """
@@ -76,7 +76,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """A batch did not run. ``out_of_memory``: a smaller one may."""
+    """A batch did not run. ``out_of_memory``: a smaller one may run."""
 
     batch: int
     reason: str
@@ -85,14 +85,14 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller does not want the answer any more."""
+    """The caller no longer wants the answer."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request between two quanta lost its memory, and begins anew. ``work``: what is left; None: all, read again."""
+    """A request between two quanta lost its memory, and restarts. ``work``: the work left; None: all, read again."""
 
     request: int
     work: Work | None = None
@@ -108,23 +108,23 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An expert is wanted in memory, in room that no queue needs sooner."""
+    """Load an expert, once there is room that no queue needs sooner."""
 
     expert: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """An expert is not wanted in memory; the next request for it brings it back."""
+    """Evict an expert; its next request loads it again."""
 
     expert: str
 
 
 @dataclass(frozen=True, slots=True)
 class LineChanged:
-    """Other experts and routes from now on, on the same executors and memories; the sender has proved that all fit.
+    """Experts and routes have changed, on the same executors and memories; the sender has proved that all fit.
 
-    ``graph`` names the ``retired`` experts, too; ``matrix`` has a row for those that accepted requests may still need.
+    ``graph`` includes the ``retired`` experts; ``matrix`` has rows for all experts of accepted requests.
     """
 
     graph: ExpertGraph

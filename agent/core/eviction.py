@@ -1,9 +1,9 @@
-"""Eviction: which copies leave when room is needed, as pure functions.
+"""Eviction: choice of the copies to evict, as pure functions.
 
-Each strategy ranks the candidates, first to go first; ``victims`` takes them in that order until the room is made.
-Two-stage is the paper's (section 4.3). Lookahead is ours: the queues are the known future, so an expert with a queued
-use goes only after every expert without one, furthest use first (Belady's rule); the paper's two stages decide among
-experts without a queued use. Lru and Fifo are the baselines'.
+Each strategy ranks the candidates; ``victims`` takes them in that order until the room suffices. TwoStage is the
+paper's (section 4.3). Lookahead is ours, as the queues are the known future: experts without a queued use are evicted
+first, by the paper's two stages, then experts with one, furthest use first (Belady's rule). Lru and Fifo are the
+baselines'.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ STAGE_BY_NEXT_USE = 3
 
 
 class EvictionCandidate(NamedTuple):
-    """An evictable copy and all that a strategy may know of it. A tuple: dozens are made for each decision."""
+    """Evictable copy, with all inputs of a strategy. A tuple for speed: dozens per decision."""
 
     copy: str
     expert: str
     footprint: Footprint
     usage: float
     next_use_s: float | None  # predicted time of its next queued use
-    lacks_preliminary: bool  # a subsequent expert none of whose preliminary experts is resident or awaited
+    lacks_preliminary: bool  # a subsequent expert whose preliminary experts are all absent and unawaited
     loaded_order: int
     used_order: int
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """``rank`` sorts candidates, first to go first; ``stage``: the rule by which a candidate would go."""
+    """Order of eviction. ``rank``: sort key, first victim first; ``stage``: rule by which a candidate is evicted."""
 
     rank: Callable[[EvictionCandidate], tuple[float, float, str]]
     stage: Callable[[EvictionCandidate], int]
@@ -84,10 +84,10 @@ STRATEGIES = {
 def victims(
     ranked: list[EvictionCandidate], needed_bytes: int, holders: Callable[[str], int], kept: frozenset[str]
 ) -> tuple[EvictionCandidate, ...] | None:
-    """The fewest of the ranked, from the first on, that free ``needed_bytes``; None if all together do not.
+    """Fewest of the ranked candidates, from the first on, that free ``needed_bytes``; None if all together do not.
 
-    Shared tensors count as freed when the last of their ``holders`` goes, unless the newcomer shares them (``kept``).
-    A victim that later ones made superfluous is spared, the last ranked first.
+    Shared tensors count as freed when the last of their ``holders`` leaves, unless the newcomer shares them (``kept``).
+    Victims that later ones made superfluous are spared, the last ranked first.
     """
     chosen: list[EvictionCandidate] = []
     freed = 0

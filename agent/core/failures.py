@@ -1,18 +1,18 @@
-"""Failures: what a failed load or batch means for its expert, its memory and its requests.
+"""Failures: consequences of a failed load or batch for its expert, its memory and its requests.
 
-    loads or lone batches fail in a row  the expert is on probation: no request uses it, but one trial after each pause
+    loads or lone batches fail in a row  the expert is on probation: only one trial request per pause uses it
     a load or batch went well            the expert serves again
     bad weights, or the shell's report   quarantine, for good
     a load ran short of memory           the budget is lowered to the bytes that were used there, and the load retried
-    a batch of one ran short             the budget is lowered by the batch's bytes; bytes that no expert can free come
-                                         off the leases of begun requests, youngest first
-    no shortage for a while              half of the missing budget comes back, then half of the rest, then all
+    a batch of one ran short             the budget is lowered by the batch's bytes; bytes that no expert can free
+                                         are taken from the leases of begun requests, youngest first
+    no shortage for a while              half of the missing budget is restored, then half of the rest, then all
     a copy fails too often               its requests there wait on other executors that can run the expert
 
-Guarantees: pauses double and begin anew only after success, so that an expert that always fails costs one trial a
-minute, and a memory that is too small proves that once a day. No budget is lower than each expert of the line needs to
-run there, and no budget for leases lower than any accepted request may need. A memory that is taken from the box in one
-piece keeps its budget. A failed request of idle precedence lowers no budget and ends no other request.
+Guarantees: pauses double and are reset only by success: an expert that always fails costs one trial a minute, and a
+memory that is too small one shortage a day. No budget is lower than each expert of the line needs to
+run there, and no budget for leases lower than any accepted request may need. A memory allocated in one piece
+keeps its budget. A failed request of idle precedence lowers no budget and ends no other request.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from agent.core.request import Batch, Portion
     from agent.core.state import Load, State
 
-LOAD_ATTEMPTS = 3  # that fail in a row: probation
+LOAD_ATTEMPTS = 3  # failed in a row: probation
 LOAD_BACKOFF_S = 0.25  # after a failed load
-AWAY_S = 30.0  # a missing or unreadable file is waited for; only then its failed loads count
-LONGEST_AWAY_PAUSE_S = 4.0  # between two attempts to read it
+AWAY_S = 30.0  # failed loads of a missing or unreadable file count only after this wait
+LONGEST_AWAY_PAUSE_S = 4.0  # between two attempts to read such a file
 BATCH_ATTEMPTS = 3
-EXPERT_FAILURES = 3  # batches of one that fail in a row: probation
+EXPERT_FAILURES = 3  # failed batches of one in a row: probation
 PROBATION_S = 1.0  # after failed batches
 LONGEST_PAUSE_S = 60.0
-BUDGET_PAUSE_S = 600.0  # without shortage, before a lowered budget gets some back
+BUDGET_PAUSE_S = 600.0  # without shortage, before a lowered budget is raised
 LONGEST_BUDGET_PAUSE_S = 86_400.0
-LITTLE = 8  # a missing part of the leases below this fraction comes back at once; arbitrary
+LITTLE = 8  # a missing part of the leases below this fraction is restored at once; arbitrary
 NO_SHORTAGE = "it did not run short again"
 LARGER_EXPERTS = "the line has larger experts now"
 NOWHERE: frozenset[int] = frozenset()
@@ -70,7 +70,7 @@ def expert_ran(state: State, expert: str) -> None:
 
 
 def expert_loaded(state: State, expert: str, copy: str) -> None:
-    """Release an expert that is on probation as its loads of this copy failed."""
+    """End a probation that was due to failed loads of this copy."""
     probation = state.probations.get(expert)
     if probation is not None and probation.copy == copy:
         _serve_again(state, expert, "a load went well")
@@ -89,7 +89,7 @@ def _serve_again(state: State, expert: str, reason: str) -> None:
 
 
 def _release(state: State, expert: str, then: Probation | None = None) -> None:
-    """End an expert's probation, or begin another one in its place."""
+    """End an expert's probation, or replace it by ``then``."""
     probation = state.probations.pop(expert, None)
     if probation is not None and probation.trial is not None:
         del state.trials[probation.trial]
@@ -113,7 +113,7 @@ def _empty_queues(state: State, expert: str) -> None:
 
 
 def _fails_in_batches(state: State, expert: str) -> bool:
-    """Is it on probation for its batches, so that only a batch can release it?"""
+    """True if the expert is on probation for failed batches, which only a batch can end."""
     probation = state.probations.get(expert)
     return probation is not None and probation.copy is None
 
@@ -146,7 +146,7 @@ def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) 
         demand.place_pinned(state, expert)
         return
     reason = f"{_in_a_row(setback.attempts, 'load', 'loads')}, last: {reason}"
-    if _fails_in_batches(state, expert):  # a load that goes well would prove nothing
+    if _fails_in_batches(state, expert):  # a successful load would prove nothing
         probation = Probation(reason, max(state.probations[expert].retry_s, retry_s))
     else:
         probation = Probation(reason, retry_s, copy=load.copy)
@@ -155,9 +155,9 @@ def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) 
 
 
 def _set_back(state: State, pool: str, copy: str, attempts: int | None = None, *, is_away: bool = False) -> Setback:
-    """Count a failed attempt at a copy in a memory; ``attempts``: count so many in all.
+    """Count a failed load of a copy into a memory; ``attempts``: set the count instead.
 
-    ``is_away``: its file was missing, which counts only after AWAY_S of that. AWAY_S without a failure end a run.
+    ``is_away``: the file was missing; such failures count only after AWAY_S. AWAY_S without a failure reset the count.
     """
     before = state.setbacks.get((pool, copy))
     is_new = before is None or state.now - before.pause.until_s > AWAY_S
@@ -172,7 +172,7 @@ def _set_back(state: State, pool: str, copy: str, attempts: int | None = None, *
 
 
 def next_wakeup_s(state: State) -> float | None:
-    """When a failed load may be tried again, or a budget gets bytes back. A load whose pause is over waits for room."""
+    """Time of the next retry of a load, or of the next raise of a budget. Loads past their pause wait for room only."""
     retries = (setback.pause.until_s for setback in state.setbacks.values())
     reliefs = [pause.until_s for pause in state.lowered.values()]
     return min([*reliefs, *(moment for moment in retries if moment > state.now)], default=None)
@@ -202,24 +202,24 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
 
     for portion, profile in sorted(portions, key=oldest, reverse=True):
         retried = [request for request in portion.requests if _may_retry(state, request, portion, batch, event)]
-        _give_back(state, portion.expert, batch, profile, retried)  # each goes in front of the others
+        _give_back(state, portion.expert, batch, profile, retried)  # each is put in front of the others
     if event.out_of_memory and is_lone and not is_idle:  # no batch is smaller: the weights there have to be fewer
         _lack_workspace(state, batch, event.reason)
     if is_on_probation:
         _announce_probation(state, batch.expert)
     for portion, _ in portions:
         if _fails_in_batches(state, portion.expert):
-            demand.discard(state, portion.expert)  # a trial reads its bytes anew
+            demand.discard(state, portion.expert)  # a trial reads the weights again
         demand.discard_if_gone(state, portion.expert)
 
 
 def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
-    """Count a lone batch that failed through no fault of its memory; True if its expert is on probation for that."""
+    """Count a lone batch that failed, memory shortage excepted; True if its expert is on probation for that."""
     request, expert = batch.requests[0], batch.expert
     if event.out_of_memory or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
         return False
     count = state.failed_batches[expert] = state.failed_batches.get(expert, 0) + 1
-    stays = expert in state.probations and request not in state.trials  # it ran when the probation began
+    stays = expert in state.probations and request not in state.trials  # the batch ran when the probation began
     if expert in state.quarantined or stays or count < EXPERT_FAILURES:
         return False
     pause = Pause.after(state.batch_pauses.get(expert), Backoff(PROBATION_S, LONGEST_PAUSE_S), state.now)
@@ -230,7 +230,7 @@ def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
 
 
 def _may_retry(state: State, request: int, portion: Portion, batch: Batch, event: BatchFailed) -> bool:
-    """True for a request that gets another try, alone; ends or moves any other."""
+    """True for a request to retry alone; ends or moves any other."""
     ticket = state.tickets[request]
     ticket.attempts += 1
     if ticket.is_cancelled:
@@ -253,7 +253,7 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
         retried = [request for request in retried if request in state.trials]
     if not retried:
         return
-    if batch.quantum_s is not None:  # begun requests were taken by turns
+    if batch.quantum_s is not None:  # begun requests were taken in turns
         retried = sorted(retried, key=lambda request: (state.tickets[request].queued_s, request))
     queue = state.queue_of[batch.executor]
     queued_s = {request: state.tickets[request].queued_s for request in retried}
@@ -267,14 +267,14 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
 
 
 def barred(state: State, expert: str) -> frozenset[int]:
-    """Executors that requests for an expert avoid for now, as its copy fails too often there."""
+    """Executors that requests for an expert avoid for now: its copy fails too often there."""
     if not state.setbacks:
         return NOWHERE
     return frozenset(spec.id for spec, row in state.rows_of(expert) if _is_barred(state, spec.pool, row.copy))
 
 
 def _is_barred(state: State, pool: str, copy: str) -> bool:
-    """Has a copy failed too often, in a memory or on its way there, and is its pause not over?"""
+    """True during the pause of a copy that failed too often, in this memory or in the cache in front of it."""
     cache = state.pools[pool].spec.cache
     is_on_its_way = cache is not None and state.pools[pool].entry(copy) is None
     places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
@@ -285,7 +285,7 @@ def _is_barred(state: State, pool: str, copy: str) -> bool:
 
 
 def _has_alternative(state: State, expert: str, pool: str, copy: str) -> bool:
-    """Can another executor run the expert without this copy in this memory?"""
+    """True if another executor can run the expert without this copy in this memory."""
     return any(
         not _is_barred(state, spec.pool, row.copy) and (row.copy != copy or not _needs(state, spec, copy, pool))
         for spec, row in state.rows_of(expert)
@@ -293,13 +293,13 @@ def _has_alternative(state: State, expert: str, pool: str, copy: str) -> bool:
 
 
 def _needs(state: State, spec: ExecutorSpec, copy: str, pool: str) -> bool:
-    """Has the copy to be in this memory for the executor to run it?"""
+    """True if the executor can run the copy only by way of this memory."""
     own = state.pools[spec.pool]
     return pool == own.name or (pool == own.spec.cache and own.entry(copy) is None)
 
 
 def _moves_elsewhere(state: State, request: int, portion: Portion, executor: int, reason: str) -> bool:
-    """Move a request that even an empty memory has no workspace for; False without another executor."""
+    """Move a request whose workspace exceeds even an empty memory; False without another executor."""
     pool = state.queue_of[executor].spec.pool
     if not _has_alternative(state, portion.expert, pool, portion.copy):
         return False
@@ -310,7 +310,7 @@ def _moves_elsewhere(state: State, request: int, portion: Portion, executor: int
 
 
 def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> bool:
-    """Move the requests of a copy that fails too often; False where it may go on, or no other executor runs it."""
+    """Move the requests of a copy that fails too often; False below that limit, or without another executor."""
     if not _is_barred(state, pool, copy) or not _has_alternative(state, expert, pool, copy):
         return False
     executors = barred(state, expert)
@@ -334,7 +334,7 @@ def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> 
 
 
 def relieve(state: State) -> bool:
-    """Give back to budgets the bytes that are due; True if there were any."""
+    """Raise the lowered budgets whose pause is over; True if there were any."""
     due = [name for name, pause in state.lowered.items() if pause.until_s <= state.now]
     for name in due:
         pool, pause = state.pools[name], state.lowered.pop(name)

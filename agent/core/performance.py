@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from agent.core.request import Work
 
-SSD, HOST, DEVICE = "ssd", "host", "device"  # places of weights: the drive, and the names of the memories
+SSD, HOST, DEVICE = "ssd", "host", "device"  # sources of weights: the drive; memories have names
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Weights that several experts share: a memory holds them once, while any of the experts is there."""
+    """Weights that several experts share: a memory holds them once, while any of the experts is in it."""
 
     id: str
     size_bytes: int
@@ -38,7 +38,7 @@ class Footprint:
 class Performance:
     """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2.
 
-    Tokens come on top. From its first batch on, each request leases ``lease_bytes`` per token,
+    Tokens add to that. From its first batch on, each request leases ``lease_bytes`` per token,
     reserved at the start (Orca, section 4.2), for the worst case or for the expected one.
     An expert without leases runs its batches to their end; an expert with leases runs in quanta.
     """
@@ -77,7 +77,7 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """Pixels of an image as an expert takes them. ``name``: all that they depend on; experts with one share them."""
+    """Pixels of an image in an expert's input form. ``name``: key of the preprocessing, shared by experts of equal input."""
 
     name: str
     size_bytes: int
@@ -87,14 +87,14 @@ class PreparedForm:
 class ExpertProfile:
     """One expert on one kind of processor.
 
-    ``prepared``: form of its images, alike on every processor; None: unknown, as of texts. ``family``: experts of one
+    ``prepared``: form of its images, equal on all processors; None: unknown, or texts. ``family``: experts of one
     family that run in quanta may run in one batch; None: alone.
     """
 
     copy: str
     performance: Performance
     footprint: Footprint
-    load_s: Mapping[str, float]  # from SSD or from a pool's name, into this processor's memory
+    load_s: Mapping[str, float]  # by source (SSD or a pool), into this processor's memory
     family: str | None = None
     prepared: PreparedForm | None = None
 
@@ -123,8 +123,8 @@ class ExecutorSpec:
 class PoolSpec:
     """One memory. Weights, workspaces of running batches and leases of begun requests have separate shares of it.
 
-    ``cache``: the memory in front of it, whose copies are nearer than the SSD's (split memory). ``is_one_piece``: taken
-    from the box as a whole at the start, so that an eviction makes no room outside of it.
+    ``cache``: the memory in front of it, which loads faster than the SSD (split memory). ``is_one_piece``: allocated
+    whole at the start, so an eviction frees no memory outside of it.
     """
 
     name: str
@@ -143,15 +143,15 @@ class Limits:
     max_overtake_s: float = 5.0
     loads_in_flight: int = 2
     quantum_s: float = 0.05  # of begun texts, while any other request waits
-    lone_quantum_s: float | None = None  # the same where no images may come; None: the same
-    prepared_bytes: int = 0  # of images prepared ahead of their batches; 0: each when its batch starts
+    lone_quantum_s: float | None = None  # of begun texts on a line without images; None: equal to quantum_s
+    prepared_bytes: int = 0  # of images prepared ahead of their batches; 0: prepared when the batch starts
     pinned: frozenset[str] = frozenset()
 
 
 def pinned_homes(
     pinned: frozenset[str], executors: Sequence[ExecutorSpec], profiles: Mapping[str, Mapping[str, ExpertProfile]]
 ) -> dict[str, ExecutorSpec]:
-    """Executor whose memory holds each pinned expert for good: the first one that can run it."""
+    """Home of each pinned expert: the first executor that can run it."""
     homes = {}
     for expert in sorted(pinned):
         home = next((spec for spec in executors if expert in profiles[spec.processor]), None)
@@ -166,7 +166,7 @@ def footprints_in(
     profiles: Mapping[str, Mapping[str, ExpertProfile]],
     homes: Mapping[str, ExecutorSpec],
 ) -> list[tuple[str, Footprint, bool]]:
-    """(expert, footprint, pinned) of every copy that may have to run in a memory."""
+    """(expert, footprint, pinned) of every copy that may run in a memory."""
     processors = sorted({spec.processor for spec in executors if spec.pool == pool})
     copies = {
         profile.copy: (expert, profile.footprint, expert in homes and homes[expert].pool == pool)

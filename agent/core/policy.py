@@ -1,4 +1,4 @@
-"""Named presets: what each system does, as switches of one Engine.
+"""Named presets: the compared systems, as switches of one Engine.
 
 ``coserve`` is ours; ``paper`` is the CoServe paper without our additions; the Samba-CoE forms are its baselines
 (section 5.1) and none, em, em-ra its ablations (section 5.3).
@@ -13,7 +13,7 @@ from enum import StrEnum
 class Assigning(StrEnum):
     MAKESPAN = "makespan"  # section 4.2
     ROUND_ROBIN = "round-robin"
-    FIRST = "first"  # one executor does everything
+    FIRST = "first"  # a single executor
 
 
 class Evicting(StrEnum):
@@ -27,7 +27,7 @@ class Evicting(StrEnum):
 class Policy:
     name: str
     assigning: Assigning
-    arranging: bool  # a request goes behind the last one of its expert, not to the tail (section 4.2)
+    arranging: bool  # a request is queued behind the last one of its expert, not at the tail (section 4.2)
     evicting: Evicting
     placing: bool  # experts are placed by usage probability before the first request (section 4.1)
     overlapping: bool = False  # loads run while the executor works: prefetch, and resident groups run meanwhile

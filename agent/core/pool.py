@@ -1,8 +1,8 @@
-"""ModelPool: the byte ledger of one memory; Leases: the requests that take, or wait for, their share of one.
+"""ModelPool: the byte ledger of one memory; Leases: the requests that hold, or wait for, a part of it.
 
 Guarantees: weights never exceed ``expert_bytes``, the workspaces of running batches never exceed ``workspace_bytes``,
 and the leases of begun requests never exceed ``lease_bytes``; a reservation beyond that raises MemoryExceeded and
-changes nothing. Tensors that several copies share count once, while any of the copies is there. A copy in use, pinned
+changes nothing. Tensors that several copies share count once. A copy in use, pinned
 or being loaded is not evictable. Each change of a copy's residency goes through one table:
 
     ABSENT --start_load--> LOADING --loaded--> RESIDENT --start_use--> IN_USE
@@ -10,8 +10,8 @@ or being loaded is not evictable. Each change of a copy's residency goes through
        +----- load_failed ----+                  |  +----- end_use ------+   (the last of several uses)
        +------------------- evict ---------------+
 
-A copy that runs, or is being copied on, is IN_USE, and leaves that state only when its last use ends: so no running
-expert is ever evicted. Using a copy again while it is IN_USE keeps it there; the pool counts the uses.
+A copy that runs, or is the source of a load, is IN_USE until its last use ends: so no running expert is evicted. The
+pool counts the uses of a copy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOVES = {
 
 
 def after(copy: str, state: Residency, move: Move) -> Residency:
-    """State after a move. Raises IllegalMove, which names copy, state and move."""
+    """State after a move. Raises IllegalMove with copy, state and move."""
     try:
         return MOVES[state, move]
     except KeyError:
@@ -71,11 +71,11 @@ class PoolEntry:
     expert: str
     footprint: Footprint
     pinned: bool
-    loaded_order: int  # when it came, counted over the pool's life
-    used_order: int  # when it was last used
+    loaded_order: int  # order of loads in this pool
+    used_order: int  # order of the latest use
     state: Residency = Residency.ABSENT
     uses: int = 0
-    is_spare: bool = False  # loaded for a request of idle precedence, and run for no other since
+    is_spare: bool = False  # used only by requests of idle precedence
 
     @property
     def is_evictable(self) -> bool:
@@ -125,9 +125,9 @@ class ModelPool:
     _workspaces: dict[int, int] = field(default_factory=dict)
     _leases: dict[int, int] = field(default_factory=dict)  # request -> bytes
     _order: int = 0
-    missing_bytes: int = 0  # of the planned bytes: the box has less
+    missing_bytes: int = 0  # planned bytes that the box lacks
     missing_lease_bytes: int = 0
-    has_spare: bool = False  # was any copy ever spare?
+    has_spare: bool = False  # saves the search while no copy was ever spare
 
     @property
     def expert_bytes(self) -> int:
@@ -165,7 +165,7 @@ class ModelPool:
         return self._entries.get(copy)
 
     def entries(self) -> Iterator[PoolEntry]:
-        """Every copy loading or resident, in the order they came."""
+        """Loading and resident copies, in order of their loads."""
         return iter(self._entries.values())
 
     def is_resident(self, copy: str) -> bool:
@@ -181,7 +181,7 @@ class ModelPool:
         return held.holders if held else 0
 
     def needed_bytes(self, footprint: Footprint) -> int:
-        """Bytes that a copy would add to the ledger now: its own and the shared tensors that are not there yet."""
+        """Bytes that a copy would add to the ledger now: its own and the missing shared tensors."""
         return footprint.own_bytes + sum(
             shared.size_bytes for shared in footprint.shared if shared.id not in self._shared
         )
@@ -228,9 +228,9 @@ class ModelPool:
         return freed
 
     def start_use(self, copy: str, *, is_spare: bool = True) -> None:
-        """Keep a copy until the last use ends: a batch runs on it, or it is being copied on.
+        """Keep a copy until its last use ends: a batch, or a load from it into another memory.
 
-        ``is_spare``: for a request of idle precedence, after which the copy stays spare if it was.
+        ``is_spare``: a use by a request of idle precedence, which leaves a spare copy spare.
         """
         entry = self._step(copy, Move.START_USE)
         entry.uses += 1
@@ -245,7 +245,7 @@ class ModelPool:
         entry.uses -= 1
 
     def workspace_for(self, executor: int) -> int:
-        """Bytes that an idle executor may take for a batch: free ones, less what is guaranteed to the others."""
+        """Bytes that an idle executor may take for a batch: free ones, less the guarantees of other executors."""
         owed = sum(
             max(size - self._workspaces.get(other, 0), 0)
             for other, size in self.guaranteed_workspace.items()
@@ -264,7 +264,7 @@ class ModelPool:
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
     def keep_workspace(self, executor: int, size_bytes: int) -> None:
-        """Leave an ended batch's workspace to the next batch, but for the bytes above ``size_bytes``."""
+        """Reduce an ended batch's workspace to ``size_bytes``, for the next batch."""
         self.workspace_used_bytes -= self._workspaces[executor] - size_bytes
         self._workspaces[executor] = size_bytes
 
@@ -314,7 +314,7 @@ class ModelPool:
         )
 
     def check_invariants(self) -> None:
-        """Recount everything from the entries. Raises AssertionError that names what does not add up."""
+        """Recount everything from the entries. Raises AssertionError with the mismatch."""
         footprints = [entry.footprint for entry in self._entries.values()]
         shared_bytes = {each.id: each.size_bytes for footprint in footprints for each in footprint.shared}
         own = sum(footprint.own_bytes for footprint in footprints)
@@ -354,7 +354,7 @@ class ModelPool:
 
 
 def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int) -> dict[str, int]:
-    """Experts that can never run in a memory of this size, with the bytes that each would need there.
+    """Experts that can never run in a memory of this size, with the bytes that each would need.
 
     ``footprints``: (expert, footprint, pinned). An expert that is not pinned needs room beside all pinned ones.
     """
@@ -362,7 +362,7 @@ def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int
 
 
 def least_bytes(footprints: Iterable[tuple[str, Footprint, bool]]) -> int:
-    """The smallest memory in which each of these can run."""
+    """Size of the smallest memory in which each of these can run."""
     return max(_needs(footprints).values(), default=0)
 
 
@@ -375,12 +375,12 @@ def _needs(footprints: Iterable[tuple[str, Footprint, bool]]) -> dict[str, int]:
     for expert, footprint, pinned in listed:
         further = sum(each.size_bytes for each in footprint.shared if each.id not in pinned_shared)
         needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + further
-        needs[expert] = max(needed, needs.get(expert, 0))  # an expert may have several copies there
+        needs[expert] = max(needed, needs.get(expert, 0))  # an expert may have several copies in a memory
     return needs
 
 
 class LeaseWish(NamedTuple):
-    """A request that has not begun; sorts by when it was queued."""
+    """Request that has not begun; sorts by the time it was queued."""
 
     since_s: float
     request: int
@@ -388,22 +388,21 @@ class LeaseWish(NamedTuple):
 
 
 class Leases:
-    """Requests that wait to begin, and requests that have begun and take bytes of a memory until their step ends.
+    """Requests that wait to begin, and begun requests, which hold bytes of a memory until their step ends.
 
-    A request of an expert that counts in tokens needs more memory with each token. Its lease is taken when its first
-    batch starts and given back when its step ends. A lease for the worst case never lacks room (Orca, section 4.2). A
-    smaller one grows where there is room, and is given back where there is not: no waiting request has a lease, so no
-    two wait for each other.
+    A request of an expert that counts in tokens needs more memory with each token. Its lease lasts from its first
+    batch to the end of its step. A lease for the worst case never lacks room (Orca, section 4.2). A smaller lease grows
+    while there is room, and ends otherwise. Waiting requests hold no lease, so no two wait for each other.
 
-    Guarantees: no memory's leases exceed its share. With a bounded policy no request takes bytes that are needed by all
-    requests together that wait for the same memory and were queued ``max_overtake_s`` or more before it: so each one
-    finds room in the end, and until then others may use what is left. ``max_overtake_s``: infinity without a bound.
+    Guarantees: no memory's leases exceed its share. With a bounded policy a request leaves free the bytes of all
+    requests that wait for the same memory and were queued ``max_overtake_s`` or more before it. So each request
+    eventually finds room, and others may use the rest. ``max_overtake_s``: infinity without a bound.
     """
 
     def __init__(self, pools: Mapping[str, ModelPool], max_overtake_s: float) -> None:
         self._pools = pools
         self._max_overtake_s = max_overtake_s
-        self._queues: dict[str, list[LeaseWish]] = {name: [] for name in pools}  # the oldest first
+        self._queues: dict[str, list[LeaseWish]] = {name: [] for name in pools}  # oldest first
         self._waiting: dict[int, tuple[str, LeaseWish]] = {}  # request -> memory
         self._begun: dict[int, str] = {}  # request -> memory
 
@@ -429,14 +428,14 @@ class Leases:
         return self._has_room(name, waiting.size_bytes, waiting.since_s)
 
     def begin(self, request: int) -> None:
-        """Take the lease of a request whose first batch starts. Raises MemoryExceeded where there is no room."""
+        """Take the lease of a request whose first batch starts. Raises MemoryExceeded."""
         name, waiting = self._waiting[request]
         self._pools[name].take_lease(request, waiting.size_bytes)
         self._stop_waiting(request)
         self._begun[request] = name
 
     def grow(self, request: int, size_bytes: int, since_s: float) -> bool:
-        """Raise a begun request's lease to ``size_bytes``; False without room. ``since_s``: when it was queued."""
+        """Raise a begun request's lease to ``size_bytes``; False without room. ``since_s``: time it was queued."""
         name = self._begun[request]
         further_bytes = size_bytes - self._pools[name].leased_bytes(request)
         if further_bytes <= 0:

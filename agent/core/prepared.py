@@ -1,11 +1,11 @@
-"""PreparedImages: images to be decoded and normalised before their batches start, and in which order.
+"""PreparedImages: order in which images are decoded and normalised before their batches start.
 
-Preparation begins when a request is queued, across the queues by predicted start, as far as the budget reaches. It
-counts the images of queued requests, of a batch that is queued ahead, and all that is kept for later steps of a route.
-The first batch of every queue is *near*, all others *far*, which leaves a quarter of the budget to near images.
+Preparation begins when a request is queued, in order of predicted start, within a budget. The budget covers
+images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of every
+queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
 
-Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started, and
-no second one for the same step but to keep less, or after Forget. A request's bytes are free once it has its outcome;
+Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started. A
+second Prepare for a step only keeps less, or follows a Forget. A request's bytes are free once it has its outcome;
 forms that the rest of its route does not need are released when a step ends. O(queues) per event and O(log n) per
 request. Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
 """
@@ -34,7 +34,7 @@ LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one reques
 
 @dataclass(frozen=True, slots=True)
 class PreparedStatistics:
-    """Images prepared ahead: bytes now, and counts since the start. ``begun_late``: a batch started with them."""
+    """Images prepared ahead: bytes now, and counts since the start. ``begun_late``: not before the batch started."""
 
     budget_bytes: int = 0
     used_bytes: int = 0
@@ -48,7 +48,7 @@ NOTHING_PREPARED = PreparedStatistics()
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Experts that may still come on a route: one for each form that an image would be needed in, with its bytes."""
+    """Experts that may follow on a route: one for each form that the image may need, with its bytes."""
 
     experts: tuple[str, ...] = ()
     forms: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ NOTHING_LATER = Later()
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A group's images: ``waiting`` in the order in which they run, and how many are ``begun``."""
+    """Images of a group: ``waiting`` in the order they run, and the number ``begun``."""
 
     group: Group
     queue: ExecutorQueue
@@ -88,8 +88,8 @@ class _Place:
 class _Image:
     """Prepared forms of a request's image.
 
-    ``own_bytes`` count while the request is queued, ``later`` as long as it is in flight. ``wanted``: forms to keep for
-    later steps, where there is room. ``form``: the one that was begun; None: none. ``place``: None in a batch.
+    ``own_bytes`` count while the request is queued, ``later`` while it is in flight. ``wanted``: forms to keep for
+    later steps if there is room. ``form``: the begun form, or None. ``place``: None in a batch.
     """
 
     expert: str
@@ -104,12 +104,12 @@ class _Image:
         return self.own_bytes + self.later.size_bytes
 
     def gives(self, form: PreparedForm) -> bool:
-        """Is it prepared in this form, or can it be without a second decoding?"""
+        """True if the form exists, or can be made without a second decoding."""
         return self.form == form.name or form.name in self.later.forms
 
 
 class PreparedImages:
-    """Images of one Engine. Methods with ``effects`` append theirs."""
+    """Images of one Engine. Methods append to ``effects``."""
 
     def __init__(self, queues: Sequence[ExecutorQueue], budget_bytes: int) -> None:
         self._queues = {queue.spec.id: queue for queue in queues}
@@ -128,7 +128,7 @@ class PreparedImages:
         return self._budget_bytes > 0
 
     def later(self, matrix: PerformanceMatrix, graph: ExpertGraph, component: str, step: int) -> Later:
-        """Forms that an image may be needed in after a step of its route, as far as they may be kept."""
+        """Forms of an image for later steps of its route; NOTHING_LATER if they exceed LATER_SHARE of the budget."""
         columns, forms = matrix.experts.values(), {}
         experts: list[str] = []
         for expert in graph.experts_after(component, step):
@@ -141,10 +141,10 @@ class PreparedImages:
             return NOTHING_LATER
         return Later(tuple(experts), forms, size_bytes)
 
-    # -- the way of a request --
+    # -- lifecycle of a request --
 
     def queued(self, request: int, group: Group, later: Later, now: tuple[int, float], effects: list[Effect]) -> None:
-        """``now``: the executor, and the time."""
+        """A request joined a queue. ``now``: (executor, time)."""
         form, image = group.profile.prepared, self._images.get(request)
         if form is None or form.size_bytes > self._budget_bytes:
             self._forget(request, effects)
@@ -153,7 +153,7 @@ class PreparedImages:
         if place is None:
             queue = self._queues[now[0]]
             place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now[1]))
-        if image is not None and image.gives(form) and self._goes_on(image, place, later):
+        if image is not None and image.gives(form) and self._reuse(image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later
                 effects.append(self._prepare(request, image, place, place.next_due_s))
@@ -177,7 +177,7 @@ class PreparedImages:
             self._leave(request, image)
 
     def started(self, requests: Iterable[int], now: float, effects: list[Effect]) -> None:
-        """Requests run from now on; their own forms are the batch's. Prepares images that are not begun."""
+        """A batch starts: its requests' own forms leave the budget. Prepares images that are not begun."""
         for request in requests:
             image = self._images.get(request)
             if image is None:
@@ -198,14 +198,14 @@ class PreparedImages:
         return all(image is not None and image.form is not None for image in images)
 
     def queued_ahead(self, requests: Iterable[int], now: float) -> None:
-        """Requests stand in a batch behind the running one, and still count."""
+        """A batch is queued behind the running one; its images still count."""
         for request in requests:
             place = self._leave(request, self._images[request])
             place.due_s = place.queue.next_start_s(now)
         self._has_changed = True
 
     def run(self, requests: Iterable[int]) -> None:
-        """A batch that was queued ahead runs."""
+        """A batch that was queued ahead starts."""
         for request in requests:
             image = self._images[request]
             assert image.form is not None, "a batch is queued ahead once its images are begun"
@@ -221,7 +221,7 @@ class PreparedImages:
             self._release(image)
 
     def advance(self, effects: list[Effect]) -> None:
-        """Begin images in the order of their predicted start, as far as there is room."""
+        """Begin images in order of predicted start, while there is room."""
         if not self._has_changed:
             return
         self._has_changed = False
@@ -271,7 +271,7 @@ class PreparedImages:
         later = image.wanted
         own_bytes = _own_bytes(form, later)
         free_bytes = most_bytes - self._used_bytes if place.is_near else most_bytes
-        if own_bytes + later.size_bytes > free_bytes:  # a far image waits for both, unless they never fit
+        if own_bytes + later.size_bytes > free_bytes:  # a far image waits for room for both, unless they never fit
             own_bytes, later = form.size_bytes, NOTHING_LATER
         if self._used_bytes + own_bytes + later.size_bytes > most_bytes:
             return False
@@ -282,8 +282,8 @@ class PreparedImages:
         effects.append(self._prepare(request, image, place, due_s))
         return True
 
-    def _goes_on(self, image: _Image, place: _Place, later: Later) -> bool:
-        """Use the forms of a request's image where it is queued now, and release the others; False without room."""
+    def _reuse(self, image: _Image, place: _Place, later: Later) -> bool:
+        """Reuse a request's forms for its present step, and release the others; False without room."""
         form = place.form
         kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER
         own_bytes = _own_bytes(form, kept)
@@ -338,7 +338,7 @@ class PreparedImages:
         return Prepare(request, image.expert, later.experts, later.size_bytes, due_s, executor)
 
     def _predicted_s(self, group: Group, queue: ExecutorQueue, now: float) -> float:
-        """Start of a group's first batch: behind the group before it, where that was predicted, too."""
+        """Predicted start of a group's first batch, after the group before it if that has a prediction."""
         before = group.previous
         if before is None:
             return queue.next_start_s(now)
@@ -350,5 +350,5 @@ class PreparedImages:
 
 
 def _own_bytes(form: PreparedForm, later: Later) -> int:
-    """Bytes beside those for later steps: none where a later step needs the same form."""
+    """Bytes in addition to those for later steps: none if a later step needs this form."""
     return 0 if form.name in later.forms else form.size_bytes

@@ -1,12 +1,12 @@
 """ExecutorQueue: one executor's work, as groups of requests that need one expert.
 
-Groups stand in the order they were opened, but groups given back by a failed batch go in front. Begun requests go to
-the tail after each quantum: they are the *ongoing* group of their copy, which no request joins. All operations are O(1)
-in the number of requests.
+Groups are in the order they were opened; groups of a failed batch return to the front. Begun requests move to the tail
+after each quantum, as the *ongoing* group of their copy, which no request joins. All operations are O(1) in the number
+of requests.
 
-A group has two ages. ``opened_s``: no request in it or behind it was queued before, which decides who may still join
-the groups in front of it. ``oldest_s`` is its oldest remaining request's, which decides what the group may claim. In an
-ongoing group both count from the last quantum of its requests.
+A group has two ages. ``opened_s``: no request in it or behind it was queued before, which limits joining the groups in
+front of it. ``oldest_s``: time of its oldest remaining request, which decides the group's claim. In an ongoing group
+both count from the last quantum of its requests.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
+    """Consecutive requests for one expert. ``next`` and ``previous``: neighbours in the queue.
 
-    ``requests``: when each was queued, oldest first; a group in a queue is never empty. ``is_passed_over``: the group
-    claims no load, as it is ongoing and its expert is here, or none of its requests can begin (see ``turns``).
+    ``requests``: time each was queued, oldest first; a group in a queue is never empty. ``is_passed_over``: the group
+    claims no load: it is ongoing and its expert resident, or none of its requests can begin (see ``turns``).
     """
 
     expert: str
     profile: ExpertProfile
     opened_s: float
-    starts_s: float  # predicted when it was opened
+    starts_s: float  # predicted at its opening
     fixed_s: float  # B and the switch: paid once
     order: int = 0  # ascending from head to tail
     alone: bool = False  # after a failed batch: requests run one by one
@@ -59,21 +59,21 @@ class ExecutorQueue:
         self.head: Group | None = None
         self.tail: Group | None = None
         self.running_until_s: float | None = None
-        self.is_overtaken = False  # the latest batch was not the head's, whose expert was still on its way
+        self.is_overtaken = False  # the latest batch was not the head's, whose expert was still loading
         self.request_count = 0
         self.unfinished_s = 0.0  # predicted work of the running batch that its quantum leaves
         self.ahead_s = 0.0  # predicted for the batch that is queued ahead, behind what runs
         self.ahead_requests = 0
-        self.had_quantum = False  # the latest batch is one: images go first now
-        self.owes_turn = False  # the last quantum passed the ongoing group whose turn was longest ago
+        self.had_quantum = False  # the latest batch is a quantum: images run next
+        self.owes_turn = False  # the last quantum skipped the ongoing group that has waited longest
         self.ongoing: dict[str, Group] = {}  # by copy
-        self.begins: dict[Group, None] = {}  # groups whose requests take a lease to begin, in the order they came
+        self.begins: dict[Group, None] = {}  # groups whose requests need a lease to begin, in order of arrival
         self._pending_s = 0.0
-        self._tokens_s: dict[int, float] = {}  # of the requests that have any
-        self._groups_of: dict[str, deque[Group]] = {}  # but the ongoing ones
+        self._tokens_s: dict[int, float] = {}  # by request, where not 0
+        self._groups_of: dict[str, deque[Group]] = {}  # except ongoing groups
 
     def length_s(self, now: float) -> float:
-        """Predicted time until everything queued here is done (section 4.2, 'total inference time')."""
+        """Predicted seconds until the queue is empty (section 4.2, 'total inference time')."""
         running = max(self.running_until_s - now, 0.0) if self.running_until_s is not None else 0.0
         return running + self.unfinished_s + self.ahead_s + self._pending_s
 
@@ -82,7 +82,7 @@ class ExecutorQueue:
 
     @property
     def front(self) -> Group | None:
-        """The first group that is not passed over: the one that this executor claims room for."""
+        """First group that is not passed over; the executor claims room for it."""
         group = self.head
         while group is not None and group.is_passed_over:
             group = group.next
@@ -99,7 +99,7 @@ class ExecutorQueue:
             for group in self.ongoing.values():
                 if group.expert == expert:
                     return group
-        groups = self._groups_of.get(expert)  # as first_to_begin, without a call
+        groups = self._groups_of.get(expert)  # first_to_begin inlined, for speed
         return groups[0] if groups else None
 
     def first_to_begin(self, expert: str) -> Group | None:
@@ -120,7 +120,7 @@ class ExecutorQueue:
         return self._groups_of.keys()
 
     def join(self, group: Group, request: int, queued_s: float, tokens_s: float = 0.0) -> None:
-        """Put a request behind the last one of its group. ``tokens_s``: predicted seconds beside the group's K."""
+        """Append a request to its group. ``tokens_s``: predicted seconds on top of the group's K."""
         group.requests[request] = queued_s
         self.request_count += 1
         self._pending_s += group.profile.performance.K_s
@@ -144,7 +144,7 @@ class ExecutorQueue:
         return group
 
     def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
-        """Put requests whose quantum is over at the tail, with others of their copy. ``tokens_s``: left of each."""
+        """Move requests after a quantum to the tail, as their copy's ongoing group. ``tokens_s``: left of each."""
         group = self.ongoing.get(profile.copy)
         if group is None:
             group = Group(expert, profile, now, now, fixed_s=0.0, is_ongoing=True)
@@ -167,7 +167,7 @@ class ExecutorQueue:
         now: float,
         tokens_s: Mapping[int, float] | None = None,
     ) -> Group:
-        """Open a group in front for requests whose batch failed; they run alone. ``queued_s``: oldest first."""
+        """Open a group at the front for requests of a failed batch; they run alone. ``queued_s``: oldest first."""
         group = Group(expert, profile, now, now, fixed_s=profile.performance.B_s, alone=True)
         group.next = self.head
         group.order = self.head.order - 1 if self.head is not None else 0
@@ -215,7 +215,7 @@ class ExecutorQueue:
     def _forget(self, group: Group) -> None:
         self.begins.pop(group, None)
         groups = self._groups_of[group.expert]
-        groups.remove(group)  # a handful at most: one open group, and those that the overtaking bound closed
+        groups.remove(group)  # few: one open group, and groups closed by the overtaking bound
         if not groups:
             del self._groups_of[group.expert]
 

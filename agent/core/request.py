@@ -1,4 +1,4 @@
-"""Nouns that travel: work, precedence, batches, their results, outcomes. Frozen; pixels and words are the shell's."""
+"""Frozen values between core and shell: work, precedence, batches, results, outcomes; no pixels and no texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Size of a request in tokens: to read, expected to write, and the most that it may ever need memory for.
+    """Size of a request in tokens: to read, expected to write, and the maximum to hold in memory.
 
-    ``lease``: memory for so many is enough for now; None: the most. ``held``: read again where their memory is lost.
-    ``steps``: the work at each expert of its route, by name, where that differs. An image has none.
+    ``lease``: tokens to reserve memory for now; None: the maximum. ``held``: tokens to read again after a preemption.
+    ``steps``: work at single experts of the route, by name, where it differs. An image has no work.
     Raises ValueError for negative numbers.
     """
 
@@ -42,7 +42,7 @@ class Work:
         return dict(self.steps).get(expert, self) if self.steps else self
 
     def anew(self) -> Work:
-        """The work once the held tokens are lost."""
+        """Work after the held tokens are lost."""
         return replace(self, prompt=self.prompt + self.held, held=0) if self.held else self
 
 
@@ -50,10 +50,10 @@ IMAGE = Work()
 
 
 class Precedence(IntEnum):
-    """Which requests give way to which.
+    """Precedence of a request.
 
-    An IDLE request is served only while no other is in flight, one at a time, in memory that nothing else needs. It
-    ends with the reason GAVE_WAY as soon as another arrives, unless its batch runs.
+    IDLE requests are served one at a time, only while no other request is in flight, in spare memory. An arriving
+    request preempts the IDLE one, which ends with the reason GAVE_WAY, unless its batch runs.
     """
 
     IDLE = 0
@@ -73,14 +73,14 @@ class StepResult:
     prediction: Prediction
 
 
-CANCELLED = "cancelled"  # reason of an outcome whose request was withdrawn before all of its route had run
-GAVE_WAY = "gave way to the line"  # reason of an IDLE request's outcome; it may be offered again
+CANCELLED = "cancelled"  # reason of a request that was cancelled before its route ended
+GAVE_WAY = "gave way to the line"  # reason of an IDLE request's outcome; the request may be sent again
 NO_SPARE_ROOM = "no memory has room to spare for it"  # reason of an IDLE request's outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended. ``label`` and ``score`` are the deciding step's; UNKNOWN carries a reason."""
+    """Result of a request. ``label`` and ``score`` are the deciding step's; UNKNOWN has a reason."""
 
     verdict: Verdict
     label: str | None
@@ -101,8 +101,8 @@ class Portion(NamedTuple):
 class Batch:
     """Requests that one executor runs at once, on one expert or several of one family.
 
-    ``quantum_s``: how long it runs at most; None for images, which run to their end. ``expert``, ``copy``: the expert
-    whose turn it is. ``portions``: all experts with their requests, in order; () for one expert.
+    ``quantum_s``: longest duration; None for images, which run to their end. ``expert``, ``copy``: the expert whose
+    turn it is. ``portions``: all experts with their requests, in order; () for one expert.
     """
 
     id: int

@@ -1,7 +1,7 @@
-"""Requests: queued for the experts of their routes, moved between executors, ended. Each has one Ticket till its end.
+"""Requests: queue, move and end them along their routes. Each request has one Ticket until it ends.
 
-Guarantees: a request stands in one queue or in one batch, and ends in exactly one Complete or Fail. At most one request
-is on trial with an expert on probation at a time; a trial that ends without a batch leaves the next one free to begin.
+Guarantees: a request is in one queue or in one batch, and ends in exactly one Complete or Fail. An expert on probation
+has at most one trial request at a time; after a trial that ends without a batch, another may begin.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def enqueue(state: State, request: int, expert: str, home: int | None = None) -> bool:
-    """Queue what is left of a request's step, on ``home`` if able. True if a batch or load may start now."""
+    """Queue the rest of a request's step, on ``home`` if able. True if a batch or load may start now."""
     ticket = state.tickets[request]
     probation, refused = state.probations.get(expert), standing_reason(state, expert)
     may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
     if refused is not None and not (may_begin or state.trials.get(request) == expert):
         return fail(state, request, refused)
     work, unable = ticket.left, set[int]()
-    if work is not IMAGE:  # a memory without room for so many tokens, however empty it is
+    if work is not IMAGE:  # even empty, their memory lacks room for so many tokens
         rows = state.rows_of(expert)
         unable = {spec.id for spec, row in rows if row.performance.most_for(work) > state.pools[spec.pool].lease_bytes}
     if request == state.idle_request:
@@ -53,7 +53,7 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
 
 
 def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> None:
-    """A request stands in a group: it waits for its lease, or its image is prepared."""
+    """Record a request's place in a group: it waits for its lease, or its image is prepared."""
     ticket = state.tickets[request]
     ticket.queue, ticket.group = queue, group
     performance = group.profile.performance
@@ -118,7 +118,7 @@ def step_done(state: State, request: int, expert: str, result: Prediction | Reje
 
 
 def fail(state: State, request: int, reason: str) -> bool:
-    """End a request UNKNOWN; False, as nothing may start for that."""
+    """End a request UNKNOWN. Returns False: no batch or load may start because of it."""
     steps = tuple(state.tickets[request].steps)
     _end(state, Fail(request, Outcome(Verdict.UNKNOWN, None, None, steps, reason)))
     return False
@@ -157,7 +157,7 @@ def leave_queue(state: State, request: int) -> None:
 
 
 def leave_executor(state: State, request: int) -> None:
-    """Leave a queue for another executor's; a begun request loses its memory."""
+    """Take a request off its executor; a begun request loses its memory."""
     ticket = state.tickets[request]
     queue, group = ticket.queue, ticket.group
     leave_queue(state, request)
@@ -166,7 +166,7 @@ def leave_executor(state: State, request: int) -> None:
 
 
 def lose(state: State, request: int, executor: int) -> None:
-    """Preempt a begun request: its lease ends, and its work begins anew."""
+    """Preempt a begun request: end its lease and restart its work."""
     state.leases.end(request)
     ticket = state.tickets[request]
     ticket.left = ticket.left.anew()
@@ -174,7 +174,7 @@ def lose(state: State, request: int, executor: int) -> None:
 
 
 def begin_anew(state: State, request: int, expert: str, executor: int) -> None:
-    """Queue a request that lost its memory, on the executor that has its text."""
+    """Requeue a preempted request on the executor that has its text."""
     state.tickets[request].attempts = 0
     enqueue(state, request, expert, home=executor)
 
@@ -191,10 +191,7 @@ def move(state: State, request: int, expert: str, reason: str) -> None:
 
 
 def go_on(state: State, expert: str, executor: int, profile: ExpertProfile, left: dict[int, Work]) -> None:
-    """Queue unfinished requests for their next quantum; end or preempt those that cannot have one.
-
-    ``left``: the work of each.
-    """
+    """Queue unfinished requests (``left``: their work) for their next quantum; end or preempt the others."""
     queue, reason = state.queue_of[executor], standing_reason(state, expert)
     tokens_s: dict[int, float] = {}
     for request, work in left.items():

@@ -1,11 +1,10 @@
-"""Batches: what an executor runs next, and the batch that is queued ahead of its answer.
+"""Batches: the next batch of each executor, and the batch queued ahead behind a running one.
 
-An executor that runs a batch of images may be given its next batch, which cannot be taken back. So there is one at
-most, and only where waiting for the answer could make nothing better: the batch is full; it is of the first group; its
-images are begun; its expert stays, and no claim lacks room in that memory if it is another expert than the running one;
-it needs no more workspace than the running batch; nothing in the queue counts in tokens or failed before; and the
-running batch is not of idle precedence. Policies that load nothing while an executor runs decide one batch at a time,
-as they were published.
+A batch queued ahead cannot be revoked. So an executor has at most one, behind a batch of images, and only if waiting
+for the answer could not improve it: the batch is full, of the first group, its images are begun, and its workspace is
+no larger than the running batch's. Its expert is not reserved; for another expert than the running one, no claim lacks
+room in that memory. No queued request counts in tokens or failed before, and the running batch is not of idle
+precedence. Policies without overlap decide one batch at a time, as published.
 
 Guarantees: an executor has a batch queued ahead only while it runs one; until ``end`` the copies of both are in use and
 the workspace of the running one is taken; a batch of texts has a quantum and its leases, a batch of images neither.
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def start_batches(state: State) -> None:
-    """Give every idle executor its next batch."""
+    """Start the next batch of every idle executor."""
     for queue in state.queues:
         if queue.spec.id not in state.running and queue.head is not None:
             group, pool = turns.next_group(state, queue), state.pools[queue.spec.pool]
-            free_bytes = pool.workspace_for(queue.spec.id)  # too few only after a reload raised the guaranteed bytes
+            free_bytes = pool.workspace_for(queue.spec.id)  # lacking only after a reload raised the guaranteed bytes
             if group is not None and group.profile.performance.workspace_for(1) <= free_bytes:
                 _start_batch(state, queue, group)
 
 
 def queue_batches_ahead(state: State) -> None:
-    """Give running executors their next batch, where that costs nothing."""
+    """Queue a batch ahead on running executors, where that costs nothing."""
     for queue in state.queues:
         running = state.running_batch(queue.spec.id)
         if running is None or queue.spec.id in state.queued_ahead or state.idle_request in running.requests:
@@ -49,7 +48,7 @@ def queue_batches_ahead(state: State) -> None:
 
 
 def end(state: State, batch: Batch) -> tuple[ExpertProfile, ...]:
-    """A running batch is over; the rows that its portions ran by, as the line may have changed meanwhile."""
+    """End a running batch; returns the rows that its portions ran by, as the line may have changed since."""
     queue, pool = state.queue_of[batch.executor], state.pool_of(batch.executor)
     for copy in batch.copies:
         pool.end_use(copy)
@@ -95,7 +94,7 @@ def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
 
 
 def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> float:
-    """Count a new batch, and use its copies until it ends; the predicted seconds of its tokens."""
+    """Register a new batch, and use its copies until it ends; returns the predicted seconds of its tokens."""
     pool, is_idle = state.pool_of(batch.executor), state.idle_request in batch.requests
     for copy in batch.copies:
         pool.start_use(copy, is_spare=is_idle)
@@ -112,7 +111,7 @@ def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> f
 
 
 def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
-    """How many requests of its first group an executor is given behind the running batch; 0: not now."""
+    """Size of the batch to queue ahead, of the first group; 0: not now."""
     group, executor = queue.head, queue.spec.id
     if group is None or group.alone or queue.ongoing or queue.begins or running.quantum_s is not None:
         return 0
@@ -147,7 +146,7 @@ def _batch_of_images(state: State, queue: ExecutorQueue, group: Group, size: int
 
 
 def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...]]:
-    """Requests that run for a quantum, by expert, and the rows of these; the group whose turn it is comes first."""
+    """Batch of a quantum, with the rows of its portions; the portion of ``group`` is first."""
     expert, copy = group.expert, group.profile.copy
     portions, profiles = {copy: Portion(expert, copy, ())}, {copy: group.profile}
     for share in turns.quantum_starts(state, queue, group):
@@ -165,7 +164,7 @@ def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[B
 
 
 def _quantum_s(state: State, queue: ExecutorQueue) -> float:
-    """Shorter where images may come, now or after the next change of the line."""
+    """Seconds of a quantum; longer on a line that can have no images."""
     lone_s = state.limits.lone_quantum_s
     if lone_s is None:
         return state.limits.quantum_s

@@ -1,8 +1,8 @@
 """Predict, assign, arrange, split (section 4.2): which executor gets a request, where it queues, how large batches are.
 
 Guarantees: O(executors) per request, whatever is queued; equal queues and requests give equal answers. With a bounded
-policy a request joins no group that stands ahead of a request queued ``max_overtake_s`` or more before: a group stops
-growing once the next one has stood behind it for that long.
+policy a request joins no group ahead of a request queued ``max_overtake_s`` or more before: a group stops growing
+once the next group has waited that long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Option(NamedTuple):
-    """One queue that could take the request. ``group``: the one to join; None: the request opens one."""
+    """Queue that could take the request. ``group``: the one to join; None: the request opens one."""
 
     queue: ExecutorQueue
     profile: ExpertProfile
@@ -36,7 +36,7 @@ class _Option(NamedTuple):
 
 
 class Scheduler:
-    """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there.
+    """Assigns requests to queues. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
     ``barred(expert)``: executors to avoid while others can run it.
     """
@@ -96,7 +96,7 @@ class Scheduler:
     def _option(
         self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float
     ) -> _Option:
-        """Price of the request in this queue: its work; where it opens a group, also B and the switch."""
+        """Cost of the request in this queue: its work, plus B and the switch if it opens a group."""
         performance = profile.performance
         group = self._group_to_join(queue, expert, now)
         work_s = performance.K_s + tokens_s
@@ -137,7 +137,7 @@ LONGEST_PATIENCE = 1024
 
 @dataclass(slots=True)
 class ProvenLimit:
-    """Batch size that memory has proved to allow one expert on one executor, and how many batches in a row it did."""
+    """Proven batch size of one expert on one executor, and the number of good batches in a row."""
 
     requests: int
     patience: int
@@ -147,22 +147,22 @@ class ProvenLimit:
 class BatchSplitter:
     """Size of the next batch (section 4.2, 'request splitting').
 
-    At most the profiled maximum, the requests that the free workspace has room for, and a proven limit. Running out of
-    memory lowers the limit of that expert on that executor at once, and good batches raise it slowly:
+    At most the profiled maximum, the room of the free workspace, and a proven limit. A shortage of memory lowers the
+    limit of that expert on that executor at once, and good batches raise it slowly:
 
         out of memory with n requests     the limit becomes n / 2, at least 1
         ``patience`` good batches in a    the limit doubles, up to the profiled maximum; after as many batches at that
         row, each as large as the limit   maximum it is forgotten
 
-    ``patience`` begins at FIRST_PATIENCE and doubles at each further out-of-memory, up to LONGEST_PATIENCE: where
-    memory really is too small, one batch in a thousand proves that again, not every other one.
+    ``patience`` begins at FIRST_PATIENCE and doubles at each further out-of-memory, up to LONGEST_PATIENCE: in a
+    memory that is too small, one batch in a thousand fails, not every other one.
     """
 
     def __init__(self) -> None:
         self._limits: dict[tuple[str, int], ProvenLimit] = {}
 
     def batch_size(self, expert: str, executor: int, performance: Performance, waiting: int, free_bytes: int) -> int:
-        """Requests of the next batch, at least 1: the workspace of one image is guaranteed to each executor."""
+        """Size of the next batch, at least 1: each executor is guaranteed the workspace of one image."""
         limit = min(performance.max_batch, waiting)
         proven = self._limits.get((expert, executor))
         if proven is not None:

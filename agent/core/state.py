@@ -1,6 +1,6 @@
-"""State of one Engine: the record that the core's modules of functions read and write, and nothing else.
+"""State of one Engine, read and written by the core's modules of functions.
 
-A decision appends its effects to ``State.effects``; the Engine hands them to the shell once the event is answered.
+Decisions append to ``State.effects``, which the Engine returns to the shell at the end of the event.
 ``check_invariants`` recounts everything from scratch.
 """
 
@@ -36,7 +36,7 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 
 @dataclass(frozen=True, slots=True)
 class ServedLine:
-    """``homes``: where each pinned expert stays. ``retired``: of earlier lines, which a request may still need."""
+    """``homes``: executor of each pinned expert. ``retired``: experts of earlier lines, which requests may need."""
 
     graph: ExpertGraph
     matrix: PerformanceMatrix
@@ -46,9 +46,9 @@ class ServedLine:
 
 @dataclass(slots=True)
 class Ticket:
-    """Where one request stands: in ``group`` of ``queue``, or in a batch. ``queued_s``: when its step was queued.
+    """Position of a request: in ``group`` of ``queue``, or in a batch. ``queued_s``: time its step was queued.
 
-    ``graph``: the routes that it arrived under, and is finished by.
+    ``graph``: routes at its arrival, which it follows to the end.
     """
 
     component: str | None
@@ -67,7 +67,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The present pause of a backoff."""
+    """Current pause of a backoff."""
 
     pause_s: float
     until_s: float
@@ -80,7 +80,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """Loads of one copy into one memory that failed in a row. ``since_s``: when the run of failures began."""
+    """Consecutive failed loads of one copy into one memory. ``since_s``: time of the first."""
 
     attempts: int
     pause: Pause
@@ -89,15 +89,15 @@ class Setback:
 
 @dataclass(slots=True)
 class Probation:
-    """Reason why requests may not use an expert, and from when on a trial may begin.
+    """Reason why requests may not use an expert, and earliest time of a trial.
 
-    ``copy``: the one whose loads failed, which is loaded again without a request; None where batches failed.
+    ``copy``: the copy whose loads failed, which is reloaded without a request; None after failed batches.
     """
 
     reason: str
     retry_s: float
     copy: str | None = None
-    trial: int | None = None  # the request that was let through
+    trial: int | None = None  # the trial request
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class Load:
 
 
 class Wish(NamedTuple):
-    """A copy that is wanted in an executor's memory. ``since_s``: when its group's oldest request was queued.
+    """Copy that is wanted in an executor's memory. ``since_s``: time its group's oldest request was queued.
 
-    A tuple: dozens are made for each decision.
+    A tuple for speed: dozens per decision.
     """
 
     spec: ExecutorSpec
@@ -152,19 +152,19 @@ class State:
     queued_ahead: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind the running one
     last_batch: int = 0
 
-    # memory: copies that are there, on their way, or wanted
+    # memory: copies that are resident, loading, or wanted
     users: dict[str, tuple[ExecutorQueue, ...]] = field(init=False)  # memory -> queues that run from it
-    fed: dict[str, tuple[ModelPool, ...]] = field(init=False)  # memory -> memories that it is in front of
+    fed: dict[str, tuple[ModelPool, ...]] = field(init=False)  # memory -> memories that it caches for
     pinned: frozenset[tuple[str, str]] = frozenset()  # (memory, copy)
     presence: Counter[str] = field(default_factory=Counter)  # expert -> copies loading or resident, over all memories
     loads: dict[int, Load] = field(default_factory=dict)
     last_load: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # source -> loads
-    kept_free: Counter[str] = field(default_factory=Counter)  # source -> places that overdue claims wait for
-    reserved: dict[str, frozenset[str]] = field(default_factory=dict)  # memory -> copies an overdue claim waits for
-    all_queued: set[str] = field(default_factory=set)  # memories where a STAGE claim found nothing in this look
+    kept_free: Counter[str] = field(default_factory=Counter)  # source -> places kept for overdue claims
+    reserved: dict[str, frozenset[str]] = field(default_factory=dict)  # memory -> copies reserved for an overdue claim
+    all_queued: set[str] = field(default_factory=set)  # memories where a STAGE claim found nothing in this round
     full: set[str] = field(default_factory=set)  # memories where an overdue claim waits for room
-    short: set[str] = field(default_factory=set)  # memories where another claim found no room
+    short: set[str] = field(default_factory=set)  # memories where a claim that is not overdue found no room
     placements: deque[Wish] = field(default_factory=deque)  # wanted as soon as there is room
     speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
 
@@ -175,7 +175,7 @@ class State:
     probations: dict[str, Probation] = field(default_factory=dict)  # by expert
     trials: dict[int, str] = field(default_factory=dict)  # request -> expert on probation
     failed_batches: dict[str, int] = field(default_factory=dict)  # expert -> batches of one that failed in a row
-    batch_pauses: dict[str, Pause] = field(default_factory=dict)  # expert -> latest probation for failed batches
+    batch_pauses: dict[str, Pause] = field(default_factory=dict)  # expert -> latest pause for failed batches
 
     def __post_init__(self) -> None:
         self.overtake_s = self.limits.max_overtake_s if self.policy.bounded else math.inf
@@ -194,25 +194,25 @@ class State:
         return None if number is None else self.batches[number]
 
     def batch_under_way(self, number: int) -> Batch | None:
-        """The batch of this number if it runs; None for a batch that is queued ahead."""
+        """Batch of this number if it runs; None for a batch that is queued ahead."""
         batch = self.batches.get(number)
         return batch if batch is not None and self.running[batch.executor] == number else None
 
     @property
     def queued_idle(self) -> int | None:
-        """The request of idle precedence, while it stands in a queue."""
+        """Request of idle precedence, while it is queued."""
         request = self.idle_request
         return request if request is not None and self.tickets[request].group is not None else None
 
     def rows_of(self, expert: str) -> Iterator[tuple[ExecutorSpec, ExpertProfile]]:
-        """Executors that can run an expert, with its row there."""
+        """Executors that can run an expert, each with the expert's row."""
         for queue in self.queues:
             row = self.line.matrix.experts[queue.spec.processor].get(expert)
             if row is not None:
                 yield queue.spec, row
 
     def may_use(self, pool: ModelPool, copy: str) -> bool:
-        """Is the copy resident, and not reserved for an overdue claim?"""
+        """True if the copy is resident, and not reserved for an overdue claim."""
         return pool.is_resident(copy) and copy not in self.reserved.get(pool.name, ())
 
     def is_awaited(self, expert: str) -> bool:
@@ -226,7 +226,7 @@ class QueueStatistics:
     requests: int
     length_s: float
     running: int
-    expert: str | None = None  # of the batch that runs
+    expert: str | None = None  # of the running batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class EngineStatistics:
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
     prepared: PreparedStatistics = NOTHING_PREPARED
-    serves_earlier_lines: bool = False  # a request that was accepted under other routes is in flight
+    serves_earlier_lines: bool = False  # a request accepted under earlier routes is in flight
 
 
 def statistics(state: State) -> EngineStatistics:
@@ -285,11 +285,11 @@ def statistics(state: State) -> EngineStatistics:
     )
 
 
-# -- what must be true between the parts of a State; each part checks itself besides --
+# -- invariants between the parts of a State; each part also checks itself --
 
 
 def check_invariants(state: State) -> None:
-    """Recount bytes, uses, requests and leases. Raises AssertionError that names what does not add up."""
+    """Recount bytes, uses, requests and leases. Raises AssertionError with the mismatch."""
     _check_requests(state)
     for pool in state.pools.values():
         pool.check_invariants()
@@ -302,7 +302,7 @@ def check_invariants(state: State) -> None:
 
 
 def _check_requests(state: State) -> None:
-    """Each request stands in one queue or in one batch."""
+    """Each request is in one queue or in one batch."""
     queued = [request for queue in state.queues for group in queue.groups() for request in group.requests]
     running = [request for batch in state.batches.values() for request in batch.requests]
     everywhere = Counter(queued) + Counter(running)
@@ -332,7 +332,7 @@ def _check_batches(state: State) -> None:
 
 
 def _check_leases(state: State) -> None:
-    """A begun request has its lease where it runs, and a request that has not begun waits for one."""
+    """A begun request holds its lease where it runs; a request that has not begun waits for one."""
     state.leases.check_invariants()
     begun: dict[int, str] = {}
     waiting: set[int] = set()

@@ -1,24 +1,24 @@
-"""Turns: which requests an idle executor runs next, and which of them together.
+"""Turns: the requests of an idle executor's next batch.
 
-An expert with leases runs in quanta: its requests that are not done after a quantum wait as its *ongoing* group for the
-next one. So an executor has two kinds of work, which take turns; if one kind cannot run, the other does:
+An expert with leases runs in quanta: its unfinished requests wait for the next quantum as its *ongoing* group. So an
+executor alternates between two kinds of work; if one kind cannot run, the other does:
 
     after a quantum           images: the first group in the queue's order whose expert may run
-    after a batch of images   a quantum of the group that stands first: an ongoing one, which goes to the tail after
-                              each quantum, or one of an expert without any
+    after a batch of images   a quantum of the first group in the queue that is ongoing (which moves to the tail after
+                              each quantum), or whose expert has no ongoing group
 
 A batch of an expert with an ongoing group takes that group's requests first, then requests that begin (iteration-level
-scheduling, seen from outside: Orca, section 3). Where begun requests would fill all places, every other quantum leaves
+scheduling by quanta: Orca, section 3). Where begun requests would fill all places, every other quantum leaves
 half of them to requests that can begin. A request whose batch failed runs alone until its step ends. Other experts of
-the family ride along in the places that are left: ongoing groups, whole or not at all, then requests that begin.
+the family fill the places left: ongoing groups, whole or not at all, then requests that begin.
 
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing
 group whose expert may run is passed by no two batches of images in a row, and by no two quanta of other groups between
-two turns of ongoing groups. A request that begins passes no request that came longer before it than the overtaking
-bound; an image does so only in the batch after a quantum. In batches of ``n`` places, at least two, a request that can
+two turns of ongoing groups. A request that begins passes no request older than it by the overtaking bound or
+more; an image does so only in the batch after a quantum. In batches of ``n`` places, at least two, a request that can
 have its lease, behind ``w`` such requests of its expert, begins in the ``2 * ceil((w + 1) / (n // 2))``-th quantum of
-that expert at the latest. Without overlap the queue's order decides in place of the kind, and an ongoing group is
-passed by one batch. A group that cannot begin claims no load and keeps no other group from running.
+that expert at the latest. Without overlap the queue's order decides, not the kind, and one batch passes an ongoing
+group. A group that cannot begin claims no load and keeps no other group from running.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The first ``count`` requests of a group, which run in the next batch."""
+    """First ``count`` requests of a group, for the next batch."""
 
     group: Group
     count: int
@@ -68,7 +68,7 @@ def is_anything_runnable(state: State, queue: ExecutorQueue) -> bool:
 
 
 def quantum_starts(state: State, queue: ExecutorQueue, group: Group) -> list[Share]:
-    """Requests of one batch: of a group that runs in quanta, and of groups that may ride along. They begin."""
+    """Begin a quantum: its requests, of this group and of other groups that may share the batch."""
     due = _longest_without_turn(state, queue)
     places = _Places(state, queue)
     if group.alone:
@@ -90,7 +90,7 @@ def _fill(state: State, places: _Places, group: Group) -> None:
     waiting = [each for each in able if group.is_ongoing or each.order >= group.order]
     own = [each for each in waiting if each.profile.copy == group.profile.copy]
     if begun is not None and riders:
-        kept = _given_way(state, places, begun, riders, own)
+        kept = _reserved_places(state, places, begun, riders, own)
         taken = places.take(begun, riders, kept)
         if kept:
             _begin(state, places, own)
@@ -106,8 +106,8 @@ def _fill(state: State, places: _Places, group: Group) -> None:
     _begin(state, places, waiting)
 
 
-def _given_way(state: State, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
-    """Places left to requests that can begin, in a batch that begun requests would fill."""
+def _reserved_places(state: State, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
+    """Places reserved for requests that can begin, in a batch that begun requests would fill."""
     left = places.left_for(begun)
     able = (state.leases.can_begin(request) for group in waiting for request in group.requests)
     kept = sum(takewhile(bool, islice(able, left // 2)))
@@ -116,7 +116,7 @@ def _given_way(state: State, places: _Places, begun: Group, riders: int, waiting
 
 
 def _ride_along(state: State, places: _Places, group: Group) -> None:
-    """Take places for ongoing groups of the same family whose copies may run: for all of a group, or for none."""
+    """Take places for ongoing groups of one family whose copies may run: for all of a group, or for none."""
     for other in sorted(places.queue.ongoing.values(), key=lambda each: each.order):
         if other.profile.copy != group.profile.copy and _is_kin(state, places.queue, other, group):
             riders = _riders(state, places.queue, other)
@@ -155,7 +155,7 @@ def _first(state: State, queue: ExecutorQueue) -> Group | None:
 
 
 def _next_in_order(state: State, queue: ExecutorQueue) -> Group | None:
-    """Without overlap: an ongoing group, or the front, or none while the front's copy is being loaded."""
+    """Next group without overlap: an ongoing group or the front; None while the front's copy is loading."""
     longest, front = _longest_without_turn(state, queue), queue.front
     if longest is not None and (queue.owes_turn or not queue.had_quantum):
         return longest
@@ -164,7 +164,7 @@ def _next_in_order(state: State, queue: ExecutorQueue) -> Group | None:
 
 
 def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
-    """The first of the ongoing groups, and of the groups whose requests would begin without any that go on."""
+    """First ongoing group, or first group that can begin and whose expert has no ongoing requests."""
     longest = _longest_without_turn(state, queue)
     if longest is not None and queue.owes_turn:
         return longest
@@ -184,9 +184,9 @@ def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
 
 
 def _next_runnable(state: State, queue: ExecutorQueue, *, is_for_images: bool = False) -> Group | None:
-    """The first group that is not ongoing and whose expert may run; images may pass texts after a quantum.
+    """First group that is not ongoing and whose expert may run; images may pass texts after a quantum.
 
-    None if it would pass, beyond the bound, a group whose resident expert is reserved for an overdue claim.
+    None if that group would overtake, beyond the bound, a group whose expert is reserved for an overdue claim.
     """
     pool, here = state.pools[queue.spec.pool], _here(state, queue)
     images = [group for group in here if not group.profile.performance.runs_in_quanta] if is_for_images else here
@@ -199,7 +199,7 @@ def _next_runnable(state: State, queue: ExecutorQueue, *, is_for_images: bool = 
 
 
 def _here(state: State, queue: ExecutorQueue) -> list[Group]:
-    """The next group of each resident expert that is not ongoing and can begin."""
+    """Next group of each resident expert that is not ongoing and can begin."""
     return [
         group
         for entry in state.pools[queue.spec.pool].entries()
@@ -208,7 +208,7 @@ def _here(state: State, queue: ExecutorQueue) -> list[Group]:
 
 
 def _passed_s(state: State, here: Sequence[Group], group: Group) -> float:
-    """When the oldest request was queued that a batch of this group would pass."""
+    """Queueing time of the oldest request that a batch of this group would overtake."""
     return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
 
 
@@ -219,7 +219,7 @@ def _longest_without_turn(state: State, queue: ExecutorQueue) -> Group | None:
 
 
 def _can_begin(state: State, queue: ExecutorQueue, group: Group) -> bool:
-    """Is there a lease for a group's first request, and a place beside begun requests, or in turn with them?"""
+    """True if a group's first request can have a lease, and a place in a batch with the begun requests."""
     if not state.leases.can_begin(next(iter(group.requests))):
         return False
     riders = _riders(state, queue, group)
@@ -227,7 +227,7 @@ def _can_begin(state: State, queue: ExecutorQueue, group: Group) -> bool:
 
 
 def _riders(state: State, queue: ExecutorQueue, group: Group) -> int:
-    """How many begun requests would run in a batch of this group, if it could be so large."""
+    """Number of begun requests for a batch of this group, without the limit of its size."""
     begun = queue.ongoing.get(group.profile.copy)
     if begun is None or group.alone:
         return 0
@@ -241,12 +241,12 @@ def batch_size(state: State, queue: ExecutorQueue, group: Group, waiting: int) -
 
 
 def _runs_alone(state: State, request: int) -> bool:
-    """Did a batch fail that this request was in?"""
+    """True after a failed batch of this request."""
     return state.tickets[request].attempts > 0
 
 
 class _Places:
-    """Places of one batch, as many as each of its experts allows; ``shares``: those that are taken."""
+    """Places of one batch, limited by each of its experts. ``shares``: taken places."""
 
     def __init__(self, state: State, queue: ExecutorQueue) -> None:
         self.queue = queue
@@ -258,7 +258,7 @@ class _Places:
         return max(self._most_with(group) - sum(share.count for share in self.shares), 0)
 
     def take(self, group: Group, count: int, kept: int = 0) -> int:
-        """Take up to ``count`` places for a group, and leave ``kept`` free; returns how many were taken."""
+        """Take up to ``count`` places for a group, but leave ``kept`` free; returns the number taken."""
         taken = min(count, max(self.left_for(group) - kept, 0))
         if taken:
             self._most = self._most_with(group)
