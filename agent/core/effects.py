@@ -74,7 +74,10 @@ class EvictionDecision:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Evict a copy from a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = queued use, 0 = not by rank (LRU, FIFO, quarantine, probation, a spare copy)."""
+    """Evict a copy from a pool; its memory is free at once.
+
+    ``stage``: 1 or 2 as in section 4.3, 3 = queued use, 0 = not by rank (LRU, FIFO, quarantine, probation, spare).
+    """
 
     expert: str
     copy: str

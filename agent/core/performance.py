@@ -77,7 +77,7 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """Pixels of an image in an expert's input form. ``name``: key of the preprocessing, shared by experts of equal input."""
+    """Pixels of an image as an expert takes them. ``name``: key of preprocessing; experts of one name share them."""
 
     name: str
     size_bytes: int
