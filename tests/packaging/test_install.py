@@ -4,8 +4,6 @@ The archives are written by the code of `make bundle`, around a `coserve` of a f
 proves that the real one installs without a network; it takes gigabytes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -67,7 +65,7 @@ def bundling():
     return module
 
 
-def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:
+def wheel(folder, name, version, files):
     file = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         for inside, text in files.items():
@@ -79,7 +77,7 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:
 def bundle(bundling, tmp_path):
     """Unpack an archive of a made-up version; its folder."""
 
-    def make(version: str, refused: str = "refused by none", imports: tuple[str, ...] = ("coserve",)) -> Path:
+    def make(version, refused="refused by none", imports=("coserve",)):
         wheels = tmp_path / f"wheels-{version}"
         wheels.mkdir(exist_ok=True)
         shared = {f"coserve-{version}.data/data/share/coserve/{name}": (ROOT / folder / name).read_text()
@@ -100,12 +98,12 @@ def bundle(bundling, tmp_path):
 class Box:
     """Files below the folder that everything is installed into."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.home = folder / "opt" / "coserve"
         self.line = folder / "etc" / "coserve" / "line.yaml"
 
-    def install(self, bundle: Path, *words: str, check: int = 0, **extra: str) -> subprocess.CompletedProcess[str]:
+    def install(self, bundle, *words, check=0, **extra):
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
         command = ["sh", str(bundle / "install.sh"), "--root", str(self.folder), *words]
         environment = plain | {"PYTHON": sys.executable} | extra
@@ -114,13 +112,13 @@ class Box:
         return done
 
     @property
-    def version(self) -> str:
+    def version(self):
         """Output of the installed command."""
         command = self.folder / "usr" / "local" / "bin" / "coserve"
         return subprocess.run([command], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
     @property
-    def releases(self) -> set[str]:
+    def releases(self):
         return {folder.name.partition("-")[0] for folder in self.home.iterdir() if not folder.is_symlink()}
 
 

@@ -7,8 +7,6 @@ file makes, in the folders of the shipped tmpfiles file, hardened as shipped, bu
 Not exercised, because the controllers of such a namespace may belong to whoever started it: MemoryHigh=, MemoryMax=.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -128,7 +126,7 @@ exec env -i container=other SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin
 """
 
 
-def cgroup_of_this_process() -> Path | None:
+def cgroup_of_this_process():
     """The folder in the unified hierarchy; None where there is none."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     at = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
@@ -136,7 +134,7 @@ def cgroup_of_this_process() -> Path | None:
     return at / inside[0].lstrip("/") if at and inside else None
 
 
-def child_of(pid: int | None) -> int | None:
+def child_of(pid):
     """The only child of a process; None while it has none."""
     if pid is None:
         return None
@@ -147,7 +145,7 @@ def child_of(pid: int | None) -> int | None:
 class PrivateSystem:
     """A private systemd, its console, and its files as seen from outside."""
 
-    def __init__(self, prepared: Path) -> None:
+    def __init__(self, prepared):
         self.console = b""
         self._cgroup = cgroup_of_this_process() / f"coserve-test-{os.getpid()}"
         self._cgroup.mkdir()
@@ -165,16 +163,16 @@ class PrivateSystem:
                 env={name: str(value) for name, value in environment.items()}, start_new_session=True,
             )  # fmt: skip
         threading.Thread(target=self._listen, daemon=True).start()
-        self._init: int | None = None
+        self._init = None
 
-    def _listen(self) -> None:
+    def _listen(self):
         while True:
             try:
                 self.console += os.read(self._master, 4096)
             except OSError:  # it has ended
                 return
 
-    def has_started(self) -> bool:
+    def has_started(self):
         """Whether systemd runs as PID 1 there."""
         if self._process.poll() is not None:
             return False
@@ -184,38 +182,38 @@ class PrivateSystem:
         return self.path("run/systemd/private").exists() and self.ask("is-system-running").strip() == "running"
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self):
         """Reason why systemd did not start; None while it may still start."""
         return self._complaints.read_text() or "it ended" if self._process.poll() is not None else None
 
-    def path(self, inside: str) -> Path:
+    def path(self, inside):
         """A file of its mount namespace, from outside."""
         return Path(f"/proc/{self._init}/root") / inside
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command):
         enter = ["nsenter", f"--target={self._init}", "--pid", "--mount", "--uts", "--ipc", "--cgroup"]
         return subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
-    def systemctl(self, *words: str) -> None:
+    def systemctl(self, *words):
         done = self.run("systemctl", *words)
         assert done.returncode == 0, f"{done.stderr}{self.logs}"
 
-    def ask(self, *words: str) -> str:
+    def ask(self, *words):
         return self.run("systemctl", *words).stdout
 
-    def state(self, unit: str) -> dict[str, str]:
+    def state(self, unit):
         """What ``systemctl show`` says of a unit."""
         return dict(line.partition("=")[::2] for line in self.ask("show", unit).splitlines())
 
     @property
-    def logs(self) -> str:
+    def logs(self):
         """Console and logs, for a failed test."""
         logs = "\n".join(
             f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.path("var/log").glob("coserve*.log")
         )
         return f"{self.console.decode(errors='replace')[-4000:]}\n{logs}"
 
-    def wait_until(self, unit: str, **wanted: str) -> dict[str, str]:
+    def wait_until(self, unit, **wanted):
         """Until a unit's state is as wanted; it is returned."""
 
         def is_so():
@@ -224,22 +222,22 @@ class PrivateSystem:
 
         return until(is_so, lambda: f"{unit} is not {wanted}\n{self.ask('status', unit)}{self.logs}")
 
-    def ends(self, unit: str) -> list[str]:
+    def ends(self, unit):
         """How each run of a unit ended, as systemd tells its ExecStopPost=."""
         file = self.path(f"var/lib/coserve/{unit}.ends")
         return file.read_text().splitlines() if file.exists() else []
 
-    def drop(self, name: str) -> None:
+    def drop(self, name):
         """An image into the inbox, complete at once."""
         inbox = self.path("srv/images/line")
         inbox.joinpath(".part").mkdir(exist_ok=True)
         (inbox / ".part" / name).write_bytes(picture())
         (inbox / ".part" / name).rename(inbox / name)
 
-    def wait_for_verdict(self, name: str) -> None:
+    def wait_for_verdict(self, name):
         until(lambda: any((self.path("srv/images/line") / "done").rglob(name)), lambda: self.logs)
 
-    def end(self) -> None:
+    def end(self):
         """Kill all processes, and remove their cgroups."""
         if self._init is not None and self._process.poll() is None:
             os.kill(self._init, signal.SIGKILL)
@@ -250,14 +248,14 @@ class PrivateSystem:
 
         until(self._is_removed)
 
-    def _is_removed(self) -> bool:
+    def _is_removed(self):
         for folder in sorted([self._cgroup, *self._cgroup.rglob("*/")], reverse=True):
             with suppress(OSError):  # it still has processes
                 folder.rmdir()
         return not self._cgroup.exists()
 
 
-def line_document(name: str) -> dict:
+def line_document(name):
     """A line of two fake experts that judge whatever lies in its inbox."""
     expert = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
     return {
@@ -270,7 +268,7 @@ def line_document(name: str) -> dict:
     }
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder):
     """Units, commands and line files, as SETUP puts them in place."""
     shipped = (ROOT / "systemd" / "coserve.service").read_text()
     drop_ins = {

@@ -1,7 +1,5 @@
 """The shipped units, as systemd itself reads them. AC29"""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -17,15 +15,15 @@ EXPOSURE_LIMIT = 3.0
 COMMAND = "/opt/coserve/current/bin/coserve"
 
 
-def settings(unit: str) -> dict[str, list[str]]:
+def settings(unit):
     """Every setting of a unit's text, with all of its values in order."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for key, value in re.findall(r"^([A-Za-z]+)=(.*)$", unit, re.MULTILINE):
         found.setdefault(key, []).append(value)
     return found
 
 
-def analyze(*words: str) -> subprocess.CompletedProcess[str]:
+def analyze(*words):
     command = ["systemd-analyze", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
@@ -37,7 +35,7 @@ def verified(tmp_path):
         reason = "systemd-analyze is not installed: apt install systemd"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
 
-    def verify(name: str, text: str) -> subprocess.CompletedProcess[str]:
+    def verify(name, text):
         unit = tmp_path / name
         unit.write_text(text.replace(COMMAND, "/bin/true"))
         return analyze("verify", "--man=no", str(unit))

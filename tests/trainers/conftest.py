@@ -1,7 +1,5 @@
 """An empty line, filled by `coserve experts add`, and images to judge."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

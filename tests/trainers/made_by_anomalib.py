@@ -5,8 +5,6 @@ padim/weights/onnx/model.onnx, padim/weights/torch/model.pt, and likewise patchc
 padim/answers.json Anomalib's prediction for each: name, score and whether it is anomalous.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

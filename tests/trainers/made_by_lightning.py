@@ -4,8 +4,6 @@ last.ckpt as its trainer saves it after one epoch, and answers.json: the probabi
 Lightning itself loads it from there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

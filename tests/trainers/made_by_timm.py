@@ -6,8 +6,6 @@ probabilities that the model gives each image after timm's own transform, that o
 "own" answers after the transform that timm makes of them; and its graph beside the files that Hugging Face's hub has.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 FOLDER holds the image in the folder of its class. JSON: height and width by loader.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@
 Imports nothing of the project: the scripts that other interpreters run use it, too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Anomalib's exports of PaDiM and PatchCore, to judged images: its own scores and verdicts."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A checkpoint of Lightning's trainer, to judged images: the probabilities of the module that Lightning loads."""
 
-from __future__ import annotations
-
 import json
 
 from tests.trainers.test_torch import LABELS, SIZE, require_same

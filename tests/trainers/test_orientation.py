@@ -1,7 +1,5 @@
 """A JPEG with an EXIF orientation: this project decodes it for a trainer's models as that trainer's loader does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

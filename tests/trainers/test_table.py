@@ -3,8 +3,6 @@
 A cell says yes or no, and that is what happens; each row has files.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

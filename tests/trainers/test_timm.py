@@ -1,7 +1,5 @@
 """Models of timm, as its saver leaves them and as they are exported, to judged images: timm's own probabilities."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Torchvision's classifiers as training scripts save them, to judged images: torch's own probabilities."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Detectors of ultralytics, from its trainer and its exporter to judged images: its own boxes, of v5, v8 and 11."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of torchvision as training scripts make them, and as torch exports them."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Detectors of ultralytics: trained by its trainer, exported by its exporter."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

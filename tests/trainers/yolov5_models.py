@@ -4,8 +4,6 @@ Its code cannot be installed beside ultralytics' package, so the few layers here
 repository's format: a pickled ``models.yolo.DetectionModel`` of half floats under ``model``, with names and options.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,30 +1,24 @@
 """The count of attempts that ended the agent: real files, and runs that end without a word."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
 from agent.records.attempts import AttemptLog
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 NOT_WRITTEN = "until the next start no image is found out that ends the agent"
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "state" / "attempts.log"
 
 
-def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
+def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path):
     for run in range(1, 4):
         log = AttemptLog(path)
         assert log.attempts("a") == run - 1
@@ -34,7 +28,7 @@ def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: 
     assert AttemptLog(path).attempts("a") == 3
 
 
-def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: Path) -> None:
+def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path):
     AttemptLog(path).begun(["a"])
     survived = AttemptLog(path)
     survived.begun(["a"])
@@ -50,7 +44,7 @@ def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: P
     assert AttemptLog(path).attempts("a") == 0
 
 
-def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path: Path) -> None:
+def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path):
     AttemptLog(path).begun(["a"])
     log = AttemptLog(path)
     log.begun(["a", "b"])
@@ -60,7 +54,7 @@ def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path
     assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
 
 
-def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
+def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path):
     log = AttemptLog(path)
     log.begun(["a\n~é"])
     log.close()
@@ -72,7 +66,7 @@ def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path)
     assert [again.attempts(key) for key in ("a\n~é", "b", "x", "c")] == [1, 0, 0, 1]
 
 
-def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_grow_for_ever(path, monkeypatch):
     monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 1000)
     AttemptLog(path).begun(["suspect"])
     log = AttemptLog(path)
@@ -87,7 +81,7 @@ def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
 
 
-def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path, caplog):
     path.parent.write_text("a file where the state folder should be")
     log = AttemptLog(path)
     for number in range(3):
@@ -99,19 +93,17 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: 
     ]
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def told(caplog):
     assert all(record.levelno == logging.ERROR for record in caplog.records)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(path, caplog, monkeypatch):
     monkeypatch.setattr("agent.records.attempts.WAIT_S", 0.01)
     log, answers, waited_for_ever = AttemptLog(path), threading.Event(), threading.Event()
     log.begun(["a"])
 
-    def hang(*_: object) -> int:
+    def hang(*_):
         if not answers.wait(10.0):
             waited_for_ever.set()
         return 0
@@ -130,10 +122,8 @@ def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     assert AttemptLog(path).attempts("a") == 1
 
 
-def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raised: list[object] = []
+def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(path, caplog, monkeypatch):
+    raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 100)
     log = AttemptLog(path)
@@ -149,7 +139,7 @@ def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
     assert (again.attempts("long" * 25), again.attempts("b")) == (1, 0)
 
 
-def full(*_: object) -> int:
+def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -160,9 +150,7 @@ WRITE = os.write
     ("write", "reason"),
     [(full, "No space left on device"), (lambda fd, line: WRITE(fd, line[:5]), "the disk took a part of a line only")],
 )
-def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, write: object, reason: str
-) -> None:
+def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(path, caplog, monkeypatch, write, reason):
     log = AttemptLog(path)
     log.begun(["a"])
     monkeypatch.setattr(os, "write", write)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import example, given
@@ -14,9 +13,6 @@ from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspe
 from experts.expert import Verdict
 from tests import lines
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 TIMEOUT = timedelta(seconds=60)
 MANIFESTS = {"main": BoardManifest({"r": 2, "c": 1}, TIMEOUT)}
@@ -24,35 +20,33 @@ STARTED_S = 1e6  # the monotonic clock at START
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 
-def seen(place: str, verdict: Verdict = OK, after_s: float = 0, serial: str = "b1") -> Inspection:
+def seen(place, verdict=OK, after_s=0, serial="b1"):
     component, _, ref = place.partition("/")
     return lines.inspection(serial, "main", component, ref, verdict, START + timedelta(seconds=after_s))
 
 
-def ledger() -> BoardLedger:
+def ledger():
     return BoardLedger(MANIFESTS)
 
 
-def clock_s(at: datetime) -> float:
+def clock_s(at):
     """The monotonic clock, where the wall clock has made no step since START."""
     return STARTED_S + (at - START).total_seconds()
 
 
-def add(book: BoardLedger, inspection: Inspection) -> BoardVerdict | None:
+def add(book, inspection):
     return book.add(inspection, clock_s(inspection.at))
 
 
-def expire(book: BoardLedger, after_s: float) -> tuple[BoardVerdict, ...]:
+def expire(book, after_s):
     return book.expire(STARTED_S + after_s, START + timedelta(seconds=after_s))
 
 
-def verdicts(book: BoardLedger, *inspections: Inspection) -> list[BoardVerdict | None]:
+def verdicts(book, *inspections):
     return [add(book, inspection) for inspection in inspections]
 
 
-def replay(
-    book: BoardLedger, inspections: Sequence[Inspection], recorded: Iterable[BoardVerdict], after_s: float | None = None
-) -> tuple[BoardVerdict, ...]:
+def replay(book, inspections, recorded, after_s=None):
     """Take up what is stored, oldest first, at a moment; else at that of the latest image."""
     latest = max((one.at for one in inspections), default=START)
     now = latest if after_s is None else START + timedelta(seconds=after_s)
@@ -62,14 +56,14 @@ def replay(
     )
 
 
-def test_a_board_is_ok_with_its_last_image() -> None:
+def test_a_board_is_ok_with_its_last_image():
     first, second, last = verdicts(ledger(), seen("r/1"), seen("c/1", after_s=1), seen("r/2", after_s=5))
     assert (first, second) == (None, None)
     assert last == BoardVerdict("b1", "main", OK, START, START + timedelta(seconds=5), {}, {OK: 3, NG: 0, UNKNOWN: 0})
 
 
 @pytest.mark.parametrize(("came", "verdict"), [(OK, UNKNOWN), (UNKNOWN, UNKNOWN), (NG, NG)])
-def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came: Verdict, verdict: Verdict) -> None:
+def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came, verdict):
     book = ledger()
     add(book, seen("r/1", came))
     assert expire(book, 60) == ()
@@ -79,13 +73,13 @@ def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came: Verdict, ver
     assert expire(book, 62) == ()
 
 
-def test_boards_whose_time_is_over_are_closed_the_oldest_first() -> None:
+def test_boards_whose_time_is_over_are_closed_the_oldest_first():
     book = ledger()
     verdicts(book, seen("r/1", serial="b2"), seen("r/1", after_s=1), seen("r/1", after_s=30, serial="b3"))
     assert [closed.serial for closed in expire(book, 80)] == ["b2", "b1"]
 
 
-def test_late_images_never_make_a_closed_board_better_only_worse() -> None:
+def test_late_images_never_make_a_closed_board_better_only_worse():
     book = ledger()
     add(book, seen("r/1"))
     (closed,) = expire(book, 61)
@@ -96,7 +90,7 @@ def test_late_images_never_make_a_closed_board_better_only_worse() -> None:
     assert add(book, seen("c/2", UNKNOWN, after_s=65)) is None
 
 
-def test_an_ok_board_becomes_ng_by_a_late_ng() -> None:
+def test_an_ok_board_becomes_ng_by_a_late_ng():
     book = ledger()
     verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
     revised = add(book, seen("r/3", NG, after_s=1))
@@ -104,14 +98,14 @@ def test_an_ok_board_becomes_ng_by_a_late_ng() -> None:
     assert (revised.verdict, revised.is_revision) == (NG, True)
 
 
-def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board() -> None:
+def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board():
     book = ledger()
     closed = verdicts(book, seen("r/1"), seen("r/2"), seen("c/1", after_s=61))[-1]
     assert closed is not None
     assert (closed.verdict, closed.missing, closed.is_revision) == (UNKNOWN, {"c": 1}, False)
 
 
-def test_a_serial_that_comes_again_much_later_is_a_new_run() -> None:
+def test_a_serial_that_comes_again_much_later_is_a_new_run():
     book = ledger()
     verdicts(book, seen("r/1", NG), seen("r/2"), seen("c/1"))
     again = verdicts(book, *(seen(place, after_s=100) for place in ("r/1", "r/2", "c/1")))[-1]
@@ -119,7 +113,7 @@ def test_a_serial_that_comes_again_much_later_is_a_new_run() -> None:
     assert (again.verdict, again.opened_at) == (OK, START + timedelta(seconds=100))
 
 
-def test_closed_boards_are_forgotten() -> None:
+def test_closed_boards_are_forgotten():
     book = ledger()
     verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
     assert book.statistics().closed == 1
@@ -127,7 +121,7 @@ def test_closed_boards_are_forgotten() -> None:
     assert (book.statistics().open, book.statistics().closed) == (0, 0)
 
 
-def test_a_type_without_manifest_is_the_callers_error() -> None:
+def test_a_type_without_manifest_is_the_callers_error():
     with pytest.raises(KeyError):
         add(ledger(), lines.inspection("b1", "other", "r", "1", OK, START))
 
@@ -139,12 +133,12 @@ INSPECTIONS = st.lists(
 )
 
 
-def last_words(book: BoardLedger, inspections: list[Inspection]) -> dict[str, BoardVerdict]:
+def last_words(book, inspections):
     said = [*(add(book, one) for one in inspections), *expire(book, 300)]
     return {one.serial: one for one in said if one is not None}
 
 
-def expected(inspections: list[Inspection], serial: str) -> Verdict:
+def expected(inspections, serial):
     own = [one for one in inspections if one.subject.board == serial]
     places = {(one.subject.component, one.subject.ref) for one in own}
     refs = {component: [place for place in places if place[0] == component] for component in ("r", "c")}
@@ -154,7 +148,7 @@ def expected(inspections: list[Inspection], serial: str) -> Verdict:
 
 
 @given(INSPECTIONS)
-def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(inspections: list[Inspection]) -> None:
+def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(inspections):
     """An image that comes twice counts once, at its worst; one that is not expected can only harm."""
     said = last_words(ledger(), inspections)
     serials = {str(one.subject.board) for one in inspections}
@@ -162,9 +156,7 @@ def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(i
 
 
 @given(INSPECTIONS, st.integers(0, 14), st.integers(0, 4))
-def test_a_restart_says_what_was_not_recorded_and_nothing_twice(
-    inspections: list[Inspection], crash_at: int, lost: int
-) -> None:
+def test_a_restart_says_what_was_not_recorded_and_nothing_twice(inspections, crash_at, lost):
     in_order = sorted(inspections, key=lambda one: one.at)
     book = ledger()
     said = [one for one in verdicts(book, *in_order[:crash_at]) if one is not None]
@@ -180,21 +172,16 @@ def test_a_restart_says_what_was_not_recorded_and_nothing_twice(
     assert last_words(restarted, in_order[crash_at:]) == last_words(book, in_order[crash_at:])
 
 
-def test_a_restart_passes_over_types_that_are_no_longer_configured() -> None:
+def test_a_restart_passes_over_types_that_are_no_longer_configured():
     assert replay(BoardLedger({}), [seen("r/1")], ()) == ()
 
 
-def complete(serial: str = "b1", after_s: float = 0, worst: Verdict = OK) -> list[Inspection]:
+def complete(serial="b1", after_s=0, worst=OK):
     places = (("r/1", OK), ("c/1", worst), ("r/2", OK))
     return [seen(place, one, after_s + second, serial) for second, (place, one) in enumerate(places)]
 
 
-def restart(
-    inspections: list[Inspection],
-    recorded: list[BoardVerdict],
-    manifest: BoardManifest = MANIFESTS["main"],
-    after_s: float = 1_000_000,
-) -> list[BoardVerdict]:
+def restart(inspections, recorded, manifest=MANIFESTS["main"], after_s=1_000_000):
     """What a new ledger says of what is stored, when it starts and when its boards' time is over."""
     book = BoardLedger({"main": manifest})
     return [*replay(book, inspections, recorded, after_s=1000), *expire(book, after_s)]
@@ -211,7 +198,7 @@ def restart(
         BoardManifest({"r": 2, "c": 1}, TIMEOUT / 10),
     ],
 )
-def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now(manifest: BoardManifest) -> None:
+def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now(manifest):
     book = ledger()
     stored = [*complete("b1"), *complete("b2", 3, worst=NG), seen("r/1", after_s=6, serial="b3")]
     recorded = [one for one in verdicts(book, *stored) if one is not None]
@@ -222,17 +209,17 @@ def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now
     assert restart([*stored, *rework], recorded, manifest=manifest) == []
 
 
-def busy(minutes: int) -> list[Inspection]:
+def busy(minutes):
     """Complete boards, one a minute, after the one that a test looks at."""
     return [one for minute in range(1, minutes + 1) for one in complete(f"later{minute}", after_s=60 * minute)]
 
 
-def records_of(inspections: list[Inspection]) -> list[BoardVerdict]:
+def records_of(inspections):
     return [one for one in verdicts(ledger(), *inspections) if one is not None]
 
 
 @pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
-def test_only_as_much_is_read_as_open_boards_can_need(step_s: float) -> None:
+def test_only_as_much_is_read_as_open_boards_can_need(step_s):
     """Four timeouts and a minute, of which a clock's step counts as one timeout at most; a board a minute."""
     stored = busy(100)
     stored[297:] = [replace(one, at=one.at + timedelta(seconds=step_s)) for one in stored[297:]]
@@ -241,7 +228,7 @@ def test_only_as_much_is_read_as_open_boards_can_need(step_s: float) -> None:
     assert 280 < len(list(left)) < 290
 
 
-def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest() -> None:
+def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest():
     """Nothing is stored of a board long ago; what is read ends in the midst of it, or shortly before it."""
     later = busy(10)
     for shift_s in range(200, 500):
@@ -251,7 +238,7 @@ def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest(
     assert said == {"b1": OK}
 
 
-def test_a_recorded_board_that_began_before_what_is_read_again_stays() -> None:
+def test_a_recorded_board_that_began_before_what_is_read_again_stays():
     board = [*complete(), seen("r/2", NG, after_s=50)]
     later = [one for one in busy(5) if one.at > START + timedelta(seconds=100)]
     recorded, revised, *_ = records_of(board + later)
@@ -262,19 +249,19 @@ def test_a_recorded_board_that_began_before_what_is_read_again_stays() -> None:
         assert restart(board + shifted, [recorded, *records_of(shifted)]) in ([], [revised])
 
 
-def test_a_late_image_of_a_board_whose_own_images_are_stored_no_more_opens_no_run() -> None:
+def test_a_late_image_of_a_board_whose_own_images_are_stored_no_more_opens_no_run():
     recorded = records_of(complete())
     assert restart([seen("r/1", after_s=40)], recorded) == []
 
 
-def test_a_revision_that_a_crash_kept_from_being_stored_is_said_with_all_its_images() -> None:
+def test_a_revision_that_a_crash_kept_from_being_stored_is_said_with_all_its_images():
     book = ledger()
     stored = [*complete(), seen("r/3", NG, after_s=30)]
     recorded, revised = [one for one in verdicts(book, *stored) if one is not None]
     assert restart(stored, [recorded]) == [revised]
 
 
-def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run() -> None:
+def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run():
     stored = [seen("r/1", after_s=0.2), seen("c/1", UNKNOWN, after_s=0.1), seen("r/2", after_s=1)]
     recorded = records_of(stored)
     assert [one.opened_at for one in recorded] == [START + timedelta(seconds=0.2)]
@@ -296,30 +283,30 @@ class SteppedLine:
     reboots: int = 0
 
     @property
-    def now(self) -> datetime:
+    def now(self):
         return START + timedelta(seconds=self.elapsed_s + self.off_by_s)
 
     @property
-    def now_s(self) -> float:
+    def now_s(self):
         return STARTED_S / (1 + self.reboots) + self.elapsed_s  # a machine that boots starts its clock anew
 
-    def see(self, place: str, verdict: Verdict = OK, serial: str = "b1") -> None:
+    def see(self, place, verdict=OK, serial="b1"):
         one = replace(seen(place, verdict, serial=serial), at=self.now)
         self.stored.append(one)
         self._record([self.book.add(one, self.now_s)])
 
-    def see_all(self, serial: str) -> None:
+    def see_all(self, serial):
         for place in ("r/1", "c/1", "r/2"):
             self.see(place, serial=serial)
             self.wait(1)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         """As the agent does: looking twice a second for boards whose time is over."""
         for _ in range(round(2 * seconds)):
             self.elapsed_s += 0.5
             self._record(self.book.expire(self.now_s, self.now))
 
-    def restart(self, off_s: float = 0.0) -> None:
+    def restart(self, off_s=0.0):
         self.elapsed_s += off_s
         self.reboots += 1
         self.book = ledger()
@@ -329,13 +316,13 @@ class SteppedLine:
         )
         assert said == ()  # nothing was lost in a crash, so there is nothing to say again
 
-    def _record(self, said: Iterable[BoardVerdict | None]) -> None:
+    def _record(self, said):
         for one in said:
             if one is not None:
                 self.recorded[one.serial, one.opened_at] = one
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self):
         return [one.verdict for one in self.recorded.values()]
 
 
@@ -345,7 +332,7 @@ RESTARTS = pytest.mark.parametrize("is_restarted", [False, True], ids=["running 
 
 @STEPS
 @RESTARTS
-def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s: float, is_restarted: bool) -> None:
+def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s, is_restarted):
     line = SteppedLine()
     line.see("r/1")
     line.wait(5)
@@ -365,9 +352,7 @@ def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s
 
 @STEPS
 @pytest.mark.parametrize("off_s", [None, 0.0, 3600.0], ids=["running on", "restarted", "off for a while"])
-def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_clock_does(
-    step_s: float, off_s: float | None
-) -> None:
+def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_clock_does(step_s, off_s):
     line = SteppedLine()
     line.see("r/1")
     line.wait(5)
@@ -382,9 +367,7 @@ def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_cloc
 
 @STEPS
 @RESTARTS
-def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(
-    step_s: float, is_restarted: bool
-) -> None:
+def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(step_s, is_restarted):
     line = SteppedLine()
     line.see("r/1")
     line.wait(5)
@@ -404,7 +387,7 @@ def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(
 
 
 @STEPS
-def test_a_rework_that_a_restart_interrupts_goes_on_whenever_the_clock_was_set(step_s: float) -> None:
+def test_a_rework_that_a_restart_interrupts_goes_on_whenever_the_clock_was_set(step_s):
     for is_set_while_open in (True, False):
         line = SteppedLine()
         line.see("r/1")
@@ -436,12 +419,10 @@ DEEDS = st.lists(
 
 @given(DEEDS)
 @example([("see", "r/1", "b1"), ("step", 3600.0), ("see", "c/1", "b1"), ("restart", 0.0), ("step", -3600.0)])
-def test_whatever_the_clock_does_a_board_has_half_its_timeout_after_each_start_and_ends_in_time(
-    deeds: list[tuple[str, ...]],
-) -> None:
+def test_whatever_the_clock_does_a_board_has_half_its_timeout_after_each_start_and_ends_in_time(deeds):
     """Steps and restarts in any order: only a board that ran for its timeout, or for half of it since a start, ends."""
     line = SteppedLine()
-    opened: dict[str, list[float]] = {}  # serial -> running seconds since it opened, and since the start or opening
+    opened = {}  # serial -> running seconds since it opened, and since the start or opening
     for deed, *what in deeds:
         before = set(line.recorded)
         if deed == "see":

@@ -1,11 +1,8 @@
 """A damaged results file: put aside, begun anew, and what is owed taken over."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,26 +14,23 @@ from experts.expert import Verdict
 from tests.lines import changed, result, subject
 from tests.waiting import settled
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 RESULT = result("k", Verdict.NG)
 PAGE = 4096
 LONG = {"steps": [{"model_sha256": "x" * 500}]}
 
 
-def opened(path: Path) -> ResultStore:
+def opened(path):
     return ResultStore(path, followers=[Outbox("demo", ["mes"], ["result"], 10_000)])
 
 
-def tables(path: Path) -> dict[str, int]:
+def tables(path):
     """The first page of each table."""
     with closing(sqlite3.connect(path)) as connection:
         return dict(connection.execute("SELECT name, rootpage FROM sqlite_master WHERE rootpage > 0"))
 
 
-def spoil(path: Path, *pages: int) -> None:
+def spoil(path, *pages):
     with path.open("r+b") as file:
         for page in pages:
             file.seek((page - 1) * PAGE)
@@ -44,7 +38,7 @@ def spoil(path: Path, *pages: int) -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """Results that were told to nobody yet, and a request that was accepted and not judged."""
     path = tmp_path / "results.db"
     with closing(opened(path)) as store:
@@ -55,15 +49,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def identity(path: Path) -> str:
+def identity(path):
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute("SELECT id FROM identity").fetchone()[0]
 
 
 @pytest.mark.parametrize("table", ["results", "results_finished_at", "boards"])
-def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(
-    file: Path, table: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(file, table, caplog):
     before = identity(file)
     spoil(file, tables(file)[table])
     assert damage_of(file) is not None
@@ -83,7 +75,7 @@ def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(
         assert store.statistics().damage_alarm is None
 
 
-def test_a_file_that_is_no_database_is_put_aside(file: Path) -> None:
+def test_a_file_that_is_no_database_is_put_aside(file):
     spoil(file, 1)
     with closing(opened(file)) as store:
         assert "not a database" in str(store.statistics().damage_alarm)
@@ -91,7 +83,7 @@ def test_a_file_that_is_no_database_is_put_aside(file: Path) -> None:
         assert sum(1 for _ in settled(store).query()) == 1
 
 
-def test_an_accepted_image_that_cannot_be_read_is_named(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_accepted_image_that_cannot_be_read_is_named(file, caplog):
     spoil(file, tables(file)["accepted_images"])
     with closing(opened(file)):
         assert JournalReader(file).unfinished() == []
@@ -112,7 +104,7 @@ except sqlite3.Error as error:
 """
 
 
-def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(file: Path, forks) -> None:
+def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(file, forks):
     """As to no kill: the damaged file keeps its name until the new one holds all that is owed."""
     with closing(opened(file)) as store:
         store.accept([subject("large", source="api", image="large.png")], bytes(2_000_000), lambda _: None)
@@ -125,7 +117,7 @@ def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(fil
         assert {each.subject.key for each in JournalReader(file).unfinished()} == {"owed", "large"}
 
 
-def test_damage_that_a_commit_meets_costs_no_row(file: Path) -> None:
+def test_damage_that_a_commit_meets_costs_no_row(file):
     with closing(opened(file)) as store:
         pages = file.stat().st_size // PAGE
         kept = tables(file)["accepted"], tables(file)["accepted_images"]

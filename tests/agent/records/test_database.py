@@ -1,25 +1,14 @@
 """The line's SQLite file and its lock: how it is opened, what is refused, and what the kernel holds for one agent."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlite_utils import Migrations
 
-from agent.records.database import (
-    JOURNAL_LIMIT_BYTES,
-    open_for_reading,
-    open_for_writing,
-    state_held,
-)
+from agent.records.database import JOURNAL_LIMIT_BYTES, open_for_reading, open_for_writing, state_held
 from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AT = "2026-05-01T12:00:00.000000+00:00"
 ROW = {
@@ -32,7 +21,7 @@ def pragma(database, name):
     return database.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path: Path) -> None:
+def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path):
     with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite")) as database:
         assert pragma(database, "journal_mode") == "wal"
         assert pragma(database, "synchronous") == 2  # FULL
@@ -44,7 +33,7 @@ def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path:
         assert pragma(connection, "busy_timeout") == 500
 
 
-def test_a_file_of_another_version_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_refused_by_its_name(tmp_path):
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
         later = Migrations("records")
         later(name="records_of_2031")(lambda _: None)
@@ -53,7 +42,7 @@ def test_a_file_of_another_version_is_refused_by_its_name(tmp_path: Path) -> Non
         open_for_writing(tmp_path / "r.sqlite")
 
 
-def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path: Path) -> None:
+def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path):
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
         database["results"].insert(ROW)
     with closing(open_for_reading(tmp_path / "r.sqlite")) as connection:
@@ -62,7 +51,7 @@ def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path: Path) -> No
             connection.execute("DELETE FROM results")
 
 
-def test_a_missing_file_is_told_with_what_to_expect_and_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_file_is_told_with_what_to_expect_and_is_not_made(tmp_path):
     file = tmp_path / "r.sqlite"
     with pytest.raises(FileNotFoundError) as missing:
         open_for_reading(file)
@@ -70,10 +59,8 @@ def test_a_missing_file_is_told_with_what_to_expect_and_is_not_made(tmp_path: Pa
     assert not file.exists()
 
 
-def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Path] = []
+def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path, monkeypatch):
+    asked = []
     monkeypatch.setattr("agent.sqlite_files.filesystem_type", lambda path: asked.append(path) or "cifs")
     file = tmp_path / "state" / "r.sqlite"
     with pytest.raises(ConfigError) as refused:
@@ -85,7 +72,7 @@ def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(
 # -- the lock --
 
 
-def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(tmp_path: Path) -> None:
+def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(tmp_path):
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     (folder / "agent.lock").write_text("a longer text of an earlier process\n")
@@ -100,7 +87,7 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
         pass
 
 
-def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
+def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(file):
@@ -108,7 +95,7 @@ def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_root_writes_nothing_into_the_state_of_another_user(tmp_path: Path) -> None:
+def test_root_writes_nothing_into_the_state_of_another_user(tmp_path):
     """What it left there would keep the service from starting."""
     state = tmp_path / "state"
     state.mkdir()

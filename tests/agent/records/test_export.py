@@ -1,7 +1,5 @@
 """Files of results: whole or not there, each result in exactly one, named by the range of numbers."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -22,11 +19,6 @@ from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import settled, until
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.forks import Forks
-
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 BARE = result("k", Verdict.NG, image='a "b",\nä.png', seconds=0.5)
 
@@ -34,7 +26,7 @@ BARE = result("k", Verdict.NG, image='a "b",\nä.png', seconds=0.5)
 class Line:
     """A store and its export, by clocks that are set."""
 
-    def __init__(self, folder: Path, output: str = "jsonl") -> None:
+    def __init__(self, folder, output="jsonl"):
         self.folder = folder
         self.output = output
         self.store = ResultStore(folder / "r.db")
@@ -42,22 +34,22 @@ class Line:
         self.wall = NOON
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self):
         section = ExportSection.model_construct(folder=self.folder / "out", format=self.output)
         self.export = ResultExport(section, "demo", self.store, lambda: self.wall, lambda: self.now_s)
 
-    def record(self, *keys: str, finished_at: datetime = NOON) -> None:
+    def record(self, *keys, finished_at=NOON):
         for key in keys:
             self.store.record(changed(BARE, key=key, finished_at=finished_at))
         settled(self.store)
 
-    def steps(self, passed_s: float, count: int = 12) -> None:
+    def steps(self, passed_s, count=12):
         self.now_s += passed_s
         for _ in range(count):
             self.export.step()
             settled(self.store)
 
-    def exported(self) -> list[list[str]]:
+    def exported(self):
         """The keys of each file, in the order of names."""
         found = []
         for path in sorted((self.folder / "out").glob("results-*")):
@@ -70,14 +62,14 @@ class Line:
 
 
 @pytest.fixture
-def line(tmp_path: Path):
+def line(tmp_path):
     made = Line(tmp_path)
     yield made
     made.export.stop()
     made.store.close()
 
 
-def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_new(line: Line) -> None:
+def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_new(line):
     line.record("a", "b")
     line.steps(FIRST_S - 1)
     assert line.exported() == []
@@ -95,7 +87,7 @@ def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_n
 
 @settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(acts=st.lists(st.sampled_from(["record", "pass", "step", "restart", "clock ahead", "clock back"]), max_size=30))
-def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_path_factory) -> None:
+def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_path_factory):
     line = Line(tmp_path_factory.mktemp("line"))
     number = 0
     for act in acts:
@@ -115,7 +107,7 @@ def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_p
     line.store.close()
 
 
-def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) -> None:
+def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path):
     line = Line(tmp_path, "csv")
     line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
     settled(line.store)
@@ -136,7 +128,7 @@ def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) ->
     line.store.close()
 
 
-def test_a_file_of_many_rows_takes_many_steps_and_none_of_them_shows(line: Line) -> None:
+def test_a_file_of_many_rows_takes_many_steps_and_none_of_them_shows(line):
     keys = [str(number) for number in range(1200)]
     line.record(*keys)
     line.steps(FIRST_S, 4)
@@ -148,7 +140,7 @@ def test_a_file_of_many_rows_takes_many_steps_and_none_of_them_shows(line: Line)
     assert line.exported() == [keys], "the range that was begun stays as it was"
 
 
-def test_what_the_disk_refuses_is_raised_and_tried_again(line: Line) -> None:
+def test_what_the_disk_refuses_is_raised_and_tried_again(line):
     line.record("a")
     (line.folder / "out").write_text("in the way")
     line.now_s += FIRST_S
@@ -165,7 +157,7 @@ def test_what_the_disk_refuses_is_raised_and_tried_again(line: Line) -> None:
     assert line.exported() == [["a"]]
 
 
-def test_a_restored_results_file_overwrites_no_file_of_the_one_before_it(line: Line) -> None:
+def test_a_restored_results_file_overwrites_no_file_of_the_one_before_it(line):
     line.record("a")
     line.store.close()
     shutil.copy(line.folder / "r.db", line.folder / "saved.db")
@@ -207,9 +199,7 @@ store.close()
 
 
 @pytest.mark.parametrize(("output", "steps"), [("csv", 1), ("jsonl", 4), ("csv", 7), ("jsonl", 40)])
-def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_run(
-    tmp_path: Path, forks: Forks, output: str, steps: int
-) -> None:
+def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_run(tmp_path, forks, output, steps):
     """AC27: files appear only complete, never half lines after kill -9."""
     with closing(ResultStore(tmp_path / "r.db")) as store:
         for number in range(3000):

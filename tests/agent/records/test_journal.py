@@ -1,12 +1,9 @@
 """The journal: what is accepted survives every end of the process, once, until it has its verdict."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -18,37 +15,32 @@ from agent.subject import Subject
 from tests.lines import result
 from tests.waiting import settled
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
 
-def entry(key: str, **changes: object) -> Subject:
+def entry(key, **changes):
     made = Subject(key, "api", f"{key}.png", NOON, component="c0", board="b1", board_type="main", ref=key)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def accepted(store: ResultStore, entries: Sequence[Subject], content: bytes = b"image") -> Sequence[Acceptance]:
-    told: list[Sequence[Acceptance]] = []
+def accepted(store, entries, content=b"image"):
+    told = []
     store.accept(entries, content, told.append)
     settled(store)
     return told[0]
 
 
-def judged(store: ResultStore, key: str) -> None:
+def judged(store, key):
     store.record(result(key, component="c0"))
     settled(store)
 
 
-def images_in(file: Path) -> int:
+def images_in(file):
     with closing(sqlite3.connect(file)) as connection:
         return int(connection.execute("SELECT count(*) FROM accepted_images").fetchone()[0])
 
 
-def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path: Path) -> None:
+def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path):
     file = tmp_path / "r.db"
     first = entry("a", expert="cls/x", component=None, board=None, board_type=None, ref=None)
     second = entry("b", box=(1, 2, 30, 40))
@@ -61,7 +53,7 @@ def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path: Path)
     assert [reader.content(each.image) for each in found] == [b"one", b"two"]
 
 
-def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(tmp_path: Path) -> None:
+def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(tmp_path):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
         accepted(store, [entry("a"), entry("b"), entry("c")])
@@ -74,7 +66,7 @@ def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(t
         assert JournalReader(file).content(left.image) is None
 
 
-def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path: Path) -> None:
+def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
         assert accepted(store, [entry("a"), entry("b")]) == [Acceptance.NEW, Acceptance.NEW]
@@ -85,9 +77,7 @@ def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path: Pa
 
 
 @pytest.mark.parametrize("state", ["under way", "judged"])
-def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_written(
-    tmp_path: Path, state: str
-) -> None:
+def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_written(tmp_path, state):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
         accepted(store, [entry("a#R1", asked_sha256="one"), entry("a#R2", asked_sha256="one")])
@@ -112,13 +102,11 @@ STEPS = st.lists(
 
 @settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(steps=STEPS)
-def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(
-    steps: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(steps, tmp_path_factory):
     file = tmp_path_factory.mktemp("journal") / "r.db"
     store = ResultStore(file)
-    unfinished: dict[str, None] = {}
-    verdicts: set[str] = set()
+    unfinished = {}
+    verdicts = set()
     for action, numbers in steps:
         keys = [str(number) for number in dict.fromkeys(numbers)]
         if action == "accept":

@@ -1,12 +1,9 @@
 """The outbox: written with what it tells of, one message a receiver and event, bounded, with ids that stay."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,11 +15,6 @@ from agent.records.results import Result
 from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.forks import Forks
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 STEPS = {
@@ -44,22 +36,22 @@ BOARD = BoardVerdict("B1", "main", Verdict.NG, NOON, NOON + timedelta(seconds=9)
 EVENTS = ("board", "ng", "result")
 
 
-def recorded(file: Path, outbox: Outbox, *told: Result | BoardVerdict) -> OutboxReader:
+def recorded(file, outbox, *told):
     with closing(ResultStore(file, followers=[outbox])) as store:
         for each in told:
             store.record(each) if isinstance(each, Result) else store.record_board(each)
     return OutboxReader(file)
 
 
-def payloads(reader: OutboxReader, receiver: str = "mqtt") -> list[dict[str, object]]:
+def payloads(reader, receiver="mqtt"):
     return [json.loads(message.payload) for message in reader.waiting(receiver, 1000)]
 
 
-def numbered(number: int, verdict: Verdict = Verdict.NG) -> Result:
+def numbered(number, verdict=Verdict.NG):
     return changed(RESULT, key=f"k{number}", verdict=verdict)
 
 
-def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None:
+def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10), RESULT)
     (message,) = reader.waiting("mqtt", 10)
     told = json.loads(message.payload)
@@ -78,7 +70,7 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None
     assert (message.event, message.board) == ("ng", "B1")
 
 
-def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(tmp_path: Path) -> None:
+def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(tmp_path):
     later = replace(BOARD, serial="B2", closed_at=BOARD.closed_at + timedelta(seconds=7))
     worse = replace(later, verdict=Verdict.UNKNOWN)
     other = replace(BOARD, serial="B3", board_type="back", closed_at=BOARD.closed_at + timedelta(seconds=8))
@@ -97,12 +89,12 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(
     assert rows == {"B1": None, "B2": 7.0, "B3": None}
 
 
-def judged_by(key: str, at_s: float, sha256: str | None, **changes: object) -> Result:
+def judged_by(key, at_s, sha256, **changes):
     steps = {"steps": [{"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": sha256}]}
     return changed(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), detail=steps, **changes)
 
 
-def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path: Path) -> None:
+def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path):
     """Of a model that was replaced meanwhile both; of an earlier run of the serial, and of other boards, none."""
     before = judged_by("before", -60, "00" * 32)
     elsewhere = [judged_by("type", 1, "01" * 32, board_type="back"), judged_by("serial", 1, "02" * 32, board="B2")]
@@ -124,13 +116,13 @@ def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp
         (["board"], ["board"]),
     ],
 )
-def test_each_event_that_is_asked_for_is_told_and_no_other(tmp_path: Path, events: list[str], told: list[str]) -> None:
+def test_each_event_that_is_asked_for_is_told_and_no_other(tmp_path, events, told):
     results = [numbered(1, Verdict.OK), numbered(2, Verdict.NG), numbered(3, Verdict.UNKNOWN)]
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], events, 10), *results, BOARD)
     assert [message.event for message in reader.waiting("mqtt", 10)] == told
 
 
-def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_path: Path) -> None:
+def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_path):
     outbox = Outbox("demo", ["mqtt", "webhook"], EVENTS, 10)
     reader = recorded(tmp_path / "r.db", outbox, RESULT, RESULT, BOARD, BOARD)
     for receiver in ("mqtt", "webhook"):
@@ -139,7 +131,7 @@ def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_pat
     assert payloads(reader) == payloads(reader, "webhook"), "one fact has one id, whoever is told"
 
 
-def test_ids_of_two_results_files_never_meet(tmp_path: Path) -> None:
+def test_ids_of_two_results_files_never_meet(tmp_path):
     """Where a file was moved away numbers begin anew: a receiver that knows the old ids must not drop the new."""
     ids = set()
     for name in ("a.db", "b.db"):
@@ -148,7 +140,7 @@ def test_ids_of_two_results_files_never_meet(tmp_path: Path) -> None:
     assert len(ids) == 6
 
 
-def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(tmp_path: Path) -> None:
+def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(tmp_path):
     """AC26: bounded."""
     outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
     reader = recorded(tmp_path / "r.db", outbox, *(numbered(each) for each in range(10)))
@@ -156,10 +148,10 @@ def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(
     assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 7)
 
 
-def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path: Path) -> None:
+def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path):
     outbox = Outbox("demo", ["mqtt", "other", "webhook"], ["ng"], 10)
     recorded(tmp_path / "r.db", outbox, *(numbered(n) for n in range(5)))
-    told: list[int] = []
+    told = []
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.write(Outbox("demo", ["webhook"], ["ng"], 2).begin, told.append)
     reader = OutboxReader(tmp_path / "r.db")
@@ -168,9 +160,9 @@ def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp
     assert [each["seq"] for each in payloads(reader, "webhook")] == [4, 5], "a limit that was lowered holds at once"
 
 
-def test_it_is_woken_when_there_is_something_new_and_only_then(tmp_path: Path) -> None:
+def test_it_is_woken_when_there_is_something_new_and_only_then(tmp_path):
     outbox = Outbox("demo", ["mqtt"], EVENTS, 10)
-    woken: list[int] = []
+    woken = []
     outbox.when_committed(lambda: woken.append(OutboxReader(tmp_path / "r.db").standing("mqtt").waiting))
     recorded(tmp_path / "r.db", outbox, RESULT, RESULT)
     assert woken == [2], "once, and after the commit"
@@ -193,9 +185,7 @@ while True:
 
 
 @pytest.mark.parametrize("reported", [1, 333])
-def test_a_killed_process_leaves_a_message_for_each_result_and_no_other(
-    tmp_path: Path, forks: Forks, reported: int
-) -> None:
+def test_a_killed_process_leaves_a_message_for_each_result_and_no_other(tmp_path, forks, reported):
     """AC6: what is stored is told, and what is told is stored, whenever the process ends."""
     process = forks.start(CRASH, tmp_path / "r.db")
     until(lambda: process.told.count("\n") > reported)

@@ -1,7 +1,5 @@
 """The results store: what is committed, when callers hear of it, and what happens when the disk says no."""
 
-from __future__ import annotations
-
 import math
 import sqlite3
 import threading
@@ -9,7 +7,6 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -19,20 +16,17 @@ from sqlite_utils import Database
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import KeptMap, Recorded, Result
+from agent.records.results import KeptMap, Recorded
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from tests import lines
 from tests.waiting import settled, until
 
-if TYPE_CHECKING:
-    from tests.forks import Forks
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
 
 
-def result(number: int = 0, **changes: object) -> Result:
+def result(number=0, **changes):
     made = lines.result(
         f"key-{number}",
         component="resistor-0402",
@@ -46,19 +40,19 @@ def result(number: int = 0, **changes: object) -> Result:
     return lines.changed(made, **changes)
 
 
-def stored(store: ResultStore, *results: Result) -> list[Recorded]:
-    reports: list[Recorded] = []
+def stored(store, *results):
+    reports = []
     for one in results:
         store.record(one, reports.append)
     settled(store)
     return reports
 
 
-def keys(reader: ResultReader) -> list[str]:
+def keys(reader):
     return [row.result.subject.key for row in reader.query()]
 
 
-def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
+def test_maps_lie_beside_their_result_and_go_with_it(tmp_path):
     maps = (KeptMap(0, "anomaly/solder", b"\x89PNG one"), KeptMap(2, "anomaly/x", b"\x89PNG two"))
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1, maps=maps), result(2), result(1, maps=maps[:1]))  # a key that is there stays as it is
@@ -71,7 +65,7 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
 # Keys that fail are shown as they were found: each try is two files written to the disk.
 @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(sent=st.lists(st.integers(0, 20), max_size=60))
-def test_numbers_have_no_gaps_whatever_is_sent_again(sent: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_numbers_have_no_gaps_whatever_is_sent_again(sent, tmp_path_factory):
     file = tmp_path_factory.mktemp("r") / "r.sqlite"
     for part in (sent[::2], sent[1::2]):
         store = ResultStore(file)
@@ -85,13 +79,11 @@ def test_numbers_have_no_gaps_whatever_is_sent_again(sent: list[int], tmp_path_f
 @pytest.mark.parametrize(
     "error", [MemoryError(), sqlite3.InterfaceError("bad parameter"), OSError("input/output error")]
 )
-def test_whatever_fails_while_rows_are_committed_they_are_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+def test_whatever_fails_while_rows_are_committed_they_are_tried_again(tmp_path, monkeypatch, caplog, error):
     """Not only what SQLite is known to raise: without its thread the store would take rows and never commit one."""
     atomic, failed = Database.atomic, threading.Event()
 
-    def fail_once(database: Database) -> object:
+    def fail_once(database):
         if not failed.is_set():
             failed.set()
             raise error
@@ -99,7 +91,7 @@ def test_whatever_fails_while_rows_are_committed_they_are_tried_again(
 
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         monkeypatch.setattr(Database, "atomic", fail_once)
-        reports: list[Recorded] = []
+        reports = []
         store.record(result(1), reports.append)
         until(lambda: reports == [Recorded(1, is_new=True)])
         assert store.statistics().failed_commits == 1
@@ -108,7 +100,7 @@ def test_whatever_fails_while_rows_are_committed_they_are_tried_again(
     assert "results_committed_again" in caplog.text
 
 
-def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
+def test_closing_commits_what_waits_and_refuses_more(tmp_path):
     store = ResultStore(tmp_path / "r.sqlite")
     for number in range(500):
         store.record(result(number))
@@ -119,11 +111,11 @@ def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
         store.record(result())
 
 
-def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) -> None:
+def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path):
     entered, leave = threading.Event(), threading.Event()
     board = BoardVerdict("b1", "main", Verdict.OK, NOON, NOON, {}, {})
 
-    def record_the_board(_: Recorded) -> None:
+    def record_the_board(_):
         entered.set()
         leave.wait(WAIT_S)
         store.record_board(board, lambda _: store.record(result(2)))
@@ -142,7 +134,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) 
     assert keys(store) == ["key-1", "key-2"]
 
 
-def is_refusing(store: ResultStore) -> bool:
+def is_refusing(store):
     try:
         store.record(result(1))
     except RuntimeError:
@@ -150,7 +142,7 @@ def is_refusing(store: ResultStore) -> bool:
     return False
 
 
-def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_asks(tmp_path: Path) -> None:
+def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_asks(tmp_path):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         assert list(store.newest_first()) == []
         stored(store, *(result(n) for n in range(1200)), result(5000), result(2000, board=None))
@@ -166,10 +158,9 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"finished_at": datetime(2026, 1, 1)}, {"detail": {"x": object()}}, {"image": "b1_\udcff.png"}],
+    "wrong", [{"finished_at": datetime(2026, 1, 1)}, {"detail": {"x": object()}}, {"image": "b1_\udcff.png"}]
 )
-def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path, wrong):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         with pytest.raises((TypeError, ValueError)):
             store.record(result(1, **wrong))
@@ -178,9 +169,7 @@ def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path: 
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
-def test_a_file_that_goes_while_it_is_written_is_begun_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_kept: bool
-) -> None:
+def test_a_file_that_goes_while_it_is_written_is_begun_anew(tmp_path, caplog, is_kept):
     file, moved = tmp_path / "r.sqlite", tmp_path / "moved.sqlite"
     with closing(ResultStore(file)) as store:
         stored(store, result(1), result(2))
@@ -199,9 +188,9 @@ def test_a_file_that_goes_while_it_is_written_is_begun_anew(
 
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
-def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, comes_back: bool) -> None:
+def test_a_folder_that_goes_is_waited_for(tmp_path, caplog, comes_back):
     folder, moved = tmp_path / "state", tmp_path / "moved"
-    reports: list[Recorded] = []
+    reports = []
     with closing(ResultStore(folder / "r.sqlite")) as store:
         stored(store, result(1))
         folder.rename(moved)
@@ -242,7 +231,7 @@ print(store.statistics().failed_commits)
 """
 
 
-def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path, forks: Forks) -> None:
+def test_a_full_disk_delays_rows_and_loses_none(tmp_path, forks):
     ended = forks.run(FULL_DISK, tmp_path / "r.sqlite")
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) >= 1
@@ -262,7 +251,7 @@ store.close(3600)
 """
 
 
-def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path, forks: Forks) -> None:
+def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path, forks):
     file = tmp_path / "r.sqlite"
     writer = forks.start(ENDLESS, file)
     until(lambda: writer.told.count("\n") > 500)
@@ -273,7 +262,7 @@ def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path, forks: F
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> None:
+def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
     """NaN is no JSON to SQLite, and a digest is no text in every detail."""
     details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
@@ -308,9 +297,7 @@ MOUNTS = """\
         ("elsewhere", None, False, False),  # is polled, and may keep results
     ],
 )
-def test_filesystems_are_told_by_their_mounts(
-    tmp_path: Path, path: str, kind: str | None, shared: bool, tells: bool
-) -> None:
+def test_filesystems_are_told_by_their_mounts(tmp_path, path, kind, shared, tells):
     mounts = tmp_path / "mountinfo"
     if kind is not None:
         mounts.write_text(MOUNTS)

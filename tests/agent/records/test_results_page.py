@@ -1,7 +1,5 @@
 """docs/results.md says how things are: its YAML is valid, its JSON has today's keys, its programs run."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -28,18 +26,18 @@ AT = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 RESULT = result("k", Verdict.NG, arrived_at=AT, board="B1", board_type="main", ref="R1")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_its_sections_are_valid(tmp_path: Path) -> None:
+def test_its_sections_are_valid(tmp_path):
     (text,) = blocks("yaml")
     sections = yaml.safe_load(text)
     RecordsSection.model_validate(sections["records"], context={"folder": tmp_path})
     OutboxSection.model_validate(sections["outbox"], context={"folder": tmp_path})
 
 
-def test_its_messages_have_the_keys_that_messages_have(tmp_path: Path) -> None:
+def test_its_messages_have_the_keys_that_messages_have(tmp_path):
     board = BoardVerdict("B1", "main", Verdict.NG, AT, AT, {}, {})
     with closing(ResultStore(tmp_path / "r.db", followers=[Outbox("demo", ["mqtt"], ["board", "ng"], 10)])) as store:
         store.record_board(board)
@@ -50,7 +48,7 @@ def test_its_messages_have_the_keys_that_messages_have(tmp_path: Path) -> None:
     assert [each["schema"] for each in shown] == [each["schema"] for each in told]
 
 
-def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
+def test_its_program_reads_a_file_of_results(tmp_path):
     program = next(block for block in blocks("python") if "csv" in block)
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.record(RESULT)
@@ -68,7 +66,7 @@ def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", [block for block in blocks("python") if "http.server" in block])
-def test_its_receiver_takes_each_message_once(program: str) -> None:
+def test_its_receiver_takes_each_message_once(program):
     program = program.replace('("127.0.0.1", 8080), Verdicts)', '("127.0.0.1", 0), Verdicts)')
     program = program.replace("ThreadingHTTPServer((", "server = ThreadingHTTPServer((").replace(
         ".serve_forever()", "\nprint(server.server_port, flush=True)\nserver.serve_forever()"

@@ -1,7 +1,5 @@
 """The results store on known cases: what it counts, what it logs, how long it waits, and what its reader finds."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import queue
@@ -11,20 +9,16 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import READ_ROWS
 from agent.records.result_writer import ResultStore
-from agent.records.results import BoardRow, Recorded, Result, StoreStatistics
+from agent.records.results import BoardRow, Recorded, StoreStatistics
 from experts.expert import Verdict
 from tests.lines import changed, inspection, result
 from tests.waiting import settled, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 BARE = result("k", Verdict.UNKNOWN, image="r.png", seconds=0.5)
@@ -32,17 +26,17 @@ BOARD = BoardVerdict("b1", "main", Verdict.NG, NOON, NOON, {"r": 1, "a": 2}, {Ve
 
 
 @pytest.fixture
-def store(tmp_path: Path):
+def store(tmp_path):
     store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
     yield store
     store.close(0.0 if store.statistics().alarm else 10.0)
 
 
-def number(count: int) -> Result:
+def number(count):
     return changed(BARE, key=f"k{count}", finished_at=NOON + timedelta(seconds=count))
 
 
-def test_what_is_recorded_is_counted(store: ResultStore) -> None:
+def test_what_is_recorded_is_counted(store):
     assert store.statistics() == StoreStatistics(0, 0, 0, 0, None)
     for count in (1, 2, 3, 2, 1):
         store.record(number(count))
@@ -53,7 +47,7 @@ def test_what_is_recorded_is_counted(store: ResultStore) -> None:
     )
 
 
-def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:
+def test_every_field_of_a_result_comes_back(store):
     early = datetime.fromisoformat("2026-05-01T09:00:00.000005+09:00")
     full = result(
         "k", Verdict.NG, image="r.png", finished_at=NOON + timedelta(seconds=1), seconds=0.5, board="b1",
@@ -71,13 +65,13 @@ def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:
     assert stored == "2026-05-01T00:00:00.000005+00:00", "text in UTC sorts as time does"
 
 
-def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultStore) -> None:
+def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store):
     rows = READ_ROWS + 2
     for count in range(rows):
         store.record(replace(number(count), verdict=Verdict.NG if count % 2 else Verdict.OK))
     settled(store)
 
-    def numbers(**wanted: object) -> list[int]:
+    def numbers(**wanted):
         return [row.seq for row in itertools.islice(store.query(**wanted), rows + 1)]  # type: ignore[arg-type]
 
     assert numbers() == list(range(1, rows + 1))
@@ -91,7 +85,7 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultS
     assert numbers(verdict=Verdict.NG, limit=2) == [2, 4]
 
 
-def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store: ResultStore) -> None:
+def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store):
     placed = changed(BARE, board="b1", board_type="main", ref="R1")
     for missing in ("board", "board_type", "ref"):
         store.record(changed(placed, key=missing, **{missing: None}))
@@ -103,7 +97,7 @@ def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_insp
     assert [stored.subject.is_on_board for stored in others] == [False] * 3
 
 
-def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store: ResultStore) -> None:
+def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store):
     """What a watcher reads on by: a verdict that is revised comes again, and a row that goes leaves its number."""
     boards = [replace(BOARD, serial=serial) for serial in ("b1", "b2")]
     for board in (*boards, replace(boards[0], verdict=Verdict.OK), boards[1]):  # the last one is known as it is
@@ -121,7 +115,7 @@ def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store: Re
     assert ([number for number, _ in page.boards], page.last_board, page.last_seq) == ([4], 4, 0)
 
 
-def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_file(store: ResultStore) -> None:
+def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_file(store):
     for number in range(3):
         store.record(changed(BARE, key=str(number)))
     store.record_board(BOARD)
@@ -134,11 +128,11 @@ def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_fil
         assert first.file == second.file != other.after(0, 0, 1).file
 
 
-def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store: ResultStore) -> None:
+def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store):
     later = replace(
         BOARD, verdict=Verdict.UNKNOWN, closed_at=NOON + timedelta(seconds=5), missing={}, counts={Verdict.OK: 9}
     )
-    reports: list[Recorded] = []
+    reports = []
     store.record_board(BOARD, reports.append)
     store.record_board(replace(BOARD, missing={"a": 2, "r": 1}, counts={Verdict.NG: 1, Verdict.OK: 3}), reports.append)
     settled(store)
@@ -155,25 +149,25 @@ def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(stor
     )
 
 
-def test_a_board_is_another_one_if_anything_that_was_judged_differs(store: ResultStore) -> None:
+def test_a_board_is_another_one_if_anything_that_was_judged_differs(store):
     changes = [
         {"verdict": Verdict.OK}, {"missing": {"r": 1}}, {"counts": {Verdict.OK: 4}}, {"serial": "b2"},
         {"board_type": "back"}, {"opened_at": NOON + timedelta(seconds=1)},
     ]  # fmt: skip
     for change in changes:
-        reports: list[Recorded] = []
+        reports = []
         store.record_board(BOARD, reports.append)
         store.record_board(replace(BOARD, **change), reports.append)
         settled(store)
         assert reports[1].is_new, change
 
 
-def test_the_newest_boards_are_told_the_oldest_of_them_first(store: ResultStore) -> None:
+def test_the_newest_boards_are_told_the_oldest_of_them_first(store):
     for count in range(4):
         store.record_board(replace(BOARD, serial=f"b{count}", closed_at=NOON + timedelta(seconds=count)))
     settled(store)
 
-    def serials(**wanted: object) -> list[str]:
+    def serials(**wanted):
         return [row.board.serial for row in store.boards(**wanted)]  # type: ignore[arg-type]
 
     assert serials() == ["b0", "b1", "b2", "b3"]
@@ -183,8 +177,8 @@ def test_the_newest_boards_are_told_the_oldest_of_them_first(store: ResultStore)
     assert serials(since=NOON + timedelta(seconds=1), limit=1) == ["b3"]
 
 
-def test_a_callback_that_raises_is_logged_with_its_row(store: ResultStore, caplog: pytest.LogCaptureFixture) -> None:
-    reports: list[Recorded] = []
+def test_a_callback_that_raises_is_logged_with_its_row(store, caplog):
+    reports = []
     store.record(number(1), lambda recorded: reports.append(recorded) or {}[recorded])
     store.record(number(2), reports.append)
     settled(store)
@@ -197,27 +191,25 @@ def test_a_callback_that_raises_is_logged_with_its_row(store: ResultStore, caplo
 class Patience:
     """Stands in for the writer's waiting: it takes no time, and at a given wait the obstacle goes."""
 
-    def __init__(self, waits: int, give_way) -> None:
-        self.waited_s: list[float] = []
+    def __init__(self, waits, give_way):
+        self.waited_s = []
         self.is_over = False
         self._waits = waits
         self._give_way = give_way
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s):
         self.waited_s.append(timeout_s)
         if len(self.waited_s) == self._waits:
             self._give_way()
 
-    def is_set(self) -> bool:
+    def is_set(self):
         return self.is_over
 
-    def set(self) -> None:
+    def set(self):
         self.is_over = True
 
 
-def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_once(
-    store: ResultStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_once(store, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         patience = Patience(9, other.rollback)
@@ -235,7 +227,7 @@ def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_onc
     ]
 
 
-def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path):
     store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         waiting = threading.Event()
@@ -248,9 +240,7 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> No
     assert store.statistics().pending == 1
 
 
-def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         store.record(BARE, lambda _: store._committer._database.conn.close())
@@ -265,22 +255,22 @@ class Arrivals:
     They begin to arrive when the store is closed, which is the last of them.
     """
 
-    def __init__(self, delays_s: list[float]) -> None:
-        self.events: list[object] = []  # how long the writer would have waited each time, and whatever a test adds
+    def __init__(self, delays_s):
+        self.events = []  # how long the writer would have waited each time, and whatever a test adds
         self.now_s = 1024.0
         self._delays_s = iter(delays_s)
-        self._coming: list[list] = []
+        self._coming = []
         self._all_are_there = threading.Event()
 
-    def put(self, record: object) -> None:
+    def put(self, record):
         self._coming.append([next(self._delays_s), record])
         if record is None:
             self._all_are_there.set()
 
-    def empty(self) -> bool:
+    def empty(self):
         return not self._coming
 
-    def get(self, timeout: float) -> object:
+    def get(self, timeout):
         self._all_are_there.wait()
         self.events.append(timeout)
         delay_s, record = self._coming[0]
@@ -292,9 +282,7 @@ class Arrivals:
         return record
 
 
-def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_when_none_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_when_none_come(tmp_path, monkeypatch):
     arrivals = Arrivals([12.0, 0.25, 0.125, 0.0, 1.0, 11.0])
     monkeypatch.setattr("agent.records.group_commit.GROUP_JOBS", 3)
     monkeypatch.setattr("agent.records.group_commit.GROUP_WAIT_S", 0.5)

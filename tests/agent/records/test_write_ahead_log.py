@@ -1,13 +1,10 @@
 """The log of a line's database: folded in when nobody reads, told when somebody keeps it from that. AC23"""
 
-from __future__ import annotations
-
 import queue
 import sqlite3
 import time
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,10 +15,6 @@ from agent.records.write_ahead_log import LOG_ALARM_BYTES, fold_in
 from tests.lines import result, subject
 from tests.waiting import PATIENCE_S, until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MIB = 1024 * 1024
 
@@ -29,36 +22,36 @@ MIB = 1024 * 1024
 class Line:
     """A store whose requests come with images of any size."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.store = ResultStore(file)
         self.log = file.with_name(f"{file.name}-wal")
         self._count = 0
 
-    def accept(self, size_bytes: int) -> None:
+    def accept(self, size_bytes):
         """One more, which is on the disk when this returns."""
-        done: queue.Queue[object] = queue.Queue()
+        done = queue.Queue()
         self._count += 1
         self.store.accept([subject(f"k{self._count}")], bytes(size_bytes), done.put)
         done.get(timeout=PATIENCE_S)
 
     @property
-    def alarm(self) -> str | None:
+    def alarm(self):
         return self.store.statistics().log_alarm
 
     @property
-    def log_bytes(self) -> int:
+    def log_bytes(self):
         return self.log.stat().st_size
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Iterator[Line]:
+def line(tmp_path):
     line = Line(tmp_path / "r.db")
     yield line
     assert line.store.close(PATIENCE_S)
 
 
 @contextmanager
-def looked_at(file: Path) -> Iterator[None]:
+def looked_at(file):
     """A program that has begun to read, and does not end."""
     with closing(sqlite3.connect(file)) as reader:
         reader.execute("BEGIN")
@@ -67,9 +60,7 @@ def looked_at(file: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(
-    line: Line, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(line, monkeypatch, caplog):
     """AC23, in short: what takes hours on a line is written at once, by images."""
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     line.accept(1)
@@ -93,7 +84,7 @@ def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(
     assert LOG_ALARM_BYTES < log_bytes < 2 * LOG_ALARM_BYTES
 
 
-def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line, monkeypatch):
     """AC23: neither the alarm nor the end of the reader waits for a quiet moment."""
     monkeypatch.setattr("agent.records.write_ahead_log.JOURNAL_LIMIT_BYTES", MIB // 2)
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", MIB)
@@ -109,7 +100,7 @@ def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line: Line, mon
     until(lambda: line.log_bytes < MIB // 2)
 
 
-def test_a_reader_delays_nobody(tmp_path: Path) -> None:
+def test_a_reader_delays_nobody(tmp_path):
     """Who wants to commit while the log is folded in would wait as long as that waits."""
     file = tmp_path / "r.db"
     with closing(open_for_writing(file, busy_timeout_s=10 * PATIENCE_S)) as database:
@@ -125,9 +116,7 @@ def test_a_reader_delays_nobody(tmp_path: Path) -> None:
         assert database.execute("PRAGMA busy_timeout").fetchone()[0] == 10 * PATIENCE_S * 1000
 
 
-def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(tmp_path, monkeypatch):
     """Its last rows are in its log, which does not move with it: they are folded in before a new file is begun."""
     file, moved = tmp_path / "r.db", tmp_path / "moved.db"
     with closing(ResultStore(file)) as store, looked_at(file):

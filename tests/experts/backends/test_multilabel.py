@@ -1,7 +1,5 @@
 """Labels that do not exclude one another: a sigmoid for each, in every form that executes it, and never a softmax."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pixels as classifiers see them: what torchvision's own transforms make of the same image."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -8,12 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.model_files.formats import describe_file, write_weights
 
-ULTRALYTICS = {
-    "task": "detect",
-    "stride": "32",
-    "imgsz": "[64, 96]",
-    "names": "{0: 'chip', 1: 'coil'}",
-}
+ULTRALYTICS = {"task": "detect", "stride": "32", "imgsz": "[64, 96]", "names": "{0: 'chip', 1: 'coil'}"}
 
 
 @pytest.fixture

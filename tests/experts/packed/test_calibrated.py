@@ -1,7 +1,5 @@
 """Whether an expert is calibrated as it is: by the bytes of its weights, which are read only where they may differ."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -15,7 +15,6 @@ import threading
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 from paho.mqtt import client as paho
@@ -28,17 +27,11 @@ from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import PATIENCE_S, until
 
-if TYPE_CHECKING:
-    import ssl
-    from pathlib import Path
-
-    from agent.records.results import Result
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MOSQUITTO = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
-def image(number: int, verdict: Verdict = Verdict.NG, **changes: object) -> Result:
+def image(number, verdict=Verdict.NG, **changes):
     made = result(
         f"key-{number}", verdict, component="r0402", image=f"{number}.png", seconds=0.25, config_sha256="ab" * 32,
         board="B1", board_type="main", ref=f"R{number}", label="burnt", score=0.75, experts=("cls/r",),
@@ -46,7 +39,7 @@ def image(number: int, verdict: Verdict = Verdict.NG, **changes: object) -> Resu
     return changed(made, **changes)
 
 
-def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> BoardVerdict:
+def board(serial, verdict=Verdict.OK, **changes):
     values = {
         "serial": serial, "board_type": "main", "verdict": verdict, "opened_at": NOON, "closed_at": NOON,
         "missing": {}, "counts": {verdict: 1},
@@ -121,13 +114,13 @@ def free_port():
 class Broker:
     """Debian's mosquitto with a configuration of ours, in a folder of ours."""
 
-    def __init__(self, folder: Path, *settings: str, port: int | None = None) -> None:
+    def __init__(self, folder, *settings, port=None):
         self.folder = folder
         self.port = port or free_port()
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
-    def start(self) -> None:
+    def start(self):
         lines = [f"listener {self.port} 127.0.0.1", "persistence false", *self._settings]
         if not any(line.startswith("allow_anonymous") for line in lines):
             lines.append("allow_anonymous true")
@@ -137,25 +130,25 @@ class Broker:
             self._process = subprocess.Popen([str(MOSQUITTO), "-c", str(configuration)], stdout=log, stderr=log)
         until(self._answers, self.log)
 
-    def stop(self) -> None:
+    def stop(self):
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
-    def log(self) -> str:
+    def log(self):
         return (self.folder / f"mosquitto-{self.port}.log").read_text()
 
-    def _answers(self) -> bool:
+    def _answers(self):
         assert self._process is not None
         assert self._process.poll() is None, self.log()
         with closing(socket.socket()) as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     @contextmanager
-    def subscribed(self, *, ca: Path | None = None):
+    def subscribed(self, *, ca=None):
         """Everything that is published, in a queue; from a subscriber that is there when this begins."""
-        heard: queue.Queue[Heard] = queue.Queue()
+        heard = queue.Queue()
         ready = threading.Event()
         client = paho.Client(paho.CallbackAPIVersion.VERSION2)
         client.on_connect = lambda *_: client.subscribe("#", qos=1)
@@ -220,7 +213,7 @@ class WebServer:
     released: threading.Event = field(default_factory=threading.Event)
 
 
-def _handler(server: WebServer):
+def _handler(server):
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -258,7 +251,7 @@ def web_server():
     """Makes web servers; ``tls``: an ssl.SSLContext of a server."""
     made = []
 
-    def make(*answers, tls: ssl.SSLContext | None = None):
+    def make(*answers, tls=None):
         server = WebServer(list(answers))
         httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(server))
         httpd.daemon_threads = True

@@ -1,7 +1,5 @@
 """What a line file says of receivers, and that one that hangs delays no other."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from types import SimpleNamespace

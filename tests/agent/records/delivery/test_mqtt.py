@@ -1,7 +1,5 @@
 """A real mosquitto as the receiver: topics, acknowledgements, last will, logins, TLS, and a broker that hangs."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import socket

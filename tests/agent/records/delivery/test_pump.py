@@ -1,7 +1,5 @@
 """The pump, on time of our own: a day without a broker passes at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A real web server as the receiver: acknowledgements, refusals, answers that come late or never, TLS, tokens."""
 
-from __future__ import annotations
-
 import logging
 import ssl
 from datetime import UTC, datetime, timedelta

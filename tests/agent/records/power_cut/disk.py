@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from random import Random
+    from collections.abc import Callable
 
 HEAD = struct.Struct("<cQQQ")
 SECTOR_BYTES = 512
@@ -45,10 +44,10 @@ NOTHING = Survivors(lambda count: 0, lambda entry: None)
 EVERYTHING = Survivors(lambda count: count, lambda entry: entry)
 
 
-def some(chance: Random) -> Survivors:
+def some(chance):
     """As chance has it: whole writes, the first sectors of one, none."""
 
-    def piece(entry: Entry) -> Entry | None:
+    def piece(entry):
         kept = chance.choice(("whole", "torn", "none"))
         if kept == "torn" and entry.kind == "W":
             sectors = chance.randint(0, len(entry.content) // SECTOR_BYTES)
@@ -63,12 +62,12 @@ class _File:
     synced: bytearray = field(default_factory=bytearray)
     pending: list[Entry] = field(default_factory=list)
 
-    def sync(self) -> None:
+    def sync(self):
         for entry in self.pending:
             _apply(entry, self.synced)
         self.pending = []
 
-    def left(self, survivors: Survivors) -> bytes:
+    def left(self, survivors):
         content = bytearray(self.synced)
         for entry in self.pending:
             if (piece := survivors.piece(entry)) is not None:
@@ -90,15 +89,15 @@ class _Renaming:
 class Disk:
     """What was done up to a moment, and what of it was synced."""
 
-    def __init__(self, folder: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, folder, entries):
         self._folder = str(folder)
-        self._files: dict[int, _File] = {}
-        self._folders: dict[int, str] = {folder.stat().st_ino: str(folder)}
-        self._names: list[_Renaming] = []
+        self._files = {}
+        self._folders = {folder.stat().st_ino: str(folder)}
+        self._names = []
         for entry in entries:
             self._do(entry)
 
-    def leave(self, survivors: Survivors, into: Path) -> None:
+    def leave(self, survivors, into):
         """Write what is left into an empty folder."""
         for path, file in self._tree(survivors).items():
             target = into / os.path.relpath(path, self._folder)
@@ -107,7 +106,7 @@ class Disk:
             else:
                 target.write_bytes(file.left(survivors))
 
-    def _do(self, entry: Entry) -> None:
+    def _do(self, entry):
         if entry.kind in "WT":
             self._file(entry.file).pending.append(entry)
         elif entry.kind == "S":
@@ -115,17 +114,17 @@ class Disk:
         elif entry.kind in "CMRUD":
             self._rename(entry)
 
-    def _file(self, number: int) -> _File:
+    def _file(self, number):
         return self._files.setdefault(number, _File())
 
-    def _sync(self, number: int) -> None:
+    def _sync(self, number):
         folder = self._folders.get(number)
         if folder is None:
             self._file(number).sync()
         for change in self._names:
             change.unsynced.discard(str(folder))
 
-    def _rename(self, entry: Entry) -> None:
+    def _rename(self, entry):
         name, _, to = os.fsdecode(entry.content).partition("\0")
         made = None
         if entry.kind == "C":
@@ -137,10 +136,10 @@ class Disk:
             _Renaming(entry.kind, name, to, made, {str(Path(each).parent) for each in (name, to) if each})
         )
 
-    def _tree(self, survivors: Survivors) -> Mapping[str, _File | None]:
+    def _tree(self, survivors):
         """Files, and None for folders, by their names; folders before what they hold."""
         first = survivors.names(len(self._names))
-        tree: dict[str, _File | None] = {self._folder: None}
+        tree = {self._folder: None}
         for number, change in enumerate(self._names):
             if number < first or not change.unsynced:
                 _change(tree, change)
@@ -148,7 +147,7 @@ class Disk:
         return {path: tree[path] for path in sorted(tree)}
 
 
-def _change(tree: dict[str, _File | None], change: _Renaming) -> None:
+def _change(tree, change):
     """As far as it can be: what lies in a folder that is not there is not there either."""
     is_there = change.name in tree
     before = tree.pop(change.name, None)
@@ -160,7 +159,7 @@ def _change(tree: dict[str, _File | None], change: _Renaming) -> None:
         tree[change.to] = before
 
 
-def _apply(entry: Entry, content: bytearray) -> None:
+def _apply(entry, content):
     size = entry.offset + len(entry.content)
     if len(content) < size:
         content.extend(bytes(size - len(content)))
@@ -170,12 +169,12 @@ def _apply(entry: Entry, content: bytearray) -> None:
         del content[entry.offset :]
 
 
-def read_log(path: Path) -> list[Entry]:
+def read_log(path):
     """All entries of a log, whose process has ended."""
     return list(_entries(path.read_bytes()))
 
 
-def _entries(log: bytes) -> Iterator[Entry]:
+def _entries(log):
     at = 0
     while at < len(log):
         kind, file, offset, length = HEAD.unpack_from(log, at)
@@ -184,7 +183,7 @@ def _entries(log: bytes) -> Iterator[Entry]:
         at += length
 
 
-def built(folder: Path) -> Path:
+def built(folder):
     """The library to preload. Raises FileNotFoundError where there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:

@@ -4,8 +4,6 @@ Its arguments: a folder, how many requests, and how SQLite is to sync instead of
 It says "accepted KEY" and "verdict KEY VERDICT KEPT_AS", each once that is on the disk, as it believes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import UTC, datetime
@@ -26,30 +24,30 @@ IMAGE_BYTES = 9_000
 AT_ONCE = 5
 
 
-def image(number: int) -> bytes:
+def image(number):
     return b"%08d" % number * (IMAGE_BYTES // 8)
 
 
-def entry(number: int) -> Subject:
+def entry(number):
     return Subject(f"key-{number}", "api", f"{number}.png", NOON, "c", None, "B1", "main", "R1")
 
 
-def verdict(number: int) -> Verdict:
+def verdict(number):
     return VERDICTS[number % len(VERDICTS)]
 
 
-def say(text: str) -> None:
+def say(text):
     os.write(1, f"{text}\n".encode())
 
 
 class Line:
     """A store and an archive below one folder."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state):
         self.store = ResultStore(state / "results.db", followers=[Outbox("demo", ["mqtt"], ["result"], 100_000)])
         self._archive = ImageArchive(state / "images", "all")
 
-    def work(self, numbers: range) -> None:
+    def work(self, numbers):
         """Accept so many; judge all but every seventh, some at a time."""
         for first in numbers[::AT_ONCE]:
             some = [number for number in range(first, first + AT_ONCE) if number in numbers]
@@ -63,17 +61,17 @@ class Line:
                     self._judge(number)
             settled(self.store)
 
-    def _judge(self, number: int) -> None:
+    def _judge(self, number):
         kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
         result = Result(entry(number), "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
         self.store.record(result, lambda _: say(f"verdict {result.subject.key} {result.verdict} {kept_as}"))
 
 
-def sync_as(setting: str) -> None:
+def sync_as(setting):
     """Have every file that is opened from now on synced less than it is by the agent."""
     opens = group_commit.open_for_writing
 
-    def open_for_writing(path: Path, busy_timeout_s: float):
+    def open_for_writing(path, busy_timeout_s):
         database = opens(path, busy_timeout_s)
         database.conn.execute(f"PRAGMA synchronous = {setting}")
         return database
@@ -81,7 +79,7 @@ def sync_as(setting: str) -> None:
     group_commit.open_for_writing = open_for_writing
 
 
-def main() -> None:
+def main():
     """Two runs: the first is stopped in order, and folds its log in; the second ends without a word."""
     folder, count, setting = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if setting != "-":

@@ -22,7 +22,7 @@ import pytest
 from agent.records.journal import JournalReader
 from agent.records.outbox import OutboxReader
 from agent.records.result_writer import ResultStore
-from tests.agent.records.power_cut.disk import EVERYTHING, NOTHING, Disk, Entry, Survivors, built, read_log, some
+from tests.agent.records.power_cut.disk import EVERYTHING, NOTHING, Disk, Entry, built, read_log, some
 from tests.agent.records.power_cut.line_process import image, verdict
 
 if TYPE_CHECKING:
@@ -49,24 +49,24 @@ class Recording:
     folder: Path
     entries: Sequence[Entry]
 
-    def told(self, moment: int) -> list[list[str]]:
+    def told(self, moment):
         said = b"".join(entry.content for entry in self.entries[:moment] if entry.kind == "P")
         return [line.split() for line in said.decode().splitlines()]
 
-    def left(self, moment: int, survivors: Survivors, into: Path) -> Path:
+    def left(self, moment, survivors, into):
         into.mkdir()
         Disk(self.folder, self.entries[:moment]).leave(survivors, into)
         return into / "line" / "state"
 
     @property
-    def just_told(self) -> list[int]:
+    def just_told(self):
         """The moments in which somebody has just heard something."""
         return [number for number, entry in enumerate(self.entries, start=1) if entry.kind == "P"]
 
 
 @pytest.fixture
 def recorded(library, tmp_path):
-    def run(requests: int, synchronous: str = "-") -> Recording:
+    def run(requests, synchronous="-"):
         folder, log = tmp_path / "disk", tmp_path / "writes"
         folder.mkdir()
         command = [sys.executable, Path(__file__).with_name("line_process.py"), folder, str(requests), synchronous]
@@ -81,13 +81,13 @@ def recorded(library, tmp_path):
     return run
 
 
-def content_below(folder: Path) -> dict[str, bytes]:
+def content_below(folder):
     """By name; but not what processes share while they run, which is no file's content to anybody."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("-shm"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def faults(state: Path, told: Sequence[Sequence[str]]) -> list[str]:
+def faults(state, told):
     """What of that which was told is not there, and what is there that must not be."""
     file = state / "results.db"
     if not file.exists():
@@ -98,7 +98,7 @@ def faults(state: Path, told: Sequence[Sequence[str]]) -> list[str]:
         return [f"all is lost: {error}"]
 
 
-def differences(state: Path, told: Sequence[Sequence[str]]) -> list[str]:
+def differences(state, told):
     file = state / "results.db"
     with closing(ResultStore(file)) as store:
         rows = list(store.query())
@@ -124,11 +124,11 @@ def differences(state: Path, told: Sequence[Sequence[str]]) -> list[str]:
     return found
 
 
-def number_of(key: str) -> int:
+def number_of(key):
     return int(key.removeprefix("key-"))
 
 
-def is_kept(state: Path, key: str, kept_as: str | None) -> bool:
+def is_kept(state, key, kept_as):
     path = state / "images" / str(kept_as)
     return path.is_file() and path.read_bytes() == image(number_of(key))
 

@@ -1,7 +1,5 @@
 """Kept images: whole or not there, once for one image, never in the place of another."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -1,14 +1,11 @@
 """What goes, as a decision; and the sweeper that carries it out on real files and a real database."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -22,40 +19,26 @@ from agent.records.result_writer import ResultStore
 from agent.records.retention import kept_images, sweeper
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf, shelved
-from agent.records.retention.rules import (
-    DAY_S,
-    LAST_TO_GO,
-    STEADY_S,
-    YOUNG_S,
-    KeptImage,
-    Reason,
-    may_go,
-    what_goes,
-)
+from agent.records.retention.rules import DAY_S, LAST_TO_GO, STEADY_S, YOUNG_S, KeptImage, Reason, may_go, what_goes
 from agent.records.retention.sweeper import Surroundings, Sweeper
 from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 from tests.lines import result
 from tests.waiting import settled
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent.records.results import Result
-
 NOW_S = 1_800_000_000.0
 
 
-def kept(number: int, verdict: Verdict = Verdict.OK, age_s: float = DAY_S, **changes) -> KeptImage:
+def kept(number, verdict=Verdict.OK, age_s=DAY_S, **changes):
     made = KeptImage(f"{number:03}", verdict, NOW_S - age_s, NOW_S - age_s, 10, 0, 1)
     return replace(made, **changes)
 
 
-def keep(days=None, size=None, free=None, export_required=False) -> KeepSection:
+def keep(days=None, size=None, free=None, export_required=False):
     return KeepSection.model_construct(days=days, size=size, free=free, export_required=export_required)
 
 
-def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
+def gone(images, limits, free_bytes=None):
     total = sum(image.size_bytes for image in images)
     return [
         (one.image.path, str(one.reason)) for one in what_goes(images, limits, NOW_S, total, free_bytes or {1: 1000})
@@ -64,11 +47,7 @@ def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
 
 def test_what_is_free_is_told_by_disk():
     images = [kept(1, Verdict.OK), kept(2, Verdict.NG, device=2), kept(3, Verdict.OK, device=2), kept(4, device=3)]
-    assert gone(images, keep(free=100), {1: 100, 2: 85, 3: 99}) == [
-        ("003", "free"),
-        ("004", "free"),
-        ("002", "free"),
-    ]
+    assert gone(images, keep(free=100), {1: 100, 2: 85, 3: 99}) == [("003", "free"), ("004", "free"), ("002", "free")]
     assert gone(images, keep(free=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
 
 
@@ -95,11 +74,7 @@ SOME_IMAGES = st.lists(
     unique_by=lambda image: image.path,
 )
 SOME_LIMITS = st.builds(
-    keep,
-    st.none() | st.integers(1, 9),
-    st.none() | st.integers(1, 500),
-    st.none() | st.integers(1, 500),
-    st.booleans(),
+    keep, st.none() | st.integers(1, 9), st.none() | st.integers(1, 500), st.none() | st.integers(1, 500), st.booleans()
 )
 
 
@@ -135,7 +110,7 @@ def test_whatever_is_asked_for(images, limits, free):
 class Line:
     """A store, an archive, the shelves of one folder, and a sweeper under clocks that are set."""
 
-    def __init__(self, folder: Path, limits: KeepSection, **settings) -> None:
+    def __init__(self, folder, limits, **settings):
         self.folder = folder
         self.store = ResultStore(folder / "r.db")
         self.archive = ImageArchive(folder / "images", "all")
@@ -152,13 +127,13 @@ class Line:
             limits, self.archive, self.shelves, self.store, surroundings=surroundings, **settings
         )  # fmt: skip
 
-    def free(self, _: Path) -> int:
+    def free(self, _):
         return self.free_bytes - sum(path.stat().st_size for path in self.archive.folder.rglob("*~*"))
 
-    def now(self) -> datetime:
+    def now(self):
         return self.began + timedelta(seconds=self.ahead_s + self.monotonic_s)
 
-    def sweep(self, after_s: float = STEADY_S) -> None:
+    def sweep(self, after_s=STEADY_S):
         """A whole round, after so much time."""
         self.sweeper.step()
         for _ in range(2):
@@ -167,11 +142,11 @@ class Line:
                 self.sweeper.step()
                 settled(self.store)
 
-    def result(self, key: str, verdict: Verdict, age_days: float = 0.0, **changes) -> Result:
+    def result(self, key, verdict, age_days=0.0, **changes):
         at = self.began - timedelta(days=age_days)
         return result(key, verdict, image=f"{key}.png", arrived_at=at, **changes)
 
-    def archived(self, key: str, verdict: Verdict, size_bytes: int = 1000, age_days: float = 0.5) -> Path:
+    def archived(self, key, verdict, size_bytes=1000, age_days=0.5):
         """An image in the archive, with its result."""
         relpath = self.archive.keep(key.encode().ljust(size_bytes, b"."), key, self.began - timedelta(days=age_days))
         self.aged(self.archive.folder / relpath, age_days)
@@ -179,7 +154,7 @@ class Line:
         settled(self.store)
         return self.archive.folder / relpath
 
-    def shelved(self, name: str, verdict: Verdict, size_bytes: int = 1000, age_days: float = 0.5) -> Path:
+    def shelved(self, name, verdict, size_bytes=1000, age_days=0.5):
         """A file that the folder has put away."""
         at = self.began.astimezone() - timedelta(days=age_days)
         day = "" if verdict is Verdict.UNKNOWN else f"{at:%Y-%m-%d}"
@@ -191,11 +166,11 @@ class Line:
         self.aged(path, age_days)
         return path
 
-    def aged(self, path: Path, age_days: float) -> None:
+    def aged(self, path, age_days):
         at_s = self.began.timestamp() - age_days * DAY_S
         os.utime(path, (at_s, at_s))
 
-    def kept_as(self) -> dict[str, str | None]:
+    def kept_as(self):
         return {row.result.subject.key: row.result.kept_as for row in self.store.query()}
 
 
@@ -203,7 +178,7 @@ class Line:
 def line(tmp_path):
     made = []
 
-    def make(limits: KeepSection, **settings) -> Line:
+    def make(limits, **settings):
         made.append(Line(tmp_path, limits, **settings))
         return made[-1]
 
@@ -344,7 +319,7 @@ def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypat
         assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
 
 
-def _pages(line: Line) -> int:
+def _pages(line):
     with closing(sqlite3.connect(line.folder / "r.db")) as connection:
         return int(connection.execute("PRAGMA page_count").fetchone()[0])
 
@@ -368,7 +343,7 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
     assert not path.exists()
 
 
-def exported(one: Line, days_ago: float) -> None:
+def exported(one, days_ago):
     """The export as it was so many days ago."""
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
     now_s = [0.0]
@@ -477,10 +452,10 @@ def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(lin
     one.shelved("a.png", Verdict.OK)
     one.store.close()
 
-    def run(steps: int, removals: int, *mode: str) -> int:
+    def run(steps, removals, *mode):
         return forks.run(KILLED, one.folder, steps, removals, *mode).returncode
 
-    def images() -> set[str]:
+    def images():
         return {path.name for path in one.folder.rglob("*") if path.is_file() and path.parent.name[:2] == "20"}
 
     assert run(60, removals) < 0

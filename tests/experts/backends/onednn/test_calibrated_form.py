@@ -1,7 +1,5 @@
 """Eight bits as a form to pack in: only for experts that are calibrated as they are, and switched by their bytes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Calibration: what is no number is told, and what rounding shifts the mean of an output channel by is taken off."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 

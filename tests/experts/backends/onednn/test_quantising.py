@@ -17,13 +17,7 @@ from torch.nn import functional
 from experts.backends.base import RefusedModule
 from experts.backends.onednn import calls, levels
 from experts.backends.onednn.calibrating import observed
-from experts.backends.onednn.form import (
-    OnednnModule,
-    OnednnSkeleton,
-    decided_layouts,
-    fused_module,
-    packed_module,
-)
+from experts.backends.onednn.form import OnednnModule, OnednnSkeleton, decided_layouts, fused_module, packed_module
 from experts.backends.onednn.operators import on_threads
 from experts.errors import BackendUnavailable
 from experts.expert import Precision
@@ -284,7 +278,7 @@ def fused_of(module, numbers):
 def tried(name):
     torch.manual_seed(0)
     module, images = KINDS[name](), torch.randn(8, 3, *SIZE)
-    seen: dict[str, Seen] = {}
+    seen = {}
 
     def note(name, values, zero=None):
         seen.setdefault(name, Seen()).note(values, zero)

@@ -1,7 +1,5 @@
 """Graphs of few bits: their weights lie beside the program as others' do, and what is no number stays none."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

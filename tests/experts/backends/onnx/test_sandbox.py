@@ -1,7 +1,5 @@
 """Graphs that mean harm, or go wrong: packing ends within bounds, and the next one is packed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,10 +29,7 @@ def with_nodes(expert, *nodes, **constants):
 
 def turning_for_ever(expert):
     body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["going"], ["going_on"]),
-            helper.make_node("Sin", ["carried"], ["carried_on"]),
-        ],
+        [helper.make_node("Identity", ["going"], ["going_on"]), helper.make_node("Sin", ["carried"], ["carried_on"])],
         "body",
         [
             helper.make_tensor_value_info("turn", TensorProto.INT64, []),

@@ -1,7 +1,5 @@
 """ONNX Runtime's eight bits: fused as its own tools would have them, by calibration, in eight bits or in seven."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
