@@ -163,14 +163,11 @@ def onnx_classifier(seed, outputs, size, batch):
     """Conv, BatchNorm, Relu, pooling and a linear layer, as an exporter would write them."""
     random = np.random.default_rng(seed)
     weights = {
-        "conv.weight": random.normal(0, 0.3, (16, 3, 3, 3)),
-        "norm.weight": random.uniform(0.5, 1.5, 16),
-        "norm.bias": random.normal(0, 0.1, 16),
-        "norm.mean": random.normal(0, 0.2, 16),
-        "norm.var": random.uniform(0.5, 1.5, 16),
-        "fc.weight": random.normal(0, 1, (outputs, 16)),
+        "conv.weight": random.normal(0, 0.3, (16, 3, 3, 3)), "norm.weight": random.uniform(0.5, 1.5, 16),
+        "norm.bias": random.normal(0, 0.1, 16), "norm.mean": random.normal(0, 0.2, 16),
+        "norm.var": random.uniform(0.5, 1.5, 16), "fc.weight": random.normal(0, 1, (outputs, 16)),
         "fc.bias": random.normal(0, 0.5, outputs),
-    }
+    }  # fmt: skip
     nodes = [
         helper.make_node("Conv", ["image", "conv.weight"], ["c"], pads=[1, 1, 1, 1], strides=[2, 2]),
         helper.make_node("BatchNormalization", ["c", "norm.weight", "norm.bias", "norm.mean", "norm.var"], ["b"]),

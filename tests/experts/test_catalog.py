@@ -60,11 +60,9 @@ def test_a_good_file_becomes_experts_and_a_graph(tmp_path):
     )
     assert catalog.experts["cls/c"].pin
     assert catalog.experts["det/a"].weights == Path("/w/a.safetensors")
-    assert catalog.experts["det/a"].input.normalize == "unit"
-    assert catalog.graph.first_expert("0402") == "cls/c"
+    assert (catalog.experts["det/a"].input.normalize, catalog.graph.first_expert("0402")) == ("unit", "cls/c")
     assert catalog.graph.subsequents("cls/r") == ("det/a",)
-    assert catalog.graph.routes["resistor-0402"][0].min_score == 0.5
-    assert len(catalog.sha256) == 64
+    assert (catalog.graph.routes["resistor-0402"][0].min_score, len(catalog.sha256)) == (0.5, 64)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,6 @@ def test_the_known_classifiers_are_torchvisions_own():
 
 def test_every_detection_yaml_of_ultralytics_is_a_known_detector():
     package = find_spec("ultralytics")
-    assert package is not None
     assert package.origin is not None
     models = Path(package.origin).parent / "cfg" / "models"
     other_tasks = ("-cls", "-seg", "-pose", "-obb", "-sem", "-depth", "-world", "yoloe", "rtdetr")
@@ -291,8 +288,7 @@ def shadowed(shadow, new=""):
 def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path):
     """So an expert that is given one is the same, and a reload does not replace it."""
     catalog = catalog_of(tmp_path, shadowed("cls/new"))
-    assert catalog.graph.shadows == {"cls/r": "cls/new"}
-    assert catalog.graph.in_shadow == {"cls/new"}
+    assert (catalog.graph.shadows, catalog.graph.in_shadow) == ({"cls/r": "cls/new"}, {"cls/new"})
     assert catalog.experts["cls/r"] == catalog_of(tmp_path, GOOD).experts["cls/r"]
 
 

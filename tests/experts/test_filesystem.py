@@ -14,8 +14,7 @@ def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path):
     with whole_text_file(tmp_path / "a") as text:
         text.write("zweite Fassung: ü\n")
         assert (tmp_path / "a").read_bytes() == b"first"
-    assert (tmp_path / "a").read_text("utf-8") == "zweite Fassung: ü\n"
-    assert os.listdir(tmp_path) == ["a"]
+    assert ((tmp_path / "a").read_text("utf-8"), os.listdir(tmp_path)) == ("zweite Fassung: ü\n", ["a"])
 
 
 @pytest.mark.parametrize("has_rivals", [False, True])
@@ -29,8 +28,7 @@ def test_an_error_leaves_what_was_there(tmp_path, has_rivals):
 
     with pytest.raises(KeyError):
         fail()
-    assert (tmp_path / "a").read_bytes() == b"first"
-    assert os.listdir(tmp_path) == ["a"]
+    assert ((tmp_path / "a").read_bytes(), os.listdir(tmp_path)) == (b"first", ["a"])
 
 
 def test_the_draft_of_a_killed_writer_goes_with_the_next_one(tmp_path):
@@ -48,8 +46,7 @@ def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path):
         (folder / name).symlink_to(tmp_path / "elsewhere")
     with whole_file(folder / "a", below=folder) as file:
         file.write(b"ours")
-    assert (tmp_path / "elsewhere").read_bytes() == b"untouched"
-    assert (folder / "a").read_bytes() == b"ours"
+    assert ((tmp_path / "elsewhere").read_bytes(), (folder / "a").read_bytes()) == (b"untouched", b"ours")
     assert not (folder / "a").is_symlink()
 
 

@@ -24,14 +24,10 @@ def encoded(image_format, pixels=NOISE, **options):
 
 
 WHOLE = {
-    "png": encoded("PNG"),
-    "jpeg": encoded("JPEG", quality=95),
-    "jpeg-progressive": encoded("JPEG", quality=95, progressive=True),
-    "bmp": encoded("BMP"),
-    "tiff": encoded("TIFF"),
-    "tiff-lzw": encoded("TIFF", compression="tiff_lzw"),
-    "webp": encoded("WEBP", lossless=True),
-}
+    "png": encoded("PNG"), "jpeg": encoded("JPEG", quality=95),
+    "jpeg-progressive": encoded("JPEG", quality=95, progressive=True), "bmp": encoded("BMP"), "tiff": encoded("TIFF"),
+    "tiff-lzw": encoded("TIFF", compression="tiff_lzw"), "webp": encoded("WEBP", lossless=True),
+}  # fmt: skip
 LOSSLESS = ("png", "bmp", "tiff", "tiff-lzw", "webp")
 
 
@@ -188,14 +184,10 @@ def test_broken_bytes_are_pixels_or_an_image_error(name, flips, in_header):
 @pytest.mark.parametrize(
     ("size", "least", "expected"),
     [
-        ((800, 1600), None, 1),
-        ((800, 1600), (100, 100), 8),
-        ((800, 1600), (101, 100), 4),
-        ((800, 1600), (100, 900), 1),
-        ((800, 1600), (400, 800), 2),
-        ((90, 90), (100, 100), 1),
+        ((800, 1600), None, 1), ((800, 1600), (100, 100), 8), ((800, 1600), (101, 100), 4),
+        ((800, 1600), (100, 900), 1), ((800, 1600), (400, 800), 2), ((90, 90), (100, 100), 1),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_enough(size, least, expected, mode):
     file = io.BytesIO()

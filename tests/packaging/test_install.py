@@ -285,5 +285,4 @@ class TestTheArchive:
 
 def test_the_sample_line_is_right_and_keeps_its_state_where_the_service_may_write():
     line = read_line(ROOT / "packaging" / "line.yaml", {})
-    assert line.state == Path("/var/lib/coserve")
-    assert line.intake.folders[0].path == Path("/srv/images")
+    assert (line.state, line.intake.folders[0].path) == (Path("/var/lib/coserve"), Path("/srv/images"))

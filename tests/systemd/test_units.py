@@ -71,7 +71,6 @@ class TestAUnit:
 def test_the_agent_is_watched_and_a_mistake_of_the_line_file_does_not_start_it_again():
     found = settings((FOLDER / "coserve.service").read_text())
     assert found["Type"] == ["notify"]  # notify-reload is not known to systemd 252, which would take it for simple
-    assert found["WatchdogSec"] == ["30"]
-    assert found["RestartPreventExitStatus"] == ["78"]
+    assert (found["WatchdogSec"], found["RestartPreventExitStatus"]) == (["30"], ["78"])
     assert found["Restart"] == ["on-failure"]
     assert found["ExecReload"] == ["/bin/sh -c 'kill -HUP ${MAINPID}'"]  # a bare Debian has no bin/kill

@@ -85,7 +85,6 @@ def test_late_images_never_make_a_closed_board_better_only_worse():
     (closed,) = expire(book, 61)
     assert verdicts(book, seen("r/2", after_s=62), seen("c/1", after_s=63)) == [None, None]
     revised = add(book, seen("c/1", NG, after_s=64))
-    assert revised is not None
     assert (revised.verdict, revised.is_revision, revised.opened_at) == (NG, True, closed.opened_at)
     assert add(book, seen("c/2", UNKNOWN, after_s=65)) is None
 
@@ -94,14 +93,12 @@ def test_an_ok_board_becomes_ng_by_a_late_ng():
     book = ledger()
     verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
     revised = add(book, seen("r/3", NG, after_s=1))
-    assert revised is not None
     assert (revised.verdict, revised.is_revision) == (NG, True)
 
 
 def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board():
     book = ledger()
     closed = verdicts(book, seen("r/1"), seen("r/2"), seen("c/1", after_s=61))[-1]
-    assert closed is not None
     assert (closed.verdict, closed.missing, closed.is_revision) == (UNKNOWN, {"c": 1}, False)
 
 
@@ -109,7 +106,6 @@ def test_a_serial_that_comes_again_much_later_is_a_new_run():
     book = ledger()
     verdicts(book, seen("r/1", NG), seen("r/2"), seen("c/1"))
     again = verdicts(book, *(seen(place, after_s=100) for place in ("r/1", "r/2", "c/1")))[-1]
-    assert again is not None
     assert (again.verdict, again.opened_at) == (OK, START + timedelta(seconds=100))
 
 
@@ -190,14 +186,11 @@ def restart(inspections, recorded, manifest=MANIFESTS["main"], after_s=1_000_000
 @pytest.mark.parametrize(
     "manifest",
     [
-        MANIFESTS["main"],
-        BoardManifest({"r": 2, "c": 1, "x": 1}, TIMEOUT),
-        BoardManifest({"r": 3, "c": 1}, TIMEOUT),
-        BoardManifest({"r": 1}, TIMEOUT),
-        BoardManifest({"r": 2, "c": 1}, 10 * TIMEOUT),
+        MANIFESTS["main"], BoardManifest({"r": 2, "c": 1, "x": 1}, TIMEOUT), BoardManifest({"r": 3, "c": 1}, TIMEOUT),
+        BoardManifest({"r": 1}, TIMEOUT), BoardManifest({"r": 2, "c": 1}, 10 * TIMEOUT),
         BoardManifest({"r": 2, "c": 1}, TIMEOUT / 10),
     ],
-)
+)  # fmt: skip
 def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now(manifest):
     book = ledger()
     stored = [*complete("b1"), *complete("b2", 3, worst=NG), seen("r/1", after_s=6, serial="b3")]
@@ -205,8 +198,7 @@ def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now
     recorded += expire(book, 200)
     rework = complete("b2", 300)
     recorded += [one for one in verdicts(book, *rework) if one is not None]
-    assert len(recorded) == 4
-    assert restart([*stored, *rework], recorded, manifest=manifest) == []
+    assert (len(recorded), restart([*stored, *rework], recorded, manifest=manifest)) == (4, [])
 
 
 def busy(minutes):

@@ -81,7 +81,6 @@ def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_n
     line.steps(EVERY_S)
     assert line.exported() == [["a", "b"], ["c"]]
     exported = last_exported(line.folder / "r.db")
-    assert exported is not None
     assert (exported.first_seq, exported.last_seq, exported.until) == (3, 3, NOON)
 
 

@@ -20,7 +20,7 @@ NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
 def entry(key, **changes):
     made = Subject(key, "api", f"{key}.png", NOON, component="c0", board="b1", board_type="main", ref=key)
-    return replace(made, **changes)  # type: ignore[arg-type]
+    return replace(made, **changes)
 
 
 def accepted(store, entries, content=b"image"):

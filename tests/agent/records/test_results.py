@@ -94,8 +94,7 @@ def test_whatever_fails_while_rows_are_committed_they_are_tried_again(tmp_path, 
         reports = []
         store.record(result(1), reports.append)
         until(lambda: reports == [Recorded(1, is_new=True)])
-        assert store.statistics().failed_commits == 1
-        assert store.statistics().alarm is None
+        assert (store.statistics().failed_commits, store.statistics().alarm) == (1, None)
     assert f"reason={str(error) or 'MemoryError'}: kept and retried" in caplog.text
     assert "results_committed_again" in caplog.text
 
@@ -130,8 +129,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path):
         pass
     leave.set()
     closer.join()
-    assert len(store.boards()) == 1
-    assert keys(store) == ["key-1", "key-2"]
+    assert (len(store.boards()), keys(store)) == (1, ["key-1", "key-2"])
 
 
 def is_refusing(store):
@@ -164,8 +162,7 @@ def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path, 
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         with pytest.raises((TypeError, ValueError)):
             store.record(result(1, **wrong))
-        assert stored(store, result(2)) == [Recorded(1, is_new=True)]
-        assert store.statistics().pending == 0
+        assert (stored(store, result(2)), store.statistics().pending) == ([Recorded(1, is_new=True)], 0)
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
@@ -270,7 +267,6 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
         known = result(3, key="inbox/3")
         assert len(list(store.query())) == len(details)
         first = store.first_judged(known.subject, "ab", known.config_sha256)
-        assert first is not None
         assert first.result.subject.key == known.subject.key
         assert store.first_judged(known.subject, "ab", "c" * 64) is None
 

@@ -58,8 +58,7 @@ def test_every_field_of_a_result_comes_back(store):
     store.record(changed(BARE, key="bare"))
     settled(store)
     assert [(row.seq, row.result) for row in store.query()] == [(1, full), (2, changed(BARE, key="bare"))]
-    assert store.find("k").result == full
-    assert store.find("nobody") is None
+    assert (store.find("k").result, store.find("nobody")) == (full, None)
     with closing(sqlite3.connect(store.path)) as connection:
         (stored,) = connection.execute("SELECT arrived_at FROM results WHERE key = 'k'").fetchone()
     assert stored == "2026-05-01T00:00:00.000005+00:00", "text in UTC sorts as time does"
@@ -72,17 +71,14 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store):
     settled(store)
 
     def numbers(**wanted):
-        return [row.seq for row in itertools.islice(store.query(**wanted), rows + 1)]  # type: ignore[arg-type]
+        return [row.seq for row in itertools.islice(store.query(**wanted), rows + 1)]
 
-    assert numbers() == list(range(1, rows + 1))
-    assert numbers(limit=0) == []
-    assert numbers(limit=1) == [1]
+    assert (numbers(), numbers(limit=0), numbers(limit=1)) == (list(range(1, rows + 1)), [], [1])
     assert numbers(limit=READ_ROWS) == list(range(1, READ_ROWS + 1))
     assert numbers(limit=READ_ROWS + 1) == list(range(1, READ_ROWS + 2))
     assert numbers(since=NOON + timedelta(seconds=rows - 2)) == [rows - 1, rows]
     assert numbers(since=(NOON + timedelta(seconds=rows - 1)).astimezone(timezone(timedelta(hours=9)))) == [rows]
-    assert numbers(since=NOON + timedelta(days=1)) == []
-    assert numbers(verdict=Verdict.NG, limit=2) == [2, 4]
+    assert (numbers(since=NOON + timedelta(days=1)), numbers(verdict=Verdict.NG, limit=2)) == ([], [2, 4])
 
 
 def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store):
@@ -93,8 +89,7 @@ def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_insp
     settled(store)
     placed_at = inspection("b1", "main", "r", "R1", Verdict.UNKNOWN, NOON)
     latest, *others = store.newest_first()
-    assert latest == placed_at
-    assert [stored.subject.is_on_board for stored in others] == [False] * 3
+    assert (latest, [stored.subject.is_on_board for stored in others]) == (placed_at, [False] * 3)
 
 
 def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store):
@@ -168,11 +163,9 @@ def test_the_newest_boards_are_told_the_oldest_of_them_first(store):
     settled(store)
 
     def serials(**wanted):
-        return [row.board.serial for row in store.boards(**wanted)]  # type: ignore[arg-type]
+        return [row.board.serial for row in store.boards(**wanted)]
 
-    assert serials() == ["b0", "b1", "b2", "b3"]
-    assert serials(limit=2) == ["b2", "b3"]
-    assert serials(limit=0) == []
+    assert (serials(), serials(limit=2), serials(limit=0)) == (["b0", "b1", "b2", "b3"], ["b2", "b3"], [])
     assert serials(since=NOON + timedelta(seconds=2)) == ["b2", "b3"]
     assert serials(since=NOON + timedelta(seconds=1), limit=1) == ["b3"]
 

@@ -76,8 +76,7 @@ def test_a_form_that_does_not_run_makes_way(monkeypatch):
     assert {runs_as(form) for form in Precision} == set(Precision) - {
         Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8
     }  # fmt: skip
-    assert runs_as(Precision.ONEDNN_BF16) is Precision.BF16
-    assert runs_as(Precision.ONEDNN_INT8) is Precision.FP32
+    assert (runs_as(Precision.ONEDNN_BF16), runs_as(Precision.ONEDNN_INT8)) == (Precision.BF16, Precision.FP32)
 
 
 def test_each_name_has_a_form():

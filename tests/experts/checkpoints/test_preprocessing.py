@@ -127,12 +127,9 @@ def test_a_fit_that_is_not_served_is_named_and_has_no_value(changed):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"do_normalize": False},
-        {"do_flip_channel_order": True},
-        {"image_std": None},
-        {"rescale_factor": None},
+        {"do_normalize": False}, {"do_flip_channel_order": True}, {"image_std": None}, {"rescale_factor": None},
         {"rescale_factor": 0},
     ],
-)
+)  # fmt: skip
 def test_what_a_processor_does_not_do_is_not_told(changed):
     assert "normalize" not in of_image_processor({**VIT, **changed})

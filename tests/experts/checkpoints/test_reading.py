@@ -132,8 +132,7 @@ class TestWhatIsTold:
         assert (facts.framework, facts.task, facts.architecture) == ("ultralytics", "detect", "yolov8n")
         assert facts.labels == ("aligned", "shifted", "tilted")
         assert (facts.size, facts.normalize, found.where) == ((64, 64), "unit", "model")
-        assert facts.evidence["labels"] == "model.names"
-        assert facts.evidence["architecture"] == "model.yaml"
+        assert (facts.evidence["labels"], facts.evidence["architecture"]) == ("model.names", "model.yaml")
 
     def test_by_ultralytics_while_it_trains(self, trained):
         found = read_checkpoint(trained / "unfinished.pt")

@@ -40,19 +40,15 @@ def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_pa
     whole = torch.arange(6.0).reshape(2, 3)
     first = {
         "module": OrderedDict(a={"b": whole, "c": {"d.e": whole[:, 1:]}}, optimizer=Trainers(marker)),
-        "optimizer": {"state": {0: torch.ones(4)}},
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 7,
-    }
+        "optimizer": {"state": {0: torch.ones(4)}}, "args": args, "checkpoint_version": 3.0, "iteration": 7,
+    }  # fmt: skip
     large = {"expert.weight": torch.ones(1000, 1000), "expert.bias": torch.ones(4, dtype=torch.bfloat16)}
     (tensors, told), (expert, nothing) = read(tmp_path, first, large)
     assert tensors.keys() == {"a.b", "a.c.d.e"}
     assert torch.equal(tensors["a.c.d.e"], whole[:, 1:])
     assert told == {"checkpoint_version": 3.0, "hidden_size": 8, "topk": [1, 2], "lr": 0.5, "name": "x"}
     assert torch.equal(expert["expert.weight"], large["expert.weight"])
-    assert expert["expert.bias"].dtype == torch.bfloat16
-    assert nothing == {}
+    assert (expert["expert.bias"].dtype, nothing) == (torch.bfloat16, {})
     assert not marker.exists()
 
 

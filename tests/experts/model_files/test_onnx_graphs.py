@@ -36,10 +36,8 @@ def test_a_detector_of_ultralytics_tells_everything(graph):
     assert (found.kind, found.architecture, found.labels, found.size, found.normalize) == (
         "detector", "onnx", ("chip", "coil"), (64, 96), "unit",
     )  # fmt: skip
-    assert found.missing == {}
-    assert found.sure["architecture"] == "an ONNX graph, its metadata says task detect"
-    assert found.sure["labels"] == "names in its metadata"
-    assert found.tensors is None
+    assert (found.missing, found.sure["architecture"]) == ({}, "an ONNX graph, its metadata says task detect")
+    assert (found.sure["labels"], found.tensors) == ("names in its metadata", None)
 
 
 def test_a_graph_for_any_size_has_that_of_its_training(graph):
@@ -102,13 +100,10 @@ def test_what_may_mean_several_things_is_asked(graph):
 @pytest.mark.parametrize(
     ("last", "kind", "outputs", "task"),
     [
-        ("Sigmoid", None, 3, "multilabel"),
-        ("Softmax", None, 3, "multiclass"),
-        ("Identity", None, 3, None),
-        ("Identity", "classifier", 1, "multilabel"),
-        ("Sigmoid", "classifier", 1, "multilabel"),
+        ("Sigmoid", None, 3, "multilabel"), ("Softmax", None, 3, "multiclass"), ("Identity", None, 3, None),
+        ("Identity", "classifier", 1, "multilabel"), ("Sigmoid", "classifier", 1, "multilabel"),
     ],
-)
+)  # fmt: skip
 def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_another(
     graph, last, kind, outputs, task
 ):
@@ -118,8 +113,7 @@ def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_a
     model.graph.node.append(helper.make_node(last, ["raw"], ["logits"]))
     onnx.save(model, file)
     found = describe_file(file, kind=kind)
-    assert found.task == task
-    assert ("task" in found.missing) == (task is None)
+    assert (found.task, "task" in found.missing) == (task, task is None)
 
 
 @pytest.mark.parametrize("names", ["{0: 'a', 2: 'b'}", "['a', 'a']", "{0: 1}", "open('x')", "[" * 5000, "'x'" * 9])

@@ -55,8 +55,7 @@ def test_a_second_start_touches_nothing(files, store):
     experts = [files.fake(f"cls/{number}") for number in range(3)]
     first = packed_in(store, experts)
     before = files_of(store)
-    assert packed_in(store, experts) == first
-    assert files_of(store) == before
+    assert (packed_in(store, experts), files_of(store)) == (first, before)
     check_sound(store, first)
 
 
@@ -186,8 +185,7 @@ def test_experts_that_left_the_line_and_forms_that_were_not_chosen_leave_the_dis
 def test_what_several_experts_hold_in_common_is_stored_once(files, store):
     experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
     packed = packed_in(store, experts)
-    assert len({form.shared for form in packed.values()}) == 1
-    assert len(packed["cls/0"].shared) == 1
+    assert (len({form.shared for form in packed.values()}), len(packed["cls/0"].shared)) == (1, 1)
     assert len({form.own.sha256 for form in packed.values()}) == 3
     assert len({form.layout for form in packed.values()}) == 1
     check_sound(store, packed)

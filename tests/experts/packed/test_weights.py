@@ -160,13 +160,10 @@ def test_a_program_is_checked_whenever_it_is_read(store):
 def test_views_show_every_dtype_and_memory_format_in_place(buffer):
     torch.manual_seed(0)
     tensors = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        "c": torch.randn(7).to(torch.bfloat16),
-        "d": torch.tensor(41, dtype=torch.int64),
-        "e": torch.tensor([True, False, True]),
-        "f": torch.empty(0),
-    }
+        "a": torch.randn(3, 5), "b": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        "c": torch.randn(7).to(torch.bfloat16), "d": torch.tensor(41, dtype=torch.int64),
+        "e": torch.tensor([True, False, True]), "f": torch.empty(0),
+    }  # fmt: skip
     specs, offset = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")

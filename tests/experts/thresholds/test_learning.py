@@ -91,8 +91,7 @@ def test_the_separation_is_that_of_all_pairs(good, bad):
 @given(GOOD, BAD, SCORES)
 def test_rates_count_a_score_at_the_threshold_as_an_alarm(good, bad, threshold):
     rates = rates_at(threshold, good, bad)
-    assert rates.false_alarms == alarms(threshold, good) / len(good)
-    assert (rates.caught is None) == (not bad)
+    assert (rates.false_alarms, rates.caught is None) == (alarms(threshold, good) / len(good), not bad)
 
 
 def test_a_rate_of_false_alarms_needs_good_samples():

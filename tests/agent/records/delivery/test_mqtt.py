@@ -141,8 +141,7 @@ def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_
         first = heard_until(heard, "coserve/demo/board/B2/verdict")[-1]
         assert run("lives") == 0
         again = heard_until(heard, "coserve/demo/board/B2/verdict")[-1]
-        assert again.json == first.json
-        assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 0
+        assert (again.json, OutboxReader(tmp_path / "r.db").standing("mqtt").waiting) == (first.json, 0)
         assert run("lives", "B3") == 0
         told = heard_until(heard, "coserve/demo/board/B3/verdict")
         assert [each.topic for each in told if "board" in each.topic] == ["coserve/demo/board/B3/verdict"]

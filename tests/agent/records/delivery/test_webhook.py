@@ -36,10 +36,8 @@ def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, t
         store.record_board(board("B1"))
         posted = server.posted.get(timeout=60)
         until(lambda: deliveries.statistics()[0].waiting == 0)
-    assert posted.path == "/mes?line=1"
-    assert posted.headers["Content-Type"] == "application/json"
-    assert posted.headers["Authorization"] == "Bearer t0ken"
-    assert posted.id == posted.json["id"]
+    assert (posted.path, posted.headers["Content-Type"]) == ("/mes?line=1", "application/json")
+    assert (posted.headers["Authorization"], posted.id) == ("Bearer t0ken", posted.json["id"])
     assert (posted.json["schema"], posted.json["board_serial"], posted.json["verdict"]) == (1, "B1", "OK")
     assert deliveries.statistics()[0].delivered == 1
 
@@ -52,8 +50,7 @@ def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(w
             store.record_board(board(f"B{number}"))
         assert serials(server, 6) == [f"B{number}" for number in range(6)]
         until(lambda: deliveries.statistics()[0].waiting == 0)
-    assert server.connections == 2
-    assert caplog.records == []
+    assert (server.connections, caplog.records) == (2, [])
 
 
 NOT_NOW, REFUSED, WRONG_ADDRESS = (500, 503, 408, 425, 429), (400, 409, 413, 422), (301, 401, 403, 404, 405)

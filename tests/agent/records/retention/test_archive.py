@@ -102,8 +102,7 @@ def kept_by(keeper, content, name="a"):
 def test_what_the_disk_refuses_is_told_once_and_keeps_no_verdict_waiting(tmp_path, caplog):
     (tmp_path / "images").write_text("in the way")
     keeper = ImageKeeper(ImageArchive(tmp_path / "images", "all"))
-    assert [kept_by(keeper, PNG), kept_by(keeper, PNG)] == [None, None]
-    assert keeper.statistics().not_kept == 2
+    assert ([kept_by(keeper, PNG), kept_by(keeper, PNG)], keeper.statistics().not_kept) == ([None, None], 2)
     assert keeper.statistics().alarm is not None
     (tmp_path / "images").unlink()
     assert kept_by(keeper, PNG) is not None
@@ -142,8 +141,7 @@ def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_
     keeper.keep(PNG, "a", NOON, told.put)
     keeper.keep(PNG, "b", NOON, told.put)
     begin.set()
-    assert [told.get(timeout=60), told.get(timeout=60)] == ["a", None]
-    assert kept_by(keeper, PNG, "c") == "c"
+    assert ([told.get(timeout=60), told.get(timeout=60)], kept_by(keeper, PNG, "c")) == (["a", None], "c")
     monkeypatch.undo()
     assert keeper.stop(60.0)
     assert (keeper._waiting_bytes, keeper.statistics().alarm) == (0, None)
@@ -158,8 +156,7 @@ def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_on
     monkeypatch.setattr(archive, "keep", lambda content, name, at: (tried.append(name), hangs.wait(60)) and name)
     for name in ("a", "b"):
         keeper.keep(PNG, name, NOON, told.put)
-    assert [told.get(timeout=60), told.get(timeout=60)] == [None, None]
-    assert kept_by(keeper, PNG, "c") is None
+    assert ([told.get(timeout=60), told.get(timeout=60)], kept_by(keeper, PNG, "c")) == ([None, None], None)
     assert keeper._waiting_bytes == 2 * len(PNG), "no further one waits"
     assert "does not answer within 0.2 s" in str(keeper.statistics().alarm)
     hangs.set()

@@ -194,8 +194,7 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
     unknown = [one.archived("u", Verdict.UNKNOWN), one.shelved("u.png", Verdict.UNKNOWN)]
     ok = [one.archived("ok", Verdict.OK), one.shelved("sub/ok.png", Verdict.OK)]
     one.sweep()
-    assert [path.exists() for path in ok] == [False, False]
-    assert [path.exists() for path in ng] == [True, True]
+    assert ([path.exists() for path in ok], [path.exists() for path in ng]) == ([False, False], [True, True])
     assert sorted(path.exists() for path in unknown) == [False, True]
     assert {key: relpath is not None for key, relpath in one.kept_as().items() if key != "u"} == {
         "ng": True,
@@ -268,8 +267,7 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
-    assert list(one.kept_as()) == ["young"]
-    assert [row.board.serial for row in one.store.boards()] == ["B2"]
+    assert (list(one.kept_as()), [row.board.serial for row in one.store.boards()]) == (["young"], ["B2"])
 
 
 def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
@@ -466,7 +464,6 @@ def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(lin
     assert len(images()) == 4 - (removals - 1)
     named = {row.result.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
     assert all((one.folder / "images" / str(each)).exists() for each in named)
-    assert run(60, 1000) == 0
-    assert images() == set()
+    assert (run(60, 1000), images()) == (0, set())
     with closing(sqlite3.connect(one.folder / "r.db")) as connection:
         assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0

@@ -74,16 +74,10 @@ class Layers(nn.Module):
 
 
 ACTIVATIONS = {
-    "relu": nn.ReLU(inplace=True),
-    "sigmoid": nn.Sigmoid(),
-    "tanh": nn.Tanh(),
-    "swish": nn.SiLU(inplace=True),
-    "hardswish": nn.Hardswish(inplace=True),
-    "hardsigmoid": nn.Hardsigmoid(),
-    "hardtanh": nn.ReLU6(inplace=True),
-    "leaky_relu": nn.LeakyReLU(0.2),
-    "gelu": nn.GELU(),
-}
+    "relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh(), "swish": nn.SiLU(inplace=True),
+    "hardswish": nn.Hardswish(inplace=True), "hardsigmoid": nn.Hardsigmoid(), "hardtanh": nn.ReLU6(inplace=True),
+    "leaky_relu": nn.LeakyReLU(0.2), "gelu": nn.GELU(),
+}  # fmt: skip
 
 
 def check(module, size=SIZE):

@@ -327,8 +327,7 @@ def test_another_zero_in_the_padding_would_be_told(monkeypatch):
 def test_what_no_image_showed_becomes_the_end_of_the_range():
     made = tried("residual_in_place")
     _, found = outputs_of(made, made.images * 1e6)
-    assert float(found.min()) == 0
-    assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)
+    assert (float(found.min()), float(found.max())) == (0, pytest.approx(made.scale * 255, rel=1e-5))
 
 
 UNABLE = {

@@ -339,8 +339,7 @@ def test_what_shapes_leave_open_the_answers_decide(exported):
         edited(exported("yolov8n", **o), of_open_shape, {"x": "y"}) for o in ({}, {"nms": True, "iou": 0.45})
     )
     assert len(read_detections(expert_of(raw)).layouts) > 1
-    assert layout_of(expert_of(raw)) == Layout.ANCHORS_LAST
-    assert layout_of(expert_of(chosen)) == Layout.CHOSEN
+    assert (layout_of(expert_of(raw)), layout_of(expert_of(chosen))) == (Layout.ANCHORS_LAST, Layout.CHOSEN)
 
 
 def with_two_bad_values(graph):

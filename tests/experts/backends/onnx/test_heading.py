@@ -61,15 +61,11 @@ def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
 @pytest.mark.parametrize(
     ("names", "labels"),
     [
-        ("{0: 'ok', 1: 'missing'}", ("ok", "missing")),
-        ("{1: 'missing', 0: 'ok'}", ("ok", "missing")),
-        ("['ok', 'missing']", ("ok", "missing")),
-        ("{0: 'ok', 2: 'missing'}", None),
-        ("__import__('os').getcwd()", None),
-        ("(" * 10_000, None),
-        ("{}", None),
+        ("{0: 'ok', 1: 'missing'}", ("ok", "missing")), ("{1: 'missing', 0: 'ok'}", ("ok", "missing")),
+        ("['ok', 'missing']", ("ok", "missing")), ("{0: 'ok', 2: 'missing'}", None),
+        ("__import__('os').getcwd()", None), ("(" * 10_000, None), ("{}", None),
     ],
-)
+)  # fmt: skip
 def test_names_are_labels_in_their_order_or_nothing(heading_of, names, labels):
     assert heading_of(model(names=names)).names == labels
 
@@ -96,14 +92,11 @@ def test_facts_are_read_from_a_file_once_until_it_or_its_labels_change(files, tm
     read = []
     monkeypatch.setattr(layouts, "read_heading", lambda *given: read.append(given) or read_heading(*given))
     kept = KeptImageFacts(tmp_path)
-    assert kept.of(expert).applied(expert.pixels) == expert.pixels
-    assert read == []
+    assert (kept.of(expert).applied(expert.pixels), read) == (expert.pixels, [])
     kept.of(replace(expert, labels=(*expert.labels[:-1], "other")))
     expert.weights.write_bytes(expert.weights.read_bytes())
     kept.of(expert)
-    assert len(read) == 2
-    assert kept.of(files.onnx("cls/gone")).fit is None
-    assert len(read) == 3
+    assert (len(read), kept.of(files.onnx("cls/gone")).fit, len(read)) == (2, None, 3)
 
 
 def test_facts_that_cannot_be_read_or_written_cost_a_read_of_the_file(files, tmp_path):

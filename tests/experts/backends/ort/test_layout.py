@@ -40,13 +40,9 @@ def residual_graph(channels):
         helper.make_node("Mul", ["d", "scale"], ["answer"]),
     ]
     weights = {
-        "stem": (channels, 3, 3, 3),
-        "stem.bias": (channels,),
-        "inner": (channels, channels, 3, 3),
-        "inner.bias": (channels,),
-        "deep": (channels, 1, 3, 3),
-        "scale": (channels, 1, 1),
-    }
+        "stem": (channels, 3, 3, 3), "stem.bias": (channels,), "inner": (channels, channels, 3, 3),
+        "inner.bias": (channels,), "deep": (channels, 1, 3, 3), "scale": (channels, 1, 1),
+    }  # fmt: skip
     return graph_of(nodes, weights, channels), weights
 
 
