@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 
 from experts.backends import backend_for, observed_ranges
@@ -19,6 +18,7 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
+from tests.experts.onnx_text import model_of
 
 LABELS = ("ok", "missing", "shifted")
 
@@ -162,28 +162,21 @@ def trained_looking(module, seed):
 def onnx_classifier(seed, outputs, size, batch):
     """Conv, BatchNorm, Relu, pooling and a linear layer, as an exporter would write them."""
     random = np.random.default_rng(seed)
+    text = f"""classifier (float[{batch},3,{size},{size}] image) => (float[{batch},{outputs}] logits) {{
+        c = Conv<pads=[1, 1, 1, 1], strides=[2, 2]>(image, "conv.weight")
+        b = BatchNormalization(c, "norm.weight", "norm.bias", "norm.mean", "norm.var")
+        r = Relu(b)
+        p = GlobalAveragePool(r)
+        f = Flatten(p)
+        logits = Gemm<transB=1>(f, "fc.weight", "fc.bias")
+    }}"""
     weights = {
         "conv.weight": random.normal(0, 0.3, (16, 3, 3, 3)), "norm.weight": random.uniform(0.5, 1.5, 16),
         "norm.bias": random.normal(0, 0.1, 16), "norm.mean": random.normal(0, 0.2, 16),
         "norm.var": random.uniform(0.5, 1.5, 16), "fc.weight": random.normal(0, 1, (outputs, 16)),
         "fc.bias": random.normal(0, 0.5, outputs),
     }  # fmt: skip
-    nodes = [
-        helper.make_node("Conv", ["image", "conv.weight"], ["c"], pads=[1, 1, 1, 1], strides=[2, 2]),
-        helper.make_node("BatchNormalization", ["c", "norm.weight", "norm.bias", "norm.mean", "norm.var"], ["b"]),
-        helper.make_node("Relu", ["b"], ["r"]),
-        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["f"]),
-        helper.make_node("Gemm", ["f", "fc.weight", "fc.bias"], ["logits"], transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "classifier",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 3, size, size])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, outputs])],
-        [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model_of(text, **weights)
 
 
 @pytest.fixture(scope="session", autouse=True)

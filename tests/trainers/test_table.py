@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
 from experts.backends.classifier import build_trainable
 from tests.experts.backends.onnx.test_detections import as_yolov5, edited
+from tests.experts.onnx_text import model_of
 from tests.trainers import torchvision_models, ultralytics_models, yolov5_models
+from tests.trainers.torchvision_models import ssd_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CLASSES = ("--labels", "ok,missing,tombstone")
@@ -37,35 +38,56 @@ def cells():
 # functions that make a file, from the tools below and a path
 
 
-def resnet_with_a_small_stem(tools, file):
-    torch.save(build_trainable("resnet18", 3, stem="3x3").state_dict(), file.with_suffix(".pt"))
-    return file.with_suffix(".pt")
+def file_of(suffix, write):
+    """``write``: writes the file that it is given."""
+
+    def make(tools, file):
+        file = file.with_suffix(suffix)
+        write(file)
+        return file
+
+    return make
 
 
-def one_output(tools, file):
-    torch.save(build_trainable("resnet18", 1).state_dict(), file.with_suffix(".pt"))
-    return file.with_suffix(".pt")
+def graph_of(network):
+    return file_of(
+        ".onnx",
+        lambda file: torch.onnx.export(network.eval(), (torch.zeros(1, 3, 64, 64),), file, verbose=False),
+    )
+
+
+class Map(nn.Module):
+    """Answers with a map alone, as exports of Anomalib before version 2."""
+
+    def forward(self, image):
+        return image.mean(dim=1, keepdim=True)
+
+
+class Score(nn.Module):
+    def forward(self, image):
+        return image.mean(dim=(1, 2, 3))
+
+
+def weights_of(build, *words, **options):
+    return file_of(".pt", lambda file: torch.save(build(*words, **options).state_dict(), file))
+
+
+SIGMOIDS = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Sigmoid())
+one_output = weights_of(build_trainable, "resnet18", 1)
+
+
+def by_ultralytics(name):
+    return file_of(".pt", partial(ultralytics_models.save, name))
+
+
+def made_by(trainer, name):
+    return lambda tools, file: tools.made_by(trainer) / name
 
 
 def exported_resnet(tools, file):
     network = torchvision_models.trained("resnet18", tools.images)
     make = lambda folder: torchvision_models.export(network, folder / "graph.onnx")  # noqa: E731
     return tools.made_once("resnet18-exported", make) / "graph.onnx"
-
-
-def by_timm(name):
-    return lambda tools, file: tools.made_by("timm") / name
-
-
-def ending_in_a_sigmoid(tools, file):
-    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Sigmoid())
-    return exported(network, file)
-
-
-def exported(network, file):
-    file = file.with_suffix(".onnx")
-    torch.onnx.export(network.eval(), (torch.zeros(1, 3, 64, 64),), file, verbose=False)
-    return file
 
 
 def trained_yolo(tools, file):
@@ -78,20 +100,11 @@ def exported_yolo(tools, file):
     return tools.made_once("yolov8n-exported", make) / "best.onnx"
 
 
-def yolov5_of_its_repository(tools, file):
-    yolov5_models.save(file.with_suffix(".pt"), list(ultralytics_models.LABELS))
-    return file.with_suffix(".pt")
-
-
 def exported_yolov5(tools, file):
     """Answers as its exports have them, made from ultralytics'."""
     graph = file.with_suffix(".onnx")
     graph.write_bytes(exported_yolo(tools, file).read_bytes())
     return edited(graph, as_yolov5, {"stride": "32", "names": str(list(ultralytics_models.LABELS))})
-
-
-def by_ultralytics(name):
-    return lambda tools, file: ultralytics_models.save(name, file.with_suffix(".pt"))
 
 
 def exported_by_ultralytics(name):
@@ -108,46 +121,13 @@ def exported_rtdetr(tools, file):
     return tools.made_once("rtdetr", partial(ultralytics_models.export_rtdetr, labels=labels)) / "rtdetr.onnx"
 
 
-def ssd(tools, file):
-    torch.save(torchvision_models.ssd_of(2).state_dict(), file.with_suffix(".pth"))
-    return file.with_suffix(".pth")
+def save_ssd(file):
+    torchvision_models.export_ssd(ssd_of(2), torch.rand(3, 64, 64), file)
 
 
-def exported_ssd(tools, file):
-    torchvision_models.export_ssd(torchvision_models.ssd_of(2), torch.rand(3, 64, 64), file.with_suffix(".onnx"))
-    return file.with_suffix(".onnx")
-
-
-def by_anomalib(name):
-    return lambda tools, file: tools.made_by("anomalib") / "padim" / "weights" / name
-
-
-class Map(nn.Module):
-    """Answers with a map alone, as exports of Anomalib before version 2."""
-
-    def forward(self, image):
-        return image.mean(dim=1, keepdim=True)
-
-
-class Score(nn.Module):
-    def forward(self, image):
-        return image.mean(dim=(1, 2, 3))
-
-
-def folder_of_a_language_model(tools, file):
-    file.mkdir()
-    (file / "config.json").write_text("{}")
-    return file
-
-
-def graph_of_a_language_model(tools, file):
-    tokens = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["n", "length"])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", "length"])
-    node = helper.make_node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT)
-    graph = helper.make_graph([node], "test", [tokens], [logits])
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), file.with_suffix(".onnx"))
-    return file.with_suffix(".onnx")
+def save_language_model(file):
+    text = "test (int64[n,length] input_ids) => (float[n,length] logits) { logits = Cast<to=1>(input_ids) }"
+    onnx.save(model_of(text), file)
 
 
 def case(make, *words, told=None):
@@ -157,30 +137,30 @@ def case(make, *words, told=None):
 
 CASES = {
     "torchvision's classifiers": {
-        "weights": [case(resnet_with_a_small_stem, *CLASSES, *SIZED)],
+        "weights": [case(weights_of(build_trainable, "resnet18", 3, stem="3x3"), *CLASSES, *SIZED)],
         "export": [case(exported_resnet, *CLASSES, *IMAGENET)],
     },
     "timm's ResNets, DenseNets and Inception v3 in torchvision's layout": {
-        "weights": [case(by_timm("resnet18/last.pth.tar"), *CLASSES, *IMAGENET)],
-        "export": [case(by_timm("mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
+        "weights": [case(made_by("timm", "resnet18/last.pth.tar"), *CLASSES, *IMAGENET)],
+        "export": [case(made_by("timm", "mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
     },
     "other classifiers, timm's and your own": {
         "weights": [
-            case(by_timm("mobilenetv3_small_050/last.pth.tar"), *CLASSES, *SIZED, told="MobileNet of timm"),
-            case(by_timm("resnetblur18/last.pth.tar"), *CLASSES, *SIZED, told="resnetblur18"),
+            case(made_by("timm", "mobilenetv3_small_050/last.pth.tar"), *CLASSES, *SIZED, told="MobileNet of timm"),
+            case(made_by("timm", "resnetblur18/last.pth.tar"), *CLASSES, *SIZED, told="resnetblur18"),
         ],
-        "export": [case(by_timm("mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
+        "export": [case(made_by("timm", "mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
     },
     "classifiers whose labels do not exclude one another, and those of one output": {
         "weights": [case(one_output, "--labels", "missing", "--otherwise", "ok", "--size", "64x64", *NORMALIZED)],
-        "export": [case(ending_in_a_sigmoid, *CLASSES, *NORMALIZED)],
+        "export": [case(graph_of(SIGMOIDS), *CLASSES, *NORMALIZED)],
     },
     "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)": {
         "weights": [case(trained_yolo, *PASSING)],
         "export": [case(exported_yolo, *PASSING)],
     },
     "YOLOv5 by its own repository": {
-        "weights": [case(yolov5_of_its_repository, *PASSING, told="is a yolov5 with anchors")],
+        "weights": [case(file_of(".pt", yolov5_models.save), *PASSING, told="is a yolov5 with anchors")],
         "export": [case(exported_yolov5, *PASSING)],
     },
     "segmentation by ultralytics": {
@@ -203,20 +183,20 @@ CASES = {
         "export": [case(exported_by_ultralytics("yolov8n-pose"), *PASSING, told="for the task pose")],
     },
     "torchvision's detectors": {
-        "weights": [case(ssd, *CLASSES, *SIZED, told="is a detector of torchvision")],
-        "export": [case(exported_ssd, "--labels", "ok,missing")],
+        "weights": [case(weights_of(ssd_of, 2), *CLASSES, *SIZED, told="is a detector of torchvision")],
+        "export": [case(file_of(".onnx", save_ssd), "--labels", "ok,missing")],
     },
     "anomaly models, Anomalib's and others": {
-        "weights": [case(by_anomalib("torch/model.pt"), told="is an anomaly model")],
+        "weights": [case(made_by("anomalib", "padim/weights/torch/model.pt"), told="is an anomaly model")],
         "export": [
-            case(by_anomalib("onnx/model.onnx"), "--normalize", "unit"),
-            case(lambda tools, file: exported(Map(), file), "--normalize", "unit"),
-            case(lambda tools, file: exported(Score(), file), "--normalize", "unit", "--kind", "anomaly"),
+            case(made_by("anomalib", "padim/weights/onnx/model.onnx"), "--normalize", "unit"),
+            case(graph_of(Map()), "--normalize", "unit"),
+            case(graph_of(Score()), "--normalize", "unit", "--kind", "anomaly"),
         ],
     },
     "language models": {
-        "weights": [case(folder_of_a_language_model, told="is a folder: language models")],
-        "export": [case(graph_of_a_language_model, told="takes input_ids")],
+        "weights": [case(file_of("", Path.mkdir), told="is a folder: language models")],
+        "export": [case(file_of(".onnx", save_language_model), told="takes input_ids")],
     },
 }  # fmt: skip
 

@@ -10,6 +10,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from tests.trainers.ultralytics_models import LABELS
+
 
 class Conv(nn.Module):
     def __init__(self, taken, given):
@@ -36,9 +38,9 @@ class DetectionModel(nn.Module):
 PLACES = {"models.common": (Conv,), "models.yolo": (Detect, DetectionModel)}  # of the repository's classes
 
 
-def save(file, names):
+def save(file, names=LABELS):
     """best.pt, as train.py strips it at its end."""
-    model = DetectionModel(names).half()
+    model = DetectionModel(list(names)).half()
     modules = {"models": ModuleType("models")} | {place: ModuleType(place) for place in PLACES}
     before = {kind: kind.__module__ for kinds in PLACES.values() for kind in kinds}
     for place, kinds in PLACES.items():

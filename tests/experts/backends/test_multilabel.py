@@ -7,7 +7,6 @@ import onnx
 import onnx.reference
 import pytest
 import torch
-from onnx import helper
 from safetensors.torch import load_file
 
 from experts.backends import backend_for
@@ -17,6 +16,7 @@ from experts.backends.onnx.layouts import require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
 from tests.experts.conftest import answers, bound, calibrated
+from tests.experts.onnx_text import add_behind
 from tests.forms import needs
 
 TOLERANCES = {
@@ -71,8 +71,7 @@ def test_the_heading_of_a_graph_tells_it_before_it_is_packed(files):
 def ending(expert, *nodes):
     """The same graph, with these behind its logits."""
     model = onnx.load_model(expert.weights)
-    model.graph.node[-1].output[0] = "raw"
-    model.graph.node.extend(nodes)
+    add_behind(model.graph, *nodes)
     onnx.save_model(model, expert.weights)
     return expert
 
@@ -86,11 +85,11 @@ def sigmoids(expert, image):
 
 ENDINGS = {
     "logits": (),
-    "sigmoid": (helper.make_node("Sigmoid", ["raw"], ["logits"]),),
+    "sigmoid": ("logits = Sigmoid(raw)",),
     "joined": (
-        helper.make_node("Split", ["raw"], ["raw0", "raw1", "raw2"], axis=1),
-        *(helper.make_node("Sigmoid", [f"raw{n}"], [f"own{n}"]) for n in range(3)),
-        helper.make_node("Concat", ["own0", "own1", "own2"], ["logits"], axis=1),
+        "raw0, raw1, raw2 = Split<axis=1>(raw)",
+        *(f"own{n} = Sigmoid(raw{n})" for n in range(3)),
+        "logits = Concat<axis=1>(own0, own1, own2)",
     ),
 }
 
@@ -108,11 +107,7 @@ def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, ima
     plain = files.onnx("cls/logits", labels=("ng",))
     expected = sigmoids(plain, image)
     expert = independent(files.onnx("cls/x", labels=("ng",)))
-    ending(
-        expert,
-        helper.make_node("Flatten", ["raw"], ["flat"], axis=0),
-        helper.make_node("Squeeze", ["flat"], ["logits"]),
-    )
+    ending(expert, "flat = Flatten<axis=0>(raw)", "logits = Squeeze(flat)")
     model = onnx.load_model(expert.weights)
     del model.graph.output[0].type.tensor_type.shape.dim[1]
     onnx.save_model(model, expert.weights)
@@ -123,14 +118,8 @@ def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, ima
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        (
-            (helper.make_node("Softmax", ["raw"], ["logits"], axis=1),),
-            "ends in Softmax: its labels exclude one another",
-        ),
-        (
-            (helper.make_node("Sigmoid", ["raw"], ["s"]), helper.make_node("Mul", ["s", "s"], ["logits"])),
-            "answers from 0 to 1, which may be probabilities or not",
-        ),
+        (["logits = Softmax<axis=1>(raw)"], "ends in Softmax: its labels exclude one another"),
+        (["s = Sigmoid(raw)", "logits = Mul(s, s)"], "answers from 0 to 1, which may be probabilities or not"),
     ],
     ids=["softmax", "unclear"],
 )

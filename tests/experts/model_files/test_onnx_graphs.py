@@ -3,10 +3,11 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.model_files.formats import describe_file, write_weights
+from tests.experts.onnx_text import model_of
 
 ULTRALYTICS = {"task": "detect", "stride": "32", "imgsz": "[64, 96]", "names": "{0: 'chip', 1: 'coil'}"}
 
@@ -151,16 +152,14 @@ def test_what_is_no_graph_is_told(tmp_path):
 class TestWeightsInOtherFiles:
     @pytest.fixture
     def scattered(self, tmp_path):
-        weights = numpy_helper.from_array(np.ones((4, 3), np.float32), "w")
-        nodes = [
-            helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
-            helper.make_node("Flatten", ["mean"], ["flat"]),
-            helper.make_node("Gemm", ["flat", "w"], ["logits"], transB=1),
-        ]
-        given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])
-        found = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 4])
-        graph = helper.make_graph(nodes, "test", [given], [found], [weights])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        model = model_of(
+            """test (float[n,3,8,8] x) => (float[n,4] logits) {
+                mean = GlobalAveragePool(x)
+                flat = Flatten(mean)
+                logits = Gemm<transB=1>(flat, w)
+            }""",
+            w=np.ones((4, 3)),
+        )
         file = tmp_path / "model.onnx"
         onnx.save(model, file, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
         return file

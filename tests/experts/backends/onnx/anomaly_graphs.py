@@ -1,44 +1,25 @@
 """Graphs that find bright pixels strange, and answer as anomaly models of several exporters do."""
 
-import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from tests.experts.onnx_text import model_of
 
 SIZE_PX = 32
+KINDS = {  # how an output is made, its type and its shape
+    "map": ("Identity(heat)", "float[{0},1,{1},{1}]"), "flat map": ("Squeeze(heat, channel)", "float[{0},{1},{1}]"),
+    "score": ("Identity(top)", "float[{0}]"), "doubled": ("Add(top, top)", "float[{0}]"),
+    "column": ("ReduceMax<axes=[2, 3], keepdims=0>(heat)", "float[{0},1]"), "bool": ("Greater(top, half)", "bool[{0}]"),
+    "mask": ("Greater(heat, half)", "bool[{0},1,{1},{1}]"),
+}  # fmt: skip
 
 
 def brightness(*outputs, batch="n", size=SIZE_PX):
-    """A graph that finds bright pixels strange: ``outputs`` are name -> kind, map | score | column | bool | mask."""
-    nodes = [helper.make_node("ReduceMax", ["image"], ["heat"], axes=[1], keepdims=1)]
-    values = []
-    for name, kind in outputs:
-        made, element, shape = kinds(name, kind, batch, size)
-        nodes += made
-        values.append(helper.make_tensor_value_info(name, element, shape))
-    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 3, size, size])
-    half = numpy_helper.from_array(np.array(0.5, np.float32), "half")
-    graph = helper.make_graph(nodes, "brightness", [image], values, [half])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-
-
-def kinds(name, kind, batch, size):
-    highest = helper.make_node("ReduceMax", ["heat"], [f"{name}.top"], axes=[1, 2, 3], keepdims=0)
-    if kind == "map":
-        return [helper.make_node("Identity", ["heat"], [name])], TensorProto.FLOAT, [batch, 1, size, size]
-    if kind == "flat map":
-        axes = helper.make_node("Constant", [], [f"{name}.axes"], value=numpy_helper.from_array(np.array([1])))
-        squeeze = helper.make_node("Squeeze", ["heat", f"{name}.axes"], [name])
-        return [axes, squeeze], TensorProto.FLOAT, [batch, size, size]
-    if kind == "score":
-        return [highest, helper.make_node("Identity", [f"{name}.top"], [name])], TensorProto.FLOAT, [batch]
-    if kind == "doubled":
-        return [highest, helper.make_node("Add", [f"{name}.top"] * 2, [name])], TensorProto.FLOAT, [batch]
-    if kind == "column":
-        node = helper.make_node("ReduceMax", ["heat"], [f"{name}.4d"], axes=[2, 3], keepdims=0)
-        return [node, helper.make_node("Identity", [f"{name}.4d"], [name])], TensorProto.FLOAT, [batch, 1]
-    source = "heat" if kind == "mask" else f"{name}.top"
-    shape = [batch, 1, size, size] if kind == "mask" else [batch]
-    return (
-        [*([] if kind == "mask" else [highest]), helper.make_node("Greater", [source, "half"], [name])],
-        (TensorProto.BOOL),
-        shape,
+    """A graph that finds bright pixels strange: ``outputs`` are name -> kind."""
+    made = "\n".join(f'"{name}" = {KINDS[kind][0]}' for name, kind in outputs)
+    values = ", ".join(f'{KINDS[kind][1].format(batch, size)} "{name}"' for name, kind in outputs)
+    return model_of(
+        f"""brightness (float[{batch},3,{size},{size}] image) => ({values})
+            <float half = {{0.5}}, int64[1] channel = {{1}}> {{
+            heat = ReduceMax<axes=[1], keepdims=1>(image)
+            top = ReduceMax<axes=[1, 2, 3], keepdims=0>(heat)
+            {made}
+        }}"""
     )

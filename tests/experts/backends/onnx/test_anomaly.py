@@ -7,7 +7,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnxruntime import InferenceSession
 
 from experts.backends.onnx.anomaly import MAP_SIDE_PX, certainty
@@ -17,6 +17,7 @@ from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, InputSpec, Precision, Task
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.experts.conftest import answers
+from tests.experts.onnx_text import model_of
 
 BACKEND = OnnxBackend()
 LABELS = ("ok", "anomalous")
@@ -134,18 +135,16 @@ def test_a_score_without_a_dimension_is_of_one_image(expert_of):
 
 def memory_bank(seed):
     """As PatchCore: an image's features against a bank of them, which no operator reads that reads weights alone."""
-    bank = np.random.default_rng(seed).normal(0, 1, (BANK, 3)).astype(np.float32)
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["image"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["features"]),
-        helper.make_node("Transpose", ["bank"], ["bank.T"], perm=[1, 0]),
-        helper.make_node("MatMul", ["features", "bank.T"], ["products"]),
-        helper.make_node("ReduceMax", ["products"], ["score"], axes=[1], keepdims=0),
-    ]
-    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, SIZE_PX, SIZE_PX])
-    score = helper.make_tensor_value_info("score", TensorProto.FLOAT, ["n"])
-    graph = helper.make_graph(nodes, "bank", [image], [score], [numpy_helper.from_array(bank, "bank")])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model_of(
+        f"""bank (float[n,3,{SIZE_PX},{SIZE_PX}] image) => (float[n] score) {{
+            pooled = GlobalAveragePool(image)
+            features = Flatten(pooled)
+            turned = Transpose<perm=[1, 0]>(bank)
+            products = MatMul(features, turned)
+            score = ReduceMax<axes=[1], keepdims=0>(products)
+        }}""",
+        bank=np.random.default_rng(seed).normal(0, 1, (BANK, 3)),
+    )
 
 
 def test_a_memory_bank_is_weights_that_are_switched_in_place(expert_of):

@@ -18,6 +18,7 @@ from experts.backends.ort.session import SESSIONS_KEPT
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
 from tests.experts.conftest import answers, bound
+from tests.experts.onnx_text import add_behind, add_nodes, add_weights
 
 BACKEND = OnnxBackend()
 
@@ -96,28 +97,16 @@ def softmax_ending(graph, op_type="Softmax", **attributes):
 
 def spelled_out(graph):
     """A softmax as some exporters write it; nothing in its last operator says so."""
-    graph.node[-1].output[0] = "raw"
-    graph.node.extend(
-        [
-            helper.make_node("Exp", ["raw"], ["powers"]),
-            helper.make_node("ReduceSum", ["powers", "axes"], ["sums"], keepdims=1),
-            helper.make_node("Div", ["powers", "sums"], ["logits"]),
-        ]
-    )
-    graph.initializer.append(numpy_helper.from_array(np.array([1], dtype=np.int64), "axes"))
+    made = "powers = Exp(raw)", "sums = ReduceSum<keepdims=1>(powers, axes)", "logits = Div(powers, sums)"
+    add_behind(graph, *made, axes=[1])
 
 
 def answering_means(graph):
     """The values are the means of the three channels."""
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["image"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["f"]),
-        helper.make_node("Gemm", ["f", "identity"], ["logits"]),
-    ]
     graph.ClearField("node")
-    graph.node.extend(nodes)
     graph.ClearField("initializer")
-    graph.initializer.append(numpy_helper.from_array(np.eye(3, dtype=np.float32), "identity"))
+    made = "p = GlobalAveragePool(image)", "f = Flatten(p)", "logits = Gemm(f, identity)"
+    add_nodes(graph, *made, identity=np.eye(3))
 
 
 def coloured(*means):
@@ -157,9 +146,8 @@ def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(fil
 def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
     def mixed(graph):
         softmax_ending(graph, axis=1)
-        graph.node[-1].output[0] = "probabilities"
-        graph.node.append(helper.make_node("Gemm", ["probabilities", "mixture"], ["logits"]))
-        graph.initializer.append(numpy_helper.from_array(np.eye(3, dtype=np.float32), "mixture"))
+        graph.node[-2].output[0] = graph.node[-1].input[0] = "before"
+        add_behind(graph, "logits = Gemm(raw, mixture)", mixture=np.eye(3))
 
     expert = edited(files.onnx("cls/x"), mixed)
     packed, skeleton = BACKEND.pack(expert, Precision.FP32), bound(expert)
@@ -176,7 +164,7 @@ def two_inputs(graph):
 
 def one_image_inside(graph):
     graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
-    graph.initializer.append(numpy_helper.from_array(np.array([1, 16], dtype=np.int64), "shape"))
+    add_weights(graph, shape=[1, 16])
 
 
 def no_numbers(graph):
@@ -226,8 +214,7 @@ def test_another_input_size_and_weights_in_other_files_are_refused(files):
 
 def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
     def resize_first(graph):
-        scales = np.array([1, 1, 2, 2], dtype=np.float32)
-        graph.initializer.append(numpy_helper.from_array(scales, "scales"))
+        add_weights(graph, scales=[1.0, 1.0, 2.0, 2.0])
         graph.node[0].input[0] = "resized"
         graph.node.insert(0, helper.make_node("Resize", ["image", "", "scales"], ["resized"], mode="linear"))
 

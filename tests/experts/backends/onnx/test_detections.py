@@ -17,6 +17,7 @@ from experts.backends.onnx.layouts import Layout, image_facts, read_detections, 
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Precision
 from tests.experts.conftest import answers, spread_scores, trained_looking
+from tests.experts.onnx_text import add_nodes
 from tests.trainers.torchvision_models import export_ssd, ssd_of
 from tests.trainers.ultralytics_models import export_rtdetr
 
@@ -150,23 +151,16 @@ def output(graph, shape):
     graph.output.append(onnx.helper.make_tensor_value_info("answers", onnx.TensorProto.FLOAT, shape))
 
 
-def constant(graph, name, *values):
-    graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, dtype=np.int64), name))
-    return name
-
-
 def as_yolov5(graph):
     """As YOLOv5's own repository exports it: anchors first, and the score that anything is there before the labels'."""
-    before = graph.output[0].name
-    ends = [constant(graph, name, value) for name, value in {"0": 0, "4": 4, "7": 7, "2": 2}.items()]
-    graph.node.extend(
-        [
-            onnx.helper.make_node("Transpose", [before], ["anchors_first"], perm=[0, 2, 1]),
-            onnx.helper.make_node("Slice", ["anchors_first", ends[0], ends[1], ends[3]], ["places"]),
-            onnx.helper.make_node("Slice", ["anchors_first", ends[1], ends[2], ends[3]], ["scores"]),
-            onnx.helper.make_node("ReduceMax", ["scores", ends[3]], ["anything"], keepdims=1),
-            onnx.helper.make_node("Concat", ["places", "anything", "scores"], ["answers"], axis=2),
-        ]
+    add_nodes(
+        graph,
+        f'anchors_first = Transpose<perm=[0, 2, 1]>("{graph.output[0].name}")',
+        "places = Slice(anchors_first, at_0, at_4, at_2)",
+        "scores = Slice(anchors_first, at_4, at_7, at_2)",
+        "anything = ReduceMax<keepdims=1>(scores, at_2)",
+        "answers = Concat<axis=2>(places, anything, scores)",
+        **{f"at_{number}": [number] for number in (0, 2, 4, 7)},
     )
     output(graph, (1, None, 5 + len(LABELS)))
 
@@ -343,10 +337,7 @@ def test_what_shapes_leave_open_the_answers_decide(exported):
 
 
 def with_two_bad_values(graph):
-    """The first place is no number."""
-    last = graph.output[0].name
-    graph.initializer.append(onnx.numpy_helper.from_array(np.array(np.inf, dtype=np.float32), "no_number"))
-    graph.node.append(onnx.helper.make_node("Mul", [last, "no_number"], ["answers"]))
+    add_nodes(graph, f'answers = Mul("{graph.output[0].name}", no_number)', no_number=np.inf)
     output(graph, (1, 4 + len(LABELS), None))
 
 

@@ -5,7 +5,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 
 from agent.runtime.executor import judge
 from experts.backends.base import Prepared
@@ -14,63 +13,49 @@ from experts.errors import OutputInvalid
 from experts.expert import Precision
 from experts.packed.packing import pack_line
 from tests.experts.conftest import bound
+from tests.experts.onnx_text import model_of
 
 BACKEND = OnnxBackend()
 CHANNELS, SIZE = 256, 32
 WEIGHT_BYTES = CHANNELS * 3 * 9 + CHANNELS * CHANNELS * 9  # of eight bits each
 
 
-class Graph:
-    """Convolutions as a quantiser leaves them: levels in, weights of eight bits with a scale for each channel."""
+def save_graph(path, seed, *, is_divided, batch):
+    """Convolutions as a quantiser leaves them: levels in, weights of eight bits with a scale for each channel.
 
-    def __init__(self, seed):
-        self.random = np.random.default_rng(seed)
-        self.constants, self.nodes = [], []
+    ``is_divided``: by the brightest of each image, so that a black one is no number.
+    """
+    random = np.random.default_rng(seed)
+    weights = {"scale": np.float32(0.05), "zero": np.uint8(100)}
 
-    def constant(self, name, values):
-        self.constants.append(numpy_helper.from_array(np.asarray(values), name))
-        return name
+    def levelled(name, read):
+        return f"{name}_q = QuantizeLinear({read}, scale, zero) {name} = DequantizeLinear({name}_q, scale, zero)"
 
-    def node(self, operator, *read, **attributes):
-        name = f"{operator}{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operator, list(read), [name], **attributes))
-        return name
+    def convolved(name, read, channels):
+        weights[f"{name}_w"] = random.integers(-127, 127, (CHANNELS, channels, 3, 3)).astype(np.int8)
+        weights[f"{name}_s"] = random.uniform(5e-5, 2e-4, CHANNELS)
+        weights[f"{name}_z"] = np.zeros(CHANNELS, np.int8)
+        return f"""{name}_d = DequantizeLinear<axis=0>({name}_w, {name}_s, {name}_z)
+            {name}_c = Conv<pads=[1, 1, 1, 1]>({read}, {name}_d)
+            {name} = Relu({name}_c)"""
 
-    def levelled(self, read):
-        levels = self.constant(f"{read}.scale", np.float32(0.05)), self.constant(f"{read}.zero", np.uint8(100))
-        return self.node("DequantizeLinear", self.node("QuantizeLinear", read, *levels), *levels)
-
-    def convolved(self, read, name, channels):
-        values = self.random.integers(-127, 127, (CHANNELS, channels, 3, 3)).astype(np.int8)
-        scales = self.random.uniform(5e-5, 2e-4, CHANNELS).astype(np.float32)
-        weight = self.node(
-            "DequantizeLinear", self.constant(name, values), self.constant(f"{name}.scales", scales),
-            self.constant(f"{name}.zeros", np.zeros(CHANNELS, np.int8)), axis=0,
-        )  # fmt: skip
-        return self.node("Relu", self.node("Conv", read, weight, pads=[1, 1, 1, 1]))
-
-    def saved(self, path, *, is_divided, batch="n"):
-        """``is_divided``: by the brightest of each image, so that a black one is no number."""
-        found = self.convolved(self.levelled("image"), "first", 3)
-        if is_divided:
-            found = self.node("Div", found, self.node("GlobalMaxPool", self.convolved("image", "light", 3)))
-        found = self.levelled(self.convolved(self.levelled(found), "second", CHANNELS))
-        flat = self.node("Flatten", self.node("GlobalAveragePool", found))
-        last = self.constant("last", self.random.normal(0, 1, (CHANNELS, 2)).astype(np.float32))
-        self.nodes.append(helper.make_node("MatMul", [flat, last], ["logits"]))
-        graph = helper.make_graph(
-            self.nodes, "few bits",
-            [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 3, SIZE, SIZE])],
-            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 2])], self.constants,
-        )  # fmt: skip
-        onnx.save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    steps = [levelled("seen", "image"), convolved("first", "seen", 3)]
+    if is_divided:
+        steps += [convolved("light", "image", 3), "most = GlobalMaxPool(light) divided = Div(first, most)"]
+    steps += [
+        levelled("between", "divided" if is_divided else "first"), convolved("second", "between", CHANNELS),
+        levelled("end", "second"), "pooled = GlobalAveragePool(end) flat = Flatten(pooled) logits = MatMul(flat, last)",
+    ]  # fmt: skip
+    weights["last"] = random.normal(0, 1, (CHANNELS, 2))
+    text = f"few_bits (float[{batch},3,{SIZE},{SIZE}] image) => (float[{batch},2] logits) {{ {' '.join(steps)} }}"
+    onnx.save_model(model_of(text, opset=18, **weights), path)
 
 
 @pytest.fixture
 def expert(files):
     def made(name="cls/x", seed=1, *, is_divided=False, batch="n"):
         found = files.onnx(name, labels=("bad", "ok"), size=SIZE)
-        Graph(seed).saved(found.weights, is_divided=is_divided, batch=batch)
+        save_graph(found.weights, seed, is_divided=is_divided, batch=batch)
         return found
 
     return made

@@ -3,35 +3,28 @@
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from experts.backends.onnx import layouts
 from experts.backends.onnx.heading import FLOAT, INT64, Heading, Value, read_heading
 from experts.backends.onnx.layouts import image_facts
 from experts.errors import WeightsCorrupt
 from experts.packed.image_facts import KeptImageFacts
+from tests.experts.onnx_text import model_of
 
 
 def model(**notes):
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["images", "weight"], ["sum"]), helper.make_node("Shape", ["sum"], ["extents"])],
-        "graph",
-        [
-            helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, 8, 8]),
-            helper.make_tensor_value_info("weight", TensorProto.FLOAT, [1]),
-        ],
-        [
-            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["n", 3, None, 8]),
-            helper.make_tensor_value_info("extents", TensorProto.INT64, [4]),
-            helper.make_value_info("open", helper.make_tensor_type_proto(TensorProto.FLOAT, None)),
-        ],
-        [numpy_helper.from_array(np.ones(1, dtype=np.float32), "weight")],
+    made = model_of(
+        """graph (float[n,3,8,8] images, float[1] weight) => (float[n,3,?,8] sum, int64[4] extents, float open) {
+            sum = Add(images, weight)
+            extents = Shape(sum)
+        }""",
+        weight=[1.0],
     )
-    made = helper.make_model(graph)
+    made.graph.output[-1].type.tensor_type.ClearField("shape")
     helper.set_model_props(made, notes)
     return made.SerializeToString()
 

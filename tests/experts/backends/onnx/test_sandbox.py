@@ -7,12 +7,12 @@ import subprocess
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from experts.backends.onnx import sandbox
 from experts.backends.onnx.backend import OnnxBackend
 from experts.errors import ExpertError, WeightsRefused
 from experts.expert import Precision
+from tests.experts.onnx_text import add_behind
 
 BACKEND = OnnxBackend()
 
@@ -20,37 +20,23 @@ BACKEND = OnnxBackend()
 def with_nodes(expert, *nodes, **constants):
     """The same graph, with these behind its logits."""
     model = onnx.load_model(expert.weights)
-    model.graph.node[-1].output[0] = "raw"
-    model.graph.node.extend(nodes)
-    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    add_behind(model.graph, *nodes, **constants)
     onnx.save_model(model, expert.weights)
     return expert
 
 
 def turning_for_ever(expert):
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["going"], ["going_on"]), helper.make_node("Sin", ["carried"], ["carried_on"])],
-        "body",
-        [
-            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
-            helper.make_tensor_value_info("going", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("carried", TensorProto.FLOAT, None),
-        ],
-        [
-            helper.make_tensor_value_info("going_on", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("carried_on", TensorProto.FLOAT, None),
-        ],
-    )
-    loop = helper.make_node("Loop", ["turns", "true", "raw"], ["logits"], body=body)
+    body = """(int64 turn, bool going, float carried) => (bool going_on, float carried_on) {
+        going_on = Identity(going)
+        carried_on = Sin(carried)
+    }"""
+    loop = f"logits = Loop<body = turning {body}>(turns, true, raw)"
     return with_nodes(expert, loop, turns=np.array(2**62), true=np.array(True))
 
 
 def filling_the_memory(expert):
-    fill = helper.make_node("ConstantOfShape", ["extents"], ["much"])
-    most = helper.make_node("ReduceMax", ["much"], ["most"], keepdims=0)
-    return with_nodes(
-        expert, fill, most, helper.make_node("Add", ["raw", "most"], ["logits"]), extents=np.array([20_000_000_000])
-    )
+    fill, most = "much = ConstantOfShape(extents)", "most = ReduceMax<keepdims=0>(much)"
+    return with_nodes(expert, fill, most, "logits = Add(raw, most)", extents=np.array([20_000_000_000]))
 
 
 def test_a_loop_without_end_is_ended_and_the_next_graph_is_packed(files, monkeypatch):

@@ -10,40 +10,36 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from experts.backends.ort.layout import WeightInput, WeightOrder, identity_of, laid_out, runtime_identity
 from experts.backends.ort.session import session_once
+from tests.experts.onnx_text import add_weights, model_of
 
 SIZE = 6
 
 
-def value(name, *shape):
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
-
-
-def graph_of(nodes, weights, outs):
-    """A graph whose weights are inputs; ``weights``: name -> shape."""
-    inputs = [value("images", "n", 3, SIZE, SIZE), *(value(name, *shape) for name, shape in weights.items())]
-    graph = helper.make_graph(nodes, "made", inputs, [value("answer", "n", outs, SIZE, SIZE)])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+def graph_of(text, weights, outs):
+    """A graph whose weights are inputs; ``text``: of its nodes; ``weights``: name -> shape."""
+    shapes = {"images": ("n", 3, SIZE, SIZE), **weights}
+    inputs = ", ".join(f'float[{",".join(map(str, shape))}] "{name}"' for name, shape in shapes.items())
+    return model_of(f"made ({inputs}) => (float[n,{outs},{SIZE},{SIZE}] answer) {{ {text} }}", opset=20)
 
 
 def residual_graph(channels):
     """A stem, a convolution around which its input goes, and one with a group per channel."""
-    nodes = [
-        helper.make_node("Conv", ["images", "stem", "stem.bias"], ["s"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["s"], ["r"]),
-        helper.make_node("Conv", ["r", "inner", "inner.bias"], ["i"], pads=[1, 1, 1, 1]),
-        helper.make_node("Add", ["i", "r"], ["a"]),
-        helper.make_node("Conv", ["a", "deep"], ["d"], pads=[1, 1, 1, 1], group=channels),
-        helper.make_node("Mul", ["d", "scale"], ["answer"]),
-    ]
+    text = f"""
+        s = Conv<pads=[1, 1, 1, 1]>(images, stem, "stem.bias")
+        r = Relu(s)
+        i = Conv<pads=[1, 1, 1, 1]>(r, inner, "inner.bias")
+        a = Add(i, r)
+        d = Conv<pads=[1, 1, 1, 1], group={channels}>(a, deep)
+        answer = Mul(d, scale)"""
     weights = {
         "stem": (channels, 3, 3, 3), "stem.bias": (channels,), "inner": (channels, channels, 3, 3),
         "inner.bias": (channels,), "deep": (channels, 1, 3, 3), "scale": (channels, 1, 1),
     }  # fmt: skip
-    return graph_of(nodes, weights, channels), weights
+    return graph_of(text, weights, channels), weights
 
 
 def random_weights(shapes, seed=1):
@@ -83,26 +79,21 @@ def test_convolutions_get_the_order_that_this_processor_wants():
 
 
 def test_a_weight_that_is_read_twice_serves_both():
-    convolved_twice = [
-        helper.make_node("Conv", ["images", "weight"], ["first"], pads=[1, 1, 1, 1]),
-        helper.make_node("Conv", ["first", "weight"], ["answer"], pads=[1, 1, 1, 1]),
-    ]
-    convolved_and_added = [
-        helper.make_node("Conv", ["images", "weight"], ["c"]),
-        helper.make_node("ReduceSum", ["weight"], ["sum"], keepdims=0),
-        helper.make_node("Add", ["c", "sum"], ["answer"]),
-    ]
-    for nodes, shape in ((convolved_twice, (3, 3, 3, 3)), (convolved_and_added, (16, 3, 1, 1))):
-        check_same_answers(graph_of(nodes, {"weight": shape}, shape[0]), {"weight": shape})
+    convolved_twice = """
+        first = Conv<pads=[1, 1, 1, 1]>(images, weight)
+        answer = Conv<pads=[1, 1, 1, 1]>(first, weight)"""
+    convolved_and_added = """
+        c = Conv(images, weight)
+        sum = ReduceSum<keepdims=0>(weight)
+        answer = Add(c, sum)"""
+    for text, shape in ((convolved_twice, (3, 3, 3, 3)), (convolved_and_added, (16, 3, 1, 1))):
+        check_same_answers(graph_of(text, {"weight": shape}, shape[0]), {"weight": shape})
 
 
 def test_a_weight_that_is_not_found_again_is_told_by_name():
-    nodes = [
-        helper.make_node("Conv", ["table", "early"], ["c"]),  # of constants alone: computed when the graph is optimised
-        helper.make_node("Add", ["images", "c"], ["answer"]),
-    ]
-    model = graph_of(nodes, {"early": (3, 2, 1, 1)}, 3)
-    model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 2, SIZE, SIZE), dtype=np.float32), "table"))
+    """It is convolved with constants alone, which is computed when the graph is optimised."""
+    model = graph_of("c = Conv(table, early) answer = Add(images, c)", {"early": (3, 2, 1, 1)}, 3)
+    add_weights(model.graph, table=np.ones((1, 2, SIZE, SIZE)))
     with pytest.raises(ValueError, match="something else of its weights early"):
         laid_out(model, "images")
 
@@ -142,12 +133,11 @@ def test_another_process_makes_the_same_program():
 
 def branching_program():
     """A graph in which many values leave the blocked order."""
-    nodes = [helper.make_node("Conv", ["images", "stem"], ["v0"], pads=[1, 1, 1, 1])]
-    for number in range(20):
-        nodes += [
-            helper.make_node("Conv", [f"v{number}", "inner"], [f"c{number}"], pads=[1, 1, 1, 1]),
-            helper.make_node("Transpose", [f"c{number}"], [f"t{number}"], perm=[0, 1, 3, 2]),
-            helper.make_node("Add", [f"t{number}", f"c{number}"], [f"v{number + 1}"]),
-        ]
-    nodes.append(helper.make_node("Identity", ["v20"], ["answer"]))
-    return laid_out(graph_of(nodes, {"stem": (16, 3, 3, 3), "inner": (16, 16, 3, 3)}, 16), "images").program
+    text = "v0 = Conv<pads=[1, 1, 1, 1]>(images, stem)"
+    for n in range(20):
+        text += f"""
+            c{n} = Conv<pads=[1, 1, 1, 1]>(v{n}, inner)
+            t{n} = Transpose<perm=[0, 1, 3, 2]>(c{n})
+            v{n + 1} = Add(t{n}, c{n})"""
+    weights = {"stem": (16, 3, 3, 3), "inner": (16, 16, 3, 3)}
+    return laid_out(graph_of(f"{text} answer = Identity(v20)", weights, 16), "images").program
