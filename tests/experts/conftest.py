@@ -133,8 +133,7 @@ def spread_scores(detector, branch="one2many", mean_logit=-1):
     last = re.compile(r"cv3\.\d\.2\.(weight|bias)$")  # the class branch's last convolution, on each level
     heads = {key: tensor for key, tensor in detector.named_parameters() if last.search(key)}
     with torch.no_grad():
-        pixels = torch.from_numpy(picture(96, 96)).permute(2, 0, 1).unsqueeze(0) / 255
-        raw = detector(pixels)[1]
+        raw = detector(torch.from_numpy(picture(96, 96)).permute(2, 0, 1).unsqueeze(0) / 255)[1]
         deviation, mean = torch.std_mean(raw.get(branch, raw)["scores"])
         for key, tensor in heads.items():
             if key.endswith("bias"):

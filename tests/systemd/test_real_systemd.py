@@ -245,7 +245,6 @@ class PrivateSystem:
             self._process.kill()
         self._process.wait(PATIENCE_S)
         os.close(self._master)
-
         until(self._is_removed)
 
     def _is_removed(self):

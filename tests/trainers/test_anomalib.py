@@ -20,8 +20,7 @@ def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, mo
     assert (added["kind"], added["entry"]["labels"]) == ("anomaly", ["ok", "anomalous"])
     answers = json.loads((folder / model / "answers.json").read_text())
     assert {answer["is_anomalous"] for answer in answers} == {True, False}
-    rows = line.inspect([answer["image"] for answer in answers])
-    for row, answer in zip(rows, answers, strict=True):
+    for row, answer in zip(line.inspect([answer["image"] for answer in answers]), answers, strict=True):
         assert row["anomalies"][0]["score"] == pytest.approx(answer["score"], abs=SCORE)
         assert row["verdict"] == ("NG" if answer["is_anomalous"] else "OK")
 

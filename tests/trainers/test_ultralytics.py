@@ -56,7 +56,6 @@ def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, archi
     assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "unit"}
     own = own_boxes(file, images)
     assert sum(map(len, own)) > len(images)
-    rows = line.inspect(images)
-    for row, boxes in zip(rows, own, strict=True):
+    for row, boxes in zip(line.inspect(images), own, strict=True):
         require_same(row["boxes"], boxes)
         assert row["verdict"] == ("OK" if set(boxes.cls.tolist()) == {0.0} else "NG")

@@ -130,6 +130,5 @@ def save(name, file):
     """An untrained model, as ``YOLO(...).save`` writes it."""
     from ultralytics import RTDETR, YOLO
 
-    model = (RTDETR if "rtdetr" in name else YOLO)(f"{name}.yaml")
-    model.save(file)
+    (RTDETR if "rtdetr" in name else YOLO)(f"{name}.yaml").save(file)
     return file

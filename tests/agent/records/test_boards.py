@@ -97,8 +97,7 @@ def test_an_ok_board_becomes_ng_by_a_late_ng():
 
 
 def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board():
-    book = ledger()
-    closed = verdicts(book, seen("r/1"), seen("r/2"), seen("c/1", after_s=61))[-1]
+    closed = verdicts(ledger(), seen("r/1"), seen("r/2"), seen("c/1", after_s=61))[-1]
     assert (closed.verdict, closed.missing, closed.is_revision) == (UNKNOWN, {"c": 1}, False)
 
 
@@ -158,7 +157,6 @@ def test_a_restart_says_what_was_not_recorded_and_nothing_twice(inspections, cra
     said = [one for one in verdicts(book, *in_order[:crash_at]) if one is not None]
     kept = said[: max(len(said) - lost, 0)]
     recorded = list({(one.serial, one.opened_at): one for one in kept}.values())
-
     restarted = ledger()
     replayed = replay(restarted, in_order[:crash_at], recorded)
     final = {(one.serial, one.opened_at): one.verdict for one in (*kept, *replayed)}

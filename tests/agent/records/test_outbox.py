@@ -100,8 +100,7 @@ def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp
     elsewhere = [judged_by("type", 1, "01" * 32, board_type="back"), judged_by("serial", 1, "02" * 32, board="B2")]
     first = judged_by("first", 0, "a1" * 32)
     again, replaced = judged_by("again", 1, "a1" * 32), judged_by("replaced", 2, "a2" * 32, config_sha256="cd")
-    set_back = judged_by("set back", -3600, None)
-    told = [before, *elsewhere, first, again, replaced, set_back, BOARD]
+    told = [before, *elsewhere, first, again, replaced, judged_by("set back", -3600, None), BOARD]
     (message,) = payloads(recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["board"], 10), *told))
     assert message["models"] == [{"expert": "cls/a", "sha256": sha256} for sha256 in ("a1" * 32, "a2" * 32, None)]
     assert message["config_sha256"] == "ab", "that of the latest"

@@ -72,8 +72,7 @@ def test_numbers_have_no_gaps_whatever_is_sent_again(sent, tmp_path_factory):
         for key in part:
             store.record(result(key))
         assert store.close()
-    numbers = [row.seq for row in ResultReader(file).query()]
-    assert numbers == list(range(1, len(set(sent)) + 1))
+    assert [row.seq for row in ResultReader(file).query()] == list(range(1, len(set(sent)) + 1))
 
 
 @pytest.mark.parametrize(

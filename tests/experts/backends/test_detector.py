@@ -104,8 +104,7 @@ def with_fixed_answers(files, scores):
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
 def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precision):
-    expert = with_fixed_answers(files, [PASSING, NOWHERE, FAILING])
-    prediction = answered(expert, image, precision)
+    prediction = answered(with_fixed_answers(files, [PASSING, NOWHERE, FAILING]), image, precision)
     assert Counter(box.label for box in prediction.boxes) == {"ok": 784, "missing": 49}
     assert prediction.label == "ok"
     assert deciding_label(prediction, frozenset({"ok"})) == ("missing", pytest.approx(0.3, abs=1e-4))
@@ -113,8 +112,7 @@ def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precis
 
 def test_boxes_count_from_the_expert_s_own_confidence_on_and_go_at_its_own_overlap(files, image):
     expert = with_fixed_answers(files, [NOWHERE, PASSING, FAILING])
-    counted = answered(replace(expert, confidence=0.5), image)
-    assert {box.label for box in counted.boxes} == {"ok"}
+    assert {box.label for box in answered(replace(expert, confidence=0.5), image).boxes} == {"ok"}
     assert {box.label for box in answered(expert, image).boxes} == {"ok", "missing"}
     real = files.detector("det/real", size=64)
     few, many = (len(answered(replace(real, iou=iou), image).boxes) for iou in (0.05, 1.0))
@@ -172,8 +170,7 @@ def test_an_infinite_distance_is_no_place_though_no_score_tells_of_its_box(files
 
 def test_no_box_is_nothing_found(files, image):
     model = build_trainable("yolov5n", 3)  # untrained: far below the confidence that a box needs
-    expert = files.torch_module("det/x", model, "yolov5n")
-    prediction = answered(expert, image)
+    prediction = answered(files.torch_module("det/x", model, "yolov5n"), image)
     assert (prediction.label, prediction.score, prediction.boxes) == (NOTHING_FOUND, 0.0, ())
 
 

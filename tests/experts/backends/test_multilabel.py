@@ -104,8 +104,7 @@ def test_a_graph_is_given_a_sigmoid_once(files, image, nodes):
 
 
 def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, image):
-    plain = files.onnx("cls/logits", labels=("ng",))
-    expected = sigmoids(plain, image)
+    expected = sigmoids(files.onnx("cls/logits", labels=("ng",)), image)
     expert = independent(files.onnx("cls/x", labels=("ng",)))
     ending(expert, "flat = Flatten<axis=0>(raw)", "logits = Squeeze(flat)")
     model = onnx.load_model(expert.weights)

@@ -131,8 +131,7 @@ def bomb_archives():
 
 
 def zipfile_with_two_names():
-    content = archive(described({"a": 1}))
-    return content.replace(b"x/data/0", b"x/data.p")
+    return archive(described({"a": 1})).replace(b"x/data/0", b"x/data.p")
 
 
 def damaged(content, draw):

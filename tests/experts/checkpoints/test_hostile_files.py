@@ -76,8 +76,7 @@ def test_all_of_them_end_in_one_line_and_nothing_is_run(folder, canaries):
     assert (reading.returncode, reading.stderr.replace(CPYTHON_SAYS, "")) == (0, "")
     told = json.loads(reading.stdout)
     assert len(told["outcomes"]) == len(list(folder.glob("*.pt")))
-    others = [line for line, _ in told["outcomes"].values() if line.partition(":")[0] not in ENDS]
-    assert others == []
+    assert [line for line, _ in told["outcomes"].values() if line.partition(":")[0] not in ENDS] == []
     assert {line.partition(":")[0] for line, _ in told["outcomes"].values()} == ENDS  # it is no test of one thing alone
     assert (told["seen"], told["same_environment"]) == ([], True)
     assert [line for line, _ in told["outcomes"].values() if "\n" in line or len(line) > 500] == []

@@ -64,8 +64,7 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
 
 def test_safe_formats_are_copied_and_checked(tmp_path, files):
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    sources = [tmp_path / "a.safetensors", files.onnx("cls/x").weights]
-    for source in sources:
+    for source in [tmp_path / "a.safetensors", files.onnx("cls/x").weights]:
         target = tmp_path / "out" / source.name
         bring(source, target)
         assert target.read_bytes() == source.read_bytes()

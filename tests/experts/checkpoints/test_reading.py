@@ -61,8 +61,7 @@ class TestWhereWeightsAre:
         assert found.facts.framework == "torchvision"
 
     def test_a_whole_module_below_a_key_in_what_wraps_it(self, tmp_path, network):
-        document = {"model": torch.nn.DataParallel(network), "epoch": 1}
-        found = read_checkpoint(saved(tmp_path, document))
+        found = read_checkpoint(saved(tmp_path, {"model": torch.nn.DataParallel(network), "epoch": 1}))
         assert same(found, network.state_dict())
         assert found.said == ("the weights under model were taken", "module. before every name was left out")
 

@@ -178,8 +178,7 @@ class TestWeightsInOtherFiles:
             describe_file(scattered)
 
     def test_outside_its_folder_are_not_read(self, scattered):
-        secret = scattered.parent.parent / "secret"
-        secret.write_bytes(bytes(100))
+        (scattered.parent.parent / "secret").write_bytes(bytes(100))
         model = onnx.load_model(scattered, load_external_data=False)
         for entry in model.graph.initializer[0].external_data:
             if entry.key == "location":

@@ -53,8 +53,7 @@ class TestCheckpoints:
         return folder / "net.pt"
 
     def test_what_the_file_tells_is_taken_with_its_place(self, tmp_path):
-        file = self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96})
-        found = describe_file(file)
+        found = describe_file(self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96}))
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
         assert set(found.missing) == {"normalize", "task"}
@@ -101,6 +100,5 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path):
     tensors["bn1.weight"], tensors["bn1.bias"] = shared[:64], shared[32:96]
     found = describe_state_dict(tmp_path / "model.pt", tensors)
     write_weights(found, tmp_path / "model.safetensors")
-    written = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(written["bn1.bias"], shared[32:96])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["bn1.bias"], shared[32:96])
     assert served_suffix(found) == ".safetensors"

@@ -76,16 +76,14 @@ def test_a_source_of_the_same_size_and_time_with_other_bytes_is_packed_again(fil
     expert = files.fake("cls/x")
     os.utime(expert.weights, ns=(1, 1))
     before = packed_in(store, [expert])["cls/x"]
-    content = expert.weights.read_bytes()
-    other = content.replace(b"1", b"2")
+    other = expert.weights.read_bytes().replace(b"1", b"2")
     if has_new_inode:
         expert.weights.with_name("beside").write_bytes(other)
         expert.weights.with_name("beside").replace(expert.weights)
     else:
         expert.weights.write_bytes(other)
     os.utime(expert.weights, ns=(1, 1))
-    after = packed_in(store, [expert])["cls/x"]
-    assert after.source_sha256 != before.source_sha256
+    assert packed_in(store, [expert])["cls/x"].source_sha256 != before.source_sha256
 
 
 def test_another_number_of_labels_is_looked_at_anew(files, store):
@@ -120,8 +118,7 @@ def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store,
     told = "has the labels missing, ok, shifted, and the line ok, missing, shifted: write them in the order of the file"
     assert f"{expert.weights} {told}" in str(report.failed["cls/x"])
     assert report.packed == {}
-    swapped = replace(expert, labels=("missing", "ok", "shifted"))
-    assert packed_in(store, [swapped])
+    assert packed_in(store, [replace(expert, labels=("missing", "ok", "shifted"))])
     assert told in str(pack(store, [expert]).failed["cls/x"])
     bring_with(("gut", "fehlt", "schief"))
     assert packed_in(store, [expert])

@@ -33,8 +33,7 @@ def test_no_more_good_samples_are_alarms_than_the_rate_allows(good, bad, rate):
 
 @given(GOOD, BAD, RATES)
 def test_no_other_threshold_within_the_rate_catches_more(good, bad, rate):
-    found = learned(good, bad, rate)
-    caught = alarms(found.rates.threshold, bad)
+    caught = alarms(learned(good, bad, rate).rates.threshold, bad)
     for other in {*good, *bad, *(math.nextafter(score, math.inf) for score in good)}:
         if alarms(other, good) <= allowed(good, rate):
             assert alarms(other, bad) <= caught
@@ -62,8 +61,7 @@ def test_few_good_samples_vouch_for_less_than_is_asked():
 
 def test_without_bad_samples_it_lies_above_the_good_ones_on_any_scale():
     for scale in (1e-6, 1.0, 1e6):
-        good = [scale * number / 10 for number in range(11)]
-        found = learned(good, [], 0.01)
+        found = learned([scale * number / 10 for number in range(11)], [], 0.01)
         assert scale < found.rates.threshold < 1.2 * scale
         assert (found.rates.caught, found.separation) == (None, None)
     assert learned([0.0], [], 0.01).rates.threshold > 0.0

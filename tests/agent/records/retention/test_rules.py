@@ -207,8 +207,7 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
 def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
     one = line(keep(size=1000))
     shared = one.archived("a", Verdict.OK, age_days=5.0)
-    relpath = str(shared.relative_to(one.archive.folder))
-    one.store.record(one.result("b", Verdict.NG, kept_as=relpath))
+    one.store.record(one.result("b", Verdict.NG, kept_as=str(shared.relative_to(one.archive.folder))))
     other = one.archived("c", Verdict.OK, age_days=1.0)
     one.sweep()
     assert (shared.exists(), other.exists()) == (True, False)

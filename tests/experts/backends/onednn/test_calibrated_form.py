@@ -55,8 +55,7 @@ def test_one_that_is_not_calibrated_is_refused_with_what_to_do(expert, store):
 
 def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
     found = observed(expert, image)
-    ranges = found.ranges[FORM]
-    lacking = {name: each for name, each in ranges.items() if "layer1" not in name}
+    lacking = {name: each for name, each in found.ranges[FORM].items() if "layer1" not in name}
     folder.write(expert.id, replace(found, ranges={FORM: lacking}))
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
 
@@ -102,8 +101,7 @@ def test_what_is_no_number_on_the_way_in_is_no_answer_in_eight_bits_either(exper
     """No level tells it: it became 0 or 255, and the expert sure of something."""
     folder.write(expert.id, observed(expert, image))
     expert = replace(expert, calibration=folder.path(expert.id))
-    backend = backend_for(ARCHITECTURE)
-    good = backend.prepare(expert, image)
+    good = backend_for(ARCHITECTURE).prepare(expert, image)
     bad = replace(good, tensor=good.tensor.clone().index_fill_(1, torch.tensor([0]), wrong))
     for form in (Precision.FP32, FORM):
         answers = judge(bound(expert, form), expert, [good, bad])

@@ -86,8 +86,7 @@ def kind(eight=("first", "second", "third"), **layers):
 @kind(third=lambda: nn.Conv2d(8, 8, 5, padding=(2, 1)))
 def negative_padding(net, images):
     """What is padded has its zero between the levels, at every layer."""
-    second = net.at("second", net.second(net.at("first", functional.silu(net.first(images)))))
-    return net.third(second)
+    return net.third(net.at("second", net.second(net.at("first", functional.silu(net.first(images))))))
 
 
 @kind()
@@ -135,8 +134,7 @@ def summand_laid_otherwise(net, images):
 def joined(net, images):
     """All that is joined has the same levels, and is read alone as well."""
     first = net.at("joined", functional.silu(net.first(images)))
-    second = net.at("joined", net.second(first))
-    return functional.hardswish(net.third(torch.cat([first, second], 1)))
+    return functional.hardswish(net.third(torch.cat([first, net.at("joined", net.second(first))], 1)))
 
 
 @kind(third=lambda: nn.Conv2d(16, 8, 1))
@@ -192,8 +190,7 @@ def dilated(net, images):
 @kind(eight=("first", "third"))
 def twice(net, images):
     """A weight of two calls stays as it is, and so do these."""
-    first = functional.relu(net.first(images))
-    return net.third(net.at("found", net.second(net.second(first))))
+    return net.third(net.at("found", net.second(net.second(functional.relu(net.first(images))))))
 
 
 @kind(eight=("second", "third"))

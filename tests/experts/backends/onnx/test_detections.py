@@ -318,8 +318,7 @@ def test_what_only_answers_show_is_refused_when_it_is_packed(exported):
 
 def without_sigmoid(graph):
     """Its scores are logits."""
-    last = next(node for node in reversed(graph.node) if node.op_type == "Sigmoid")
-    last.op_type = "Identity"
+    next(node for node in reversed(graph.node) if node.op_type == "Sigmoid").op_type = "Identity"
 
 
 def of_open_shape(graph):

@@ -99,8 +99,7 @@ def test_a_weight_that_is_not_found_again_is_told_by_name():
 
 
 def test_a_program_names_what_it_is_laid_out_for():
-    graph = laid_out(residual_graph(16)[0], "images")
-    assert identity_of(graph.program) == runtime_identity()
+    assert identity_of(laid_out(residual_graph(16)[0], "images").program) == runtime_identity()
     assert identity_of(residual_graph(16)[0].SerializeToString()) is None
 
 
