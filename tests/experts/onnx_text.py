@@ -1,7 +1,7 @@
 """ONNX graphs, written in ONNX's own text."""
 
 import numpy as np
-from onnx import numpy_helper, parser
+from onnx import load_model, numpy_helper, parser, save_model
 
 
 def model_of(text, opset=17, **weights):
@@ -28,3 +28,11 @@ def add_behind(graph, *nodes, **weights):
     """Nodes between the last one, whose answer is ``raw`` from now on, and the graph's output ``logits``."""
     graph.node[-1].output[0] = "raw"
     add_nodes(graph, *nodes, **weights)
+
+
+def ending(expert, *nodes, **weights):
+    """The expert, with these nodes behind the logits of its graph."""
+    model = load_model(expert.weights)
+    add_behind(model.graph, *nodes, **weights)
+    save_model(model, expert.weights)
+    return expert

@@ -9,12 +9,9 @@ from tests.trainers.torchvision_models import LABELS, SIZE, prepared, trained
 SCORE = 0.01  # largest difference of a served score from torch's
 GRAPH = ("--normalize", "imagenet", "--task", "multiclass")
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", *GRAPH)
-FORMS = {  # of files, with their content
+FORMS = {  # of files, with their content; tests/experts/checkpoints/test_reading.py reads all others
     "state dict": nn.Module.state_dict,
     "checkpoint": lambda network: {"epoch": 1, "model_state_dict": network.state_dict(), "classes": list(LABELS)},
-    "DataParallel": lambda network: {"state_dict": nn.DataParallel(network).state_dict(), "best_acc": 0.9},
-    "compiled": lambda network: torch.compile(network, backend="eager").state_dict(),
-    "whole module": lambda network: network,
     "whole DataParallel": lambda network: {"model": nn.DataParallel(network), "class_names": list(LABELS)},
 }
 

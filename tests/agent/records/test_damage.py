@@ -2,7 +2,6 @@
 
 import sqlite3
 from contextlib import closing
-from datetime import UTC, datetime
 
 import pytest
 
@@ -14,7 +13,6 @@ from experts.expert import Verdict
 from tests.lines import changed, result, subject
 from tests.waiting import settled
 
-NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 RESULT = result("k", Verdict.NG)
 PAGE = 4096
 LONG = {"steps": [{"model_sha256": "x" * 500}]}

@@ -6,7 +6,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -16,10 +16,9 @@ from agent.line_file.records import ExportSection
 from agent.records.export import EVERY_S, FIRST_S, RESULT_COLUMNS, ResultExport, last_exported
 from agent.records.result_writer import ResultStore
 from experts.expert import Verdict
-from tests.lines import changed, result
+from tests.lines import NOON, changed, result
 from tests.waiting import settled, until
 
-NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 BARE = result("k", Verdict.NG, image='a "b",\nä.png', seconds=0.5)
 
 

@@ -3,7 +3,6 @@
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 from agent.records.journal import Acceptance, JournalReader
 from agent.records.result_writer import ResultStore
 from agent.subject import Subject
-from tests.lines import result
+from tests.lines import NOON, result
 from tests.waiting import settled
-
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
 
 def entry(key, **changes):

@@ -3,7 +3,7 @@
 import json
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -13,10 +13,9 @@ from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from experts.expert import Verdict
-from tests.lines import changed, result
+from tests.lines import NOON, changed, result
 from tests.waiting import until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 STEPS = {
     "steps": [
         {"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": "c1" * 32},
@@ -171,7 +170,7 @@ import sys
 from pathlib import Path
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
-from tests.lines import result
+from tests.lines import NOON, result
 store = ResultStore(Path(sys.argv[1]), followers=[Outbox("demo", ["mqtt"], ["result"], 100000)])
 number = 0
 while True:

@@ -4,7 +4,7 @@ import math
 import sqlite3
 import threading
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from agent.records.results import KeptMap, Recorded
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from tests import lines
+from tests.lines import NOON
 from tests.waiting import settled, until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
 
 
@@ -211,7 +211,7 @@ FULL_DISK = """
 import queue, resource, sys, time
 from pathlib import Path
 from agent.records.result_writer import ResultStore
-from tests.lines import result
+from tests.lines import NOON, result
 store = ResultStore(Path(sys.argv[1]), busy_timeout_s=0.01)
 done = queue.Queue()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -239,7 +239,7 @@ ENDLESS = """
 import os, sys
 from pathlib import Path
 from agent.records.result_writer import ResultStore
-from tests.lines import result
+from tests.lines import NOON, result
 store = ResultStore(Path(sys.argv[1]))
 for number in range(100_000):
     store.record(result(str(number)), lambda recorded: os.write(1, f"{recorded.seq}\\n".encode()))

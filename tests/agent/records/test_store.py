@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +17,9 @@ from agent.records.result_reader import READ_ROWS
 from agent.records.result_writer import ResultStore
 from agent.records.results import BoardRow, Recorded, StoreStatistics
 from experts.expert import Verdict
-from tests.lines import changed, inspection, result
+from tests.lines import NOON, changed, inspection, result
 from tests.waiting import settled, until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 BARE = result("k", Verdict.UNKNOWN, image="r.png", seconds=0.5)
 BOARD = BoardVerdict("b1", "main", Verdict.NG, NOON, NOON, {"r": 1, "a": 2}, {Verdict.OK: 3, Verdict.NG: 1})
 

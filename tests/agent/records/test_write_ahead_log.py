@@ -4,7 +4,6 @@ import queue
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime
 
 import pytest
 
@@ -15,7 +14,6 @@ from agent.records.write_ahead_log import LOG_ALARM_BYTES, fold_in
 from tests.lines import result, subject
 from tests.waiting import PATIENCE_S, until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MIB = 1024 * 1024
 
 

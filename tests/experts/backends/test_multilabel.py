@@ -16,7 +16,7 @@ from experts.backends.onnx.layouts import require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
 from tests.experts.conftest import answers, bound, calibrated
-from tests.experts.onnx_text import add_behind
+from tests.experts.onnx_text import ending
 from tests.forms import needs
 
 TOLERANCES = {
@@ -66,14 +66,6 @@ def test_the_heading_of_a_graph_tells_it_before_it_is_packed(files):
     with pytest.raises(WeightsMismatch, match="nothing to choose from"):
         require_served(expert)
     require_served(independent(expert))
-
-
-def ending(expert, *nodes):
-    """The same graph, with these behind its logits."""
-    model = onnx.load_model(expert.weights)
-    add_behind(model.graph, *nodes)
-    onnx.save_model(model, expert.weights)
-    return expert
 
 
 def sigmoids(expert, image):

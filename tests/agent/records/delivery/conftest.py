@@ -14,7 +14,7 @@ import subprocess
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 from paho.mqtt import client as paho
@@ -24,10 +24,9 @@ from agent.records.delivery.deliveries import Deliveries
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
 from experts.expert import Verdict
-from tests.lines import changed, result
+from tests.lines import NOON, changed, result
 from tests.waiting import PATIENCE_S, until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MOSQUITTO = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
@@ -92,31 +91,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.selector.now_s
 
 
-@dataclass
-class Heard:
-    """One message, as a subscriber has it."""
-
-    topic: str
-    payload: str
-    is_retained: bool
-
-    @property
-    def json(self):
-        return json.loads(self.payload)
-
-
-def free_port():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def heard_of(message):
+    text = message.payload.decode()
+    told = json.loads(text) if text.startswith("{") else None
+    return SimpleNamespace(topic=message.topic, payload=text, is_retained=bool(message.retain), json=told)
 
 
 class Broker:
     """Debian's mosquitto with a configuration of ours, in a folder of ours."""
 
-    def __init__(self, folder, *settings, port=None):
+    def __init__(self, folder, *settings):
         self.folder = folder
-        self.port = port or free_port()
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self._settings = settings
         self._process = None
 
@@ -153,9 +141,7 @@ class Broker:
         client = paho.Client(paho.CallbackAPIVersion.VERSION2)
         client.on_connect = lambda *_: client.subscribe("#", qos=1)
         client.on_subscribe = lambda *_: ready.set()
-        client.on_message = lambda _client, _data, message: heard.put(
-            Heard(message.topic, message.payload.decode(), bool(message.retain))
-        )
+        client.on_message = lambda _client, _data, message: heard.put(heard_of(message))
         if ca is not None:
             client.tls_set(ca_certs=str(ca))
         client.connect("127.0.0.1", self.port)
@@ -170,36 +156,20 @@ class Broker:
 
 @pytest.fixture
 def broker(tmp_path):
-    """Makes brokers; all end with the test."""
+    """Starts brokers; all end with the test."""
     if MOSQUITTO is None:
         end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         end("mosquitto is not installed: make tools, or apt-get install mosquitto")
     made = []
 
-    def make(*settings, port=None):
-        made.append(Broker(tmp_path, *settings, port=port))
+    def make(*settings):
+        made.append(Broker(tmp_path, *settings))
+        made[-1].start()
         return made[-1]
 
     yield make
     for each in made:
         each.stop()
-
-
-@dataclass
-class Posted:
-    """One request that the web server had."""
-
-    path: str
-    headers: dict[str, str]
-    body: str
-
-    @property
-    def json(self):
-        return json.loads(self.body)
-
-    @property
-    def id(self):
-        return self.headers["Idempotency-Key"]
 
 
 @dataclass
@@ -223,7 +193,8 @@ def _handler(server):
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            server.posted.put(Posted(self.path, dict(self.headers), body))
+            told = {"path": self.path, "headers": self.headers, "body": body, "json": json.loads(body)}
+            server.posted.put(SimpleNamespace(**told, id=self.headers["Idempotency-Key"]))
             answer = server.answers.pop(0) if server.answers else (200, {})
             if answer is None:
                 server.released.wait(PATIENCE_S)

@@ -45,7 +45,6 @@ def heard_until(heard, topic, patience_s=60.0):
 
 def test_each_event_has_its_topic_and_is_acknowledged(broker, line):
     mosquitto = broker()
-    mosquitto.start()
     settings = section(mosquitto.port, topic="plant/smt 1/", client_id="box 7")
     with mosquitto.subscribed() as heard, line(settings, name="l.1") as (store, deliveries):
         store.record(image(1, Verdict.OK))
@@ -85,7 +84,6 @@ store = ResultStore(Path(sys.argv[1]), followers=[outbox])
 
 def test_an_agent_that_is_killed_is_said_to_be_offline_by_its_last_will(broker, tmp_path, forks):
     mosquitto = broker()
-    mosquitto.start()
     script = ONLINE + "Deliveries([receiver], outbox, store, 100.0).start()\nthreading.Event().wait()\n"
     with mosquitto.subscribed() as heard:
         agent = forks.start(script, tmp_path / "r.db", f"mqtt://127.0.0.1:{mosquitto.port}")
@@ -128,7 +126,6 @@ store.close()
 def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path, forks):
     """AC6: at least once, with the same id; then nothing more."""
     mosquitto = broker()
-    mosquitto.start()
 
     def run(mode, *serials):
         url = f"mqtt://127.0.0.1:{mosquitto.port}"
@@ -149,7 +146,6 @@ def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_
 
 def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line):
     mosquitto = broker()
-    mosquitto.start()
     with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         with mosquitto.subscribed() as heard:
             store.record_board(board("B0"))
@@ -172,7 +168,6 @@ def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line):
 
 def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_too_long_is_dropped(broker, line, caplog):
     mosquitto = broker()
-    mosquitto.start()
     with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         for serial in ("x" * 70_000, "a/b", "a+b", "#", "100%", "a\nb\x00", "schön", "$SYS", "a b"):
             store.record_board(board(serial))
@@ -185,21 +180,13 @@ def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_to
     assert "message_refused" in caplog.text
 
 
-@pytest.fixture
-def password_file(tmp_path, broker):
+@pytest.mark.slow
+def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(broker, line, tmp_path, caplog):
     file = tmp_path / "passwords"
     subprocess.run(["mosquitto_passwd", "-b", "-c", file, "box", "s3cret"], check=True, capture_output=True, timeout=60)
     file.chmod(0o644)  # mosquitto leaves root behind
     tmp_path.chmod(0o755)
-    return file
-
-
-@pytest.mark.slow
-def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(
-    broker, line, tmp_path, password_file, caplog
-):
-    mosquitto = broker("allow_anonymous false", f"password_file {password_file}", "user root")
-    mosquitto.start()
+    mosquitto = broker("allow_anonymous false", f"password_file {file}", "user root")
     secret = tmp_path / "secret"
     secret.write_text("wrong\n")
     settings = section(mosquitto.port, user="box", password={"file": str(secret)})
@@ -225,13 +212,8 @@ def test_a_password_or_an_authority_that_is_none_keeps_the_line_from_starting(tm
             MqttReceiver(section(8883, "mqtts", ca=str(tmp_path / name)), "demo")
 
 
-def tls_listener(authority):
-    return f"certfile {authority}/server.pem", f"keyfile {authority}/server.key", "user root"
-
-
 def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, authority):
-    mosquitto = broker(*tls_listener(authority))
-    mosquitto.start()
+    mosquitto = broker(f"certfile {authority}/server.pem", f"keyfile {authority}/server.key", "user root")
     ca = authority / "ca.pem"
     with (
         mosquitto.subscribed(ca=ca) as heard,

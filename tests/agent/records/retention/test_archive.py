@@ -3,7 +3,6 @@
 import os
 import queue
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from agent.records.retention.archive import DAY, KEEP_DEADLINE_S, KEPT, ImageArchive, ImageKeeper, file_name
 from experts.expert import Verdict
+from tests.lines import NOON
 from tests.waiting import until
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 
 

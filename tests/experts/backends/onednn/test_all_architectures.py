@@ -17,29 +17,11 @@ from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, tried
 from experts.expert import Precision
 from tests.forms import needs
 
-CLASSIFIERS = {
-    "alexnet": 64,
-    "convnext_tiny": 32,
-    "densenet121": 32,
-    "efficientnet_b0": 32,
-    "efficientnet_v2_s": 32,
-    "googlenet": 32,
-    "inception_v3": 80,
-    "maxvit_t": 224,
-    "mnasnet0_5": 32,
-    "mobilenet_v2": 32,
-    "mobilenet_v3_small": 32,
-    "regnet_x_400mf": 32,
-    "regnet_y_400mf": 32,
-    "resnet18": 32,
-    "resnet50": 32,
-    "shufflenet_v2_x0_5": 32,
-    "squeezenet1_1": 32,
-    "swin_t": 32,
-    "swin_v2_t": 32,
-    "vgg11_bn": 32,
-    "vit_b_32": 32,
-}  # the side of their images
+NAMES = """alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
+    mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet50 shufflenet_v2_x0_5 squeezenet1_1
+    swin_t swin_v2_t vgg11_bn vit_b_32"""
+SIDES = {"alexnet": 64, "inception_v3": 80, "maxvit_t": 224}
+CLASSIFIERS = {name: SIDES.get(name, 32) for name in NAMES.split()}  # and the side of their images
 DETECTORS = ["yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"]
 QUICK = {"resnet18", "mobilenet_v3_small", "yolov8n"}
 RUN = [

@@ -103,17 +103,6 @@ def test_a_packed_weight_adds_to_what_lies_in_any_way(images, memory_format, ove
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_an_opaque_tensor_stands_on_the_bytes_it_was_made_over():
-    weight, given = weight_of(POINTWISE), input_of(POINTWISE, 2)
-    _, flat = buffered(POINTWISE, weight)
-    opaque = blocked_view(flat, reference(POINTWISE))
-    call = bound(FusedCall(POINTWISE, "", None, Activation()), Arrangements(POINTWISE, is_blocked=True), opaque, {})
-    assert torch.ops.mkldnn.data_ptr(opaque) == flat.data_ptr()
-    flat.zero_()
-    with torch.inference_mode():
-        assert call(given).abs().max() == 0
-
-
 @pytest.mark.parametrize(
     "spoiled",
     [

@@ -5,24 +5,15 @@ import signal
 import subprocess
 
 import numpy as np
-import onnx
 import pytest
 
 from experts.backends.onnx import sandbox
 from experts.backends.onnx.backend import OnnxBackend
 from experts.errors import ExpertError, WeightsRefused
 from experts.expert import Precision
-from tests.experts.onnx_text import add_behind
+from tests.experts.onnx_text import ending
 
 BACKEND = OnnxBackend()
-
-
-def with_nodes(expert, *nodes, **constants):
-    """The same graph, with these behind its logits."""
-    model = onnx.load_model(expert.weights)
-    add_behind(model.graph, *nodes, **constants)
-    onnx.save_model(model, expert.weights)
-    return expert
 
 
 def turning_for_ever(expert):
@@ -31,12 +22,12 @@ def turning_for_ever(expert):
         carried_on = Sin(carried)
     }"""
     loop = f"logits = Loop<body = turning {body}>(turns, true, raw)"
-    return with_nodes(expert, loop, turns=np.array(2**62), true=np.array(True))
+    return ending(expert, loop, turns=np.array(2**62), true=np.array(True))
 
 
 def filling_the_memory(expert):
     fill, most = "much = ConstantOfShape(extents)", "most = ReduceMax<keepdims=0>(much)"
-    return with_nodes(expert, fill, most, "logits = Add(raw, most)", extents=np.array([20_000_000_000]))
+    return ending(expert, fill, most, "logits = Add(raw, most)", extents=np.array([20_000_000_000]))
 
 
 def test_a_loop_without_end_is_ended_and_the_next_graph_is_packed(files, monkeypatch):
