@@ -17,7 +17,8 @@ from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, tried
 from experts.expert import Precision
 from tests.forms import needs
 
-NAMES = """alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
+NAMES = """
+    alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
     mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet50 shufflenet_v2_x0_5 squeezenet1_1
     swin_t swin_v2_t vgg11_bn vit_b_32"""
 SIDES = {"alexnet": 64, "inception_v3": 80, "maxvit_t": 224}
