@@ -51,13 +51,9 @@ def problems_of(folder, text):
 def test_a_good_file_becomes_experts_and_a_graph(tmp_path):
     catalog = catalog_of(tmp_path, GOOD)
     assert catalog.experts["cls/r"] == Expert(
-        id="cls/r",
-        architecture="resnet18",
-        weights=tmp_path / "weights/r.safetensors",
-        labels=("ok", "missing"),
-        input=InputSpec(height=64, width=48, normalize="imagenet"),
-        stem="3x3",
-    )
+        id="cls/r", architecture="resnet18", weights=tmp_path / "weights/r.safetensors", labels=("ok", "missing"),
+        input=InputSpec(height=64, width=48, normalize="imagenet"), stem="3x3",
+    )  # fmt: skip
     assert catalog.experts["cls/c"].pin
     assert catalog.experts["det/a"].weights == Path("/w/a.safetensors")
     assert (catalog.experts["det/a"].input.normalize, catalog.graph.first_expert("0402")) == ("unit", "cls/c")

@@ -147,10 +147,8 @@ def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([STRIPS, SIZES, 324, 325, 259, 256, 1000]),
-            st.integers(0, 20),
-            st.integers(0, 2**32 - 1) | st.integers(0, 8),
-            st.integers(0, 2**32 - 1) | st.integers(0, 400),
+            st.sampled_from([STRIPS, SIZES, 324, 325, 259, 256, 1000]), st.integers(0, 20),
+            st.integers(0, 2**32 - 1) | st.integers(0, 8), st.integers(0, 2**32 - 1) | st.integers(0, 400),
         ),
         max_size=12,
     ),
@@ -158,7 +156,7 @@ def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
     st.booleans(),
     st.binary(max_size=64),
     st.sampled_from([None, 1 << 20, 1 << 34]),
-)
+)  # fmt: skip
 def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(entries, order, is_big, tail, size):
     content = directory(*entries, order=order, is_big=is_big) + tail
     assert judged(content, None if size is None else size + len(content)) in set(Completeness)

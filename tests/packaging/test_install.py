@@ -161,12 +161,10 @@ class TestInstalling:
     @pytest.mark.parametrize(
         ("key", "value", "told"),
         [
-            ("tag", "other", "needs Python"),
-            ("platform", "other", "needs Python"),
-            ("glibc", "9.99", "needs glibc 9.99 or newer"),
-            ("installed_bytes", str(10**17), "make room"),
+            ("tag", "other", "needs Python"), ("platform", "other", "needs Python"),
+            ("glibc", "9.99", "needs glibc 9.99 or newer"), ("installed_bytes", str(10**17), "make room"),
         ],
-    )
+    )  # fmt: skip
     def test_on_a_box_that_is_not_as_it_needs_is_refused(self, box, bundle, bundling, key, value, told):
         first = bundle("1.0")
         self.change(first, bundling, key, value)

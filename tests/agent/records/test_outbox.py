@@ -108,12 +108,10 @@ def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp
 @pytest.mark.parametrize(
     ("events", "told"),
     [
-        (["ng"], ["ng", "ng"]),
-        (["result"], ["result"] * 3),
-        (["ng", "result"], ["result", "ng", "result", "ng", "result"]),
-        (["board"], ["board"]),
+        (["ng"], ["ng", "ng"]), (["result"], ["result"] * 3),
+        (["ng", "result"], ["result", "ng", "result", "ng", "result"]), (["board"], ["board"]),
     ],
-)
+)  # fmt: skip
 def test_each_event_that_is_asked_for_is_told_and_no_other(tmp_path, events, told):
     results = [numbered(1, Verdict.OK), numbered(2, Verdict.NG), numbered(3, Verdict.UNKNOWN)]
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], events, 10), *results, BOARD)

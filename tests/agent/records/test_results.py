@@ -28,15 +28,10 @@ WAIT_S = 20.0
 
 def result(number=0, **changes):
     made = lines.result(
-        f"key-{number}",
-        component="resistor-0402",
-        image=f"b1_resistor-0402_R{number}.png",
-        finished_at=NOON + timedelta(seconds=number),
-        board="b1",
-        board_type="main",
-        ref=f"R{number}",
+        f"key-{number}", component="resistor-0402", image=f"b1_resistor-0402_R{number}.png",
+        finished_at=NOON + timedelta(seconds=number), board="b1", board_type="main", ref=f"R{number}",
         detail={"steps": [{"expert": "cls/r", "label": "ok"}], "boxes": []},
-    )
+    )  # fmt: skip
     return lines.changed(made, **changes)
 
 

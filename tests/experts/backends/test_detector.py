@@ -44,13 +44,11 @@ def ultralytics_boxes(expert, image):
 @pytest.mark.parametrize(
     ("architecture", "precision"),
     [
-        ("yolov5n", Precision.FP32),
-        ("yolo11n", Precision.FP32),
-        ("yolo26n", Precision.FP32),
+        ("yolov5n", Precision.FP32), ("yolo11n", Precision.FP32), ("yolo26n", Precision.FP32),
         ("yolov5n", Precision.ONNXRUNTIME),
         pytest.param("yolov5n", Precision.ONEDNN_FP32, marks=needs(Precision.ONEDNN_FP32)),
     ],
-)
+)  # fmt: skip
 def test_boxes_are_those_of_ultralytics(files, image, architecture, precision):
     expert = files.detector("det/x", architecture, size=96)
     prediction = answered(expert, image, precision)
@@ -245,12 +243,9 @@ def test_importing_it_changes_nothing_outside(tmp_path):
     home.mkdir()
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        env={**environment, "HOME": str(home), "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+        env={**environment, "HOME": str(home), "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}, capture_output=True,
+        text=True, check=False, timeout=100,
+    )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert list(home.iterdir()) == []
     assert not list(tmp_path.glob("coserve-ultralytics-*"))

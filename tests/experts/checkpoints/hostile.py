@@ -92,11 +92,8 @@ def bases():
     module = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
     optimizer = torch.optim.Adam(module.parameters())
     document = {
-        "model": module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "epoch": 1,
-        "names": {0: "a", 1: "b"},
-    }
+        "model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1, "names": {0: "a", 1: "b"},
+    }  # fmt: skip
     wholes = [saved(one, zipped) for one in (module.state_dict(), module, document) for zipped in (True, False)]
     return [*wholes, archive(described({"a": 1}), compression=zipfile.ZIP_DEFLATED)]
 

@@ -76,12 +76,10 @@ def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
 @pytest.mark.parametrize(
     "outputs",
     [
-        [("anomaly_map", "n", 1, 64, 96)],
-        [("output", "n", 1, 64, 96)],
-        [("output", "n", 64, 96)],
+        [("anomaly_map", "n", 1, 64, 96)], [("output", "n", 1, 64, 96)], [("output", "n", 64, 96)],
         [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
     ],
-)
+)  # fmt: skip
 def test_an_anomaly_model_is_told_by_its_outputs(graph, outputs):
     found = describe_file(graph(*outputs))
     assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))

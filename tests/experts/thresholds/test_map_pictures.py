@@ -12,11 +12,9 @@ from experts.thresholds.map_pictures import map_of, map_png
 
 
 @given(
-    height=st.integers(1, 8),
-    width=st.integers(1, 8),
-    bounds=st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)).map(sorted),
-    data=st.data(),
-)
+    height=st.integers(1, 8), width=st.integers(1, 8),
+    bounds=st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)).map(sorted), data=st.data(),
+)  # fmt: skip
 def test_a_kept_map_is_read_as_it_was(height, width, bounds, data):
     values = data.draw(st.binary(min_size=height * width, max_size=height * width))
     shown = AnomalyMap(height, width, *bounds, values)

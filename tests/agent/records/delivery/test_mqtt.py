@@ -57,12 +57,10 @@ def test_each_event_has_its_topic_and_is_acknowledged(broker, line):
         until(lambda: deliveries.statistics()[0].waiting == 0)
         assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].alarm) == (4, None)
     assert [(each.topic, each.payload if "status" in each.topic else each.json["verdict"]) for each in told] == [
-        ("plant/smt 1/l.1/status", "online"),
-        ("plant/smt 1/l.1/component/result", "OK"),
-        ("plant/smt 1/l.1/component/ng", "UNKNOWN"),
-        ("plant/smt 1/l.1/component/result", "UNKNOWN"),
+        ("plant/smt 1/l.1/status", "online"), ("plant/smt 1/l.1/component/result", "OK"),
+        ("plant/smt 1/l.1/component/ng", "UNKNOWN"), ("plant/smt 1/l.1/component/result", "UNKNOWN"),
         ("plant/smt 1/l.1/board/B1/verdict", "UNKNOWN"),
-    ]
+    ]  # fmt: skip
     assert "as box 7" in mosquitto.log()
     assert len({each.json["id"] for each in told[1:]}) == 4
 

@@ -62,17 +62,12 @@ def test_what_is_young_or_not_exported_stays():
 
 SOME_IMAGES = st.lists(
     st.builds(
-        kept,
-        st.integers(0, 999),
-        st.sampled_from(list(Verdict)),
-        st.floats(0, 10 * DAY_S),
-        size_bytes=st.integers(0, 50),
-        device=st.integers(1, 2),
-        is_exported=st.booleans(),
+        kept, st.integers(0, 999), st.sampled_from(list(Verdict)), st.floats(0, 10 * DAY_S),
+        size_bytes=st.integers(0, 50), device=st.integers(1, 2), is_exported=st.booleans(),
     ),
     max_size=20,
     unique_by=lambda image: image.path,
-)
+)  # fmt: skip
 SOME_LIMITS = st.builds(
     keep, st.none() | st.integers(1, 9), st.none() | st.integers(1, 500), st.none() | st.integers(1, 500), st.booleans()
 )

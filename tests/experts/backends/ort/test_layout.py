@@ -104,11 +104,9 @@ def test_a_program_names_what_it_is_laid_out_for():
 
 
 @given(
-    out_blocks=st.integers(1, 3),
-    in_blocks=st.integers(1, 3),
-    missing=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    out_blocks=st.integers(1, 3), in_blocks=st.integers(1, 3), missing=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-)
+)  # fmt: skip
 def test_every_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks, in_blocks, missing, kernel):
     block, (height, width) = 4, kernel
     outs, ins = out_blocks * block - missing[0], in_blocks * block - missing[1]
