@@ -24,40 +24,30 @@ def test_results_and_errors_come_through_their_futures():
     assert threads.stop(PATIENCE_S)
 
 
-def test_stopping_finishes_what_was_submitted_and_takes_nothing_new():
+def test_stopping_finishes_what_was_submitted_and_not_cancelled_and_takes_nothing_new():
     threads = DaemonThreads(1, "test")
     may_go = threading.Event()
     futures = [threads.submit(may_go.wait), *(threads.submit(str, number) for number in range(5))]
+    cancelled = threads.submit(str, 5)
+    assert cancelled.cancel()
     assert not threads.stop(0.0)
     with pytest.raises(RuntimeError, match="stopped"):
         threads.submit(str, 1)
     may_go.set()
     assert threads.stop(PATIENCE_S)
     assert [future.result(0) for future in futures[1:]] == ["0", "1", "2", "3", "4"]
-
-
-def test_what_has_not_begun_can_be_cancelled():
-    threads = DaemonThreads(1, "test")
-    may_go = threading.Event()
-    threads.submit(may_go.wait)
-    waiting = threads.submit(str, 1)
-    assert waiting.cancel()
-    may_go.set()
-    assert threads.stop(PATIENCE_S)
-    assert waiting.cancelled()
+    assert cancelled.cancelled()
 
 
 def test_a_process_ends_though_a_thread_hangs():
-    script = (
-        "import sys, threading\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from experts.daemon_threads import DaemonThreads\n"
-        "entered = threading.Event()\n"
-        "def hang():\n    entered.set()\n    threading.Event().wait()\n"
-        "threads = DaemonThreads(1, 'test')\n"
-        "threads.submit(hang)\n"
-        "entered.wait()\n"
-        "print('ended', threads.stop(0.0))\n"
-    )
+    script = f"""
+import sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from experts.daemon_threads import DaemonThreads
+entered, threads = threading.Event(), DaemonThreads(1, "test")
+threads.submit(lambda: (entered.set(), threading.Event().wait()))
+entered.wait()
+print("ended", threads.stop(0.0))
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "ended False\n"

@@ -29,18 +29,12 @@ def test_the_program_holds_no_weights_and_no_trace_of_who_exported_it(files):
     assert not any(node.doc_string or node.metadata_props for node in model.graph.node)
 
 
-def test_a_program_for_another_runtime_is_not_run(files):
-    expert = files.classifier("cls/x", "squeezenet1_1")
-    backend = backend_for(expert.architecture)
-    program = backend.pack(expert, FORM).program.replace(b"in blocks of", b"in stocks of")
-    with pytest.raises(BackendUnavailable, match=r"in stocks of .*pack the line again"):
-        backend.skeleton(expert, FORM, program, "cpu")
-
-
-def test_memory_with_gaps_is_refused(files):
+def test_neither_a_program_for_another_runtime_nor_memory_with_gaps_is_run(files):
     expert = files.classifier("cls/x", "squeezenet1_1")
     backend = backend_for(expert.architecture)
     packed = backend.pack(expert, FORM)
+    with pytest.raises(BackendUnavailable, match=r"in stocks of .*pack the line again"):
+        backend.skeleton(expert, FORM, packed.program.replace(b"in blocks of", b"in stocks of"), "cpu")
     gaps = {name: torch.zeros((*tensor.shape, 2))[..., 0] for name, tensor in packed.tensors.items()}
     with pytest.raises(ValueError, match="contiguous tensors only"):
         backend.skeleton(expert, FORM, packed.program, "cpu").bind(gaps)
