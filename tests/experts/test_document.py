@@ -64,19 +64,13 @@ def test_what_no_configuration_may_hold_is_refused_with_its_place(text, where, w
     assert words in str(caught.value)
 
 
-def test_bytes_that_are_not_utf8_are_placed():
+def test_bytes_that_are_not_utf8_are_placed_and_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"line\.yaml:2:4: encoding: byte 0xe4 is not UTF-8"):
         parse_document(FILE, b"a: 1\nb: \xe4\n")
-
-
-def test_a_byte_order_mark_and_an_empty_file_are_no_errors():
-    assert parse_document(FILE, b"\xef\xbb\xbfa: 1").values == {"a": 1}
-    assert parse_document(FILE, b"# nothing\n").values == {}
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         read_document(tmp_path / "absent.yaml")
+    assert parse_document(FILE, b"\xef\xbb\xbfa: 1").values == {"a": 1}
+    assert parse_document(FILE, b"# nothing\n").values == {}
 
 
 class Part(BaseModel):

@@ -24,20 +24,13 @@ def graph():
 @pytest.mark.parametrize(("label", "expert"), BRANCHES.items())
 def test_the_label_picks_the_expert_that_ends_the_route(graph, label, expert):
     assert graph.judge("auto", 0, Prediction(label, 0.9)) == Judgement(label, 0.9, expert, None)
+    for route, step in (("auto", 1), ("seen", 2)):  # whatever that one says
+        assert graph.judge(route, step, Prediction("length", 0.1)) == Judgement("length", 0.1, None, Verdict.OK)
 
 
-@pytest.mark.parametrize("label", ["stop", "length", "anything"])
-def test_whatever_the_expert_says_that_was_picked_ends_the_route(graph, label):
-    assert graph.judge("auto", 1, Prediction(label, 0.1)) == Judgement(label, 0.1, None, Verdict.OK)
-    assert graph.judge("seen", 2, Prediction(label, 0.1)) == Judgement(label, 0.1, None, Verdict.OK)
-
-
-def test_a_label_that_picks_nobody_or_is_not_sure_enough_ends_the_route_as_any_that_does_not_pass(graph):
+def test_a_label_that_picks_nobody_or_is_not_sure_enough_ends_the_route_by_whether_it_passes(graph):
     assert graph.judge("auto", 0, Prediction("manuals", 0.9)).verdict is Verdict.NG
     assert graph.judge("auto", 0, Prediction("code", 0.4)).verdict is Verdict.NG
-
-
-def test_a_label_that_passes_and_picks_nobody_ends_the_route_well():
     step = RouteStep("router", OK, then={"code": "coder"})
     graph = ExpertGraph(["router", "coder"], {"auto": (step,)})
     assert graph.judge("auto", 0, Prediction("ok", 0.9)).verdict is Verdict.OK
@@ -47,19 +40,12 @@ def test_a_branch_depends_on_its_router(graph):
     assert graph.subsequents("router") == ("coder", "solver")
     assert graph.preliminaries("solver") == graph.preliminaries("coder") == {"router"}
     assert graph.preliminaries("router") == {"eye"}
+    assert (graph.experts_of("seen"), graph.experts_of("unknown")) == (("eye", "router", "coder", "solver"), ())
 
 
-def test_a_route_reaches_all_of_its_branches(graph):
-    assert graph.experts_of("seen") == ("eye", "router", "coder", "solver")
-    assert graph.experts_of("unknown") == ()
-
-
-def test_branches_are_as_likely_as_one_another_where_nothing_is_known(graph):
+def test_branches_are_as_likely_as_the_labels_that_pick_them_or_as_one_another_where_nothing_is_known(graph):
     usage = graph.usage({"seen": 0.9}, {"eye": 0.5, "router": 0.8})
     assert usage == pytest.approx({"eye": 0.9, "router": 0.45, "coder": 0.12, "solver": 0.24})
-
-
-def test_branches_are_as_likely_as_the_labels_that_pick_them(graph):
     usage = graph.usage({"auto": 1.0}, {}, {"router": {"code": 0.7, "maths": 0.2}})
     assert usage == pytest.approx({"router": 1.0, "coder": 0.7, "solver": 0.2})
 

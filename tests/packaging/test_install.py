@@ -127,10 +127,16 @@ def box(tmp_path):
     return Box(tmp_path / "box")
 
 
+@pytest.fixture
+def first(box, bundle):
+    """The archive of version 1.0, which is installed."""
+    made = bundle("1.0")
+    box.install(made)
+    return made
+
+
 class TestInstalling:
-    def test_puts_command_units_and_a_sample_line_in_place_and_again_changes_nothing(self, box, bundle):
-        first = bundle("1.0")
-        box.install(first)
+    def test_puts_command_units_and_a_sample_line_in_place_and_again_changes_nothing(self, box, first):
         assert box.version == "1.0"
         for unit in ("coserve.service", "coserve-profile.service"):
             assert (box.folder / "etc/systemd/system" / unit).read_text() == (ROOT / "systemd" / unit).read_text()
@@ -141,9 +147,7 @@ class TestInstalling:
         assert (box.home / "current" / "pyvenv.cfg").stat().st_mtime_ns == made
         assert not (box.home / "previous").exists()
 
-    def test_that_broke_off_is_made_good(self, box, bundle):
-        first = bundle("1.0")
-        box.install(first)
+    def test_that_broke_off_is_made_good(self, box, first):
         (box.home / "current" / ".complete").unlink()
         (box.home / "current" / "bin" / "coserve").unlink()
         box.install(first)
@@ -171,8 +175,7 @@ class TestInstalling:
         assert told in box.install(first, check=1).stderr
         assert not (box.home / "current").exists()
 
-    def test_of_packages_that_do_not_work_here_is_refused_and_the_one_in_force_stays(self, box, bundle):
-        box.install(bundle("1.0"))
+    def test_of_packages_that_do_not_work_here_is_refused_and_the_one_in_force_stays(self, box, bundle, first):
         done = box.install(bundle("2.0", imports=("nothing_of_this_name",)), check=1)
         assert "nothing_of_this_name does not work on this box" in done.stderr
         assert box.version == "1.0"
@@ -188,9 +191,7 @@ class TestInstalling:
 
 
 class TestUpgrading:
-    def test_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle):
-        first = bundle("1.0")
-        box.install(first)
+    def test_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle, first):
         assert "no version before this one" in box.install(first, "--rollback", check=1).stderr
         box.line.write_text("line: mine\n")
         results = box.folder / "var/lib/coserve/results.db"
@@ -211,8 +212,7 @@ class TestUpgrading:
         assert len([folder for folder in box.home.iterdir() if not folder.is_symlink()]) == 2
         box.install(box.home / "current/share/coserve", "--rollback")
 
-    def test_to_one_that_refuses_the_line_file_leaves_the_old_one_in_force_unless_forced(self, box, bundle):
-        box.install(bundle("1.0"))
+    def test_to_one_that_refuses_the_line_file_leaves_the_old_one_in_force_unless_forced(self, box, bundle, first):
         second = bundle("2.0", refused="top-side")
         assert "refuses" in box.install(second, check=1).stderr
         assert box.version == "1.0"
@@ -221,17 +221,12 @@ class TestUpgrading:
 
 
 class TestRemoving:
-    def test_keeps_what_belongs_to_the_line(self, box, bundle):
-        first = bundle("1.0")
-        box.install(first)
+    def test_keeps_what_belongs_to_the_line_and_nothing_where_it_purges_too(self, box, first):
         (box.folder / "var/lib/coserve/results.db").write_text("verdicts")
         box.install(box.home / "current/share/coserve", "--remove")
         left = {str(file.relative_to(box.folder)) for file in box.folder.rglob("*") if file.is_file()}
         assert left == {"etc/coserve/line.yaml", "var/lib/coserve/results.db"}
         box.install(first, "--remove")  # again: nothing to do
-
-    def test_purging_keeps_nothing_and_is_a_mistake_alone(self, box, bundle):
-        first = bundle("1.0")
         box.install(first)
         assert "usage" in box.install(first, "--purge", check=2).stderr
         box.install(first, "--remove", "--purge")

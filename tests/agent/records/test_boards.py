@@ -316,6 +316,15 @@ class SteppedLine:
         return [one.verdict for one in self.recorded.values()]
 
 
+def stepped(step_s):
+    """A line whose clock makes a step while its board is open."""
+    line = SteppedLine()
+    line.see("r/1")
+    line.wait(5)
+    line.off_by_s = step_s
+    return line
+
+
 STEPS = pytest.mark.parametrize("step_s", [3600.0, -3600.0, 86400.0, -45.0, 45.0])
 RESTARTS = pytest.mark.parametrize("is_restarted", [False, True], ids=["running on", "restarted"])
 
@@ -323,10 +332,7 @@ RESTARTS = pytest.mark.parametrize("is_restarted", [False, True], ids=["running 
 @STEPS
 @RESTARTS
 def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s, is_restarted):
-    line = SteppedLine()
-    line.see("r/1")
-    line.wait(5)
-    line.off_by_s = step_s
+    line = stepped(step_s)
     line.wait(5)
     line.see("c/1")
     if is_restarted:
@@ -343,10 +349,7 @@ def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s
 @STEPS
 @pytest.mark.parametrize("off_s", [None, 0.0, 3600.0], ids=["running on", "restarted", "off for a while"])
 def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_clock_does(step_s, off_s):
-    line = SteppedLine()
-    line.see("r/1")
-    line.wait(5)
-    line.off_by_s = step_s
+    line = stepped(step_s)
     if off_s is not None:
         line.restart(off_s)
     line.wait(54.5)
@@ -358,10 +361,7 @@ def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_cloc
 @STEPS
 @RESTARTS
 def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(step_s, is_restarted):
-    line = SteppedLine()
-    line.see("r/1")
-    line.wait(5)
-    line.off_by_s = step_s
+    line = stepped(step_s)
     for place in ("c/1", "r/2"):
         line.see(place)
     line.wait(5)

@@ -75,20 +75,16 @@ def test_auxiliary_heads_of_a_training_checkpoint_are_left_out(files):
     assert not [name for name in BACKEND.pack(expert, Precision.FP32).tensors if name.startswith("aux")]
 
 
-def test_values_that_are_not_numbers_are_corrupt(files):
-    module = build_trainable("squeezenet1_1", 3)
-    next(module.parameters()).data[0] = float("nan")
-    with pytest.raises(WeightsCorrupt, match=r"features\.0\.weight holds values that are not numbers"):
-        BACKEND.pack(files.torch_module("cls/x", module, "squeezenet1_1"), Precision.FP32)
-
-
-def test_values_beyond_the_precision_are_a_mismatch(files):
+def test_values_that_are_no_numbers_are_corrupt_and_those_beyond_the_precision_a_mismatch(files):
     module = build_trainable("squeezenet1_1", 3)
     next(module.parameters()).data[0] = 1e6
     expert = files.torch_module("cls/x", module, "squeezenet1_1")
     with pytest.raises(WeightsMismatch, match="too large for fp16"):
         BACKEND.pack(expert, Precision.FP16)
     BACKEND.pack(expert, Precision.BF16)
+    next(module.parameters()).data[0] = float("nan")
+    with pytest.raises(WeightsCorrupt, match=r"features\.0\.weight holds values that are not numbers"):
+        BACKEND.pack(files.torch_module("cls/x", module, "squeezenet1_1"), Precision.FP32)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])

@@ -96,23 +96,15 @@ def test_without_all_of_it_nothing_is_told(values):
     assert fit_of(values, (224, 224)) is None
 
 
-def test_an_image_processor_that_squeezes():
+def test_an_image_processor_squeezes_or_cuts_by_a_factor_of_its_own():
     told = of_image_processor(VIT)
     assert told["normalize"] == (HALF, "image_mean, image_std, do_rescale, rescale_factor")
     assert told["size"] == ((224, 224), "size")
     assert told["fit"] == ({"resize": (224, 224), "crop": 224, "interpolation": "bilinear"}, "size, resample")
-
-
-def test_an_image_processor_that_cuts():
-    told = of_image_processor(CLIP)
-    assert told["normalize"] == ("imagenet", "image_mean, image_std")
-    assert told["size"] == ((224, 224), "crop_size")
-    expected = {"resize": 256, "crop": 224, "interpolation": "bicubic"}
-    assert told["fit"] == (expected, "size, crop_size, resample")
-
-
-def test_a_factor_of_its_own_is_counted_in():
-    """Pixels from 0 to 2 less 1 are those from 0 to 1 less 0.5, over 0.5."""
+    told, cut = of_image_processor(CLIP), {"resize": 256, "crop": 224, "interpolation": "bicubic"}
+    assert (told["normalize"], told["size"]) == (("imagenet", "image_mean, image_std"), ((224, 224), "crop_size"))
+    assert told["fit"] == (cut, "size, crop_size, resample")
+    # pixels from 0 to 2 less 1 are those from 0 to 1 less 0.5, over 0.5
     told = of_image_processor({**VIT, "rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3})
     assert told["normalize"][0] == HALF
 

@@ -49,28 +49,31 @@ class TestWhereWeightsAre:
 
     @pytest.mark.parametrize("zipped", [True, False])
     def test_the_file_itself(self, tmp_path, network, zipped):
-        source = saved(tmp_path, network.state_dict(), _use_new_zipfile_serialization=zipped)
-        found = read_checkpoint(source)
-        assert same(found, network.state_dict())
-        assert (found.where, found.said) == ("the file itself", ())
+        for document, framework in ((network.state_dict(), None), (network, "torchvision")):
+            found = read_checkpoint(saved(tmp_path, document, _use_new_zipfile_serialization=zipped))
+            assert same(found, network.state_dict())
+            assert (found.where, found.facts.framework) == ("the file itself", framework)
 
-    @pytest.mark.parametrize("zipped", [True, False])
-    def test_a_whole_module(self, tmp_path, network, zipped):
-        found = read_checkpoint(saved(tmp_path, network, _use_new_zipfile_serialization=zipped))
+    @pytest.mark.parametrize(
+        ("document", "said"),
+        [
+            (lambda it: {"model": torch.nn.DataParallel(it)}, "module. before every name was left out"),
+            (
+                lambda it: {"net": prefixed(torch.compile(it, backend="eager").state_dict(), "module.")},
+                "module._orig_mod. before every name was left out",
+            ),
+            (
+                lambda it: {"model": it.state_dict(), "ema": dict(it.named_parameters())},
+                "what ema lacks was taken from model",
+            ),
+            (lambda it: {"net": it.state_dict(), "best": torch.tensor(0.9)}, "the weights under net were taken"),
+        ],
+        ids=["a whole module in what wraps it", "compiled and wrapped", "an average of parameters", "beside a number"],
+    )
+    def test_in_what_wraps_them(self, tmp_path, network, document, said):
+        found = read_checkpoint(saved(tmp_path, document(network)))
         assert same(found, network.state_dict())
-        assert found.facts.framework == "torchvision"
-
-    def test_a_whole_module_below_a_key_in_what_wraps_it(self, tmp_path, network):
-        found = read_checkpoint(saved(tmp_path, {"model": torch.nn.DataParallel(network), "epoch": 1}))
-        assert same(found, network.state_dict())
-        assert found.said == ("the weights under model were taken", "module. before every name was left out")
-
-    def test_a_compiled_module_that_was_wrapped(self, tmp_path, network):
-        compiled = torch.compile(network, backend="eager")
-        document = {"state_dict": prefixed(compiled.state_dict(), "module.")}
-        found = read_checkpoint(saved(tmp_path, document))
-        assert same(found, network.state_dict())
-        assert found.said[-1] == "module._orig_mod. before every name was left out"
+        assert said in found.said
 
     def test_an_average_goes_before_what_it_is_the_average_of(self, tmp_path, network):
         average = copy.deepcopy(network)
@@ -80,33 +83,21 @@ class TestWhereWeightsAre:
         assert same(found, average.state_dict())
         assert (found.where, found.said[1]) == ("ema.module", "model has weights, too: left out")
 
-    def test_an_average_of_parameters_alone_takes_the_rest_from_the_model(self, tmp_path, network):
-        document = {"model": network.state_dict(), "ema": dict(network.named_parameters())}
-        found = read_checkpoint(saved(tmp_path, document))
-        assert same(found, network.state_dict())
-        assert "what ema lacks was taken from model" in found.said
-
-    def test_layers_by_number_keep_the_name_before_them(self, tmp_path):
-        document = {"model.0.weight": torch.ones(2), "model.1.weight": torch.ones(3)}
-        assert same(read_checkpoint(saved(tmp_path, document)), document)
-
-    def test_a_number_beside_the_weights_is_no_weight(self, tmp_path, network):
-        document = {"state_dict": network.state_dict(), "best_accuracy": torch.tensor(0.9), "epoch": 3}
-        assert same(read_checkpoint(saved(tmp_path, document)), network.state_dict())
-
     def test_buffers_that_a_module_does_not_keep_are_none_of_its_weights(self, tmp_path):
         module = torch.nn.Linear(2, 2)
         module.register_buffer("passing", torch.ones(3), persistent=False)
         module.register_buffer("kept", torch.ones(3))
         assert same(read_checkpoint(saved(tmp_path, module)), module.state_dict())
 
-    def test_views_and_types_are_written_as_they_are(self, tmp_path):
+    def test_names_views_and_types_are_written_as_they_are(self, tmp_path):
         base = torch.arange(24).reshape(4, 6)
         tensors = {
             "turned": base.t(), "part": base[1:3, ::2], "half": base.half(), "brain": base.bfloat16().t(),
             "yes": base > 3, "point": torch.tensor(2.5), "none": torch.empty(0, 3), "spread": torch.ones(1).expand(4),
         }  # fmt: skip
-        assert same(read_checkpoint(saved(tmp_path, tensors)), tensors)
+        numbered = {"model.0.weight": torch.ones(2), "model.1.weight": torch.ones(3)}
+        for document in (tensors, numbered):
+            assert same(read_checkpoint(saved(tmp_path, document)), document)
 
     def test_what_holds_none_is_refused_by_what_it_holds(self, tmp_path):
         for document, told in (
