@@ -60,14 +60,6 @@ def with_other(document, place, value):
     return changed
 
 
-# -- files --
-
-
-def test_what_is_written_is_read(folder):
-    folder.write("cls/x", FOUND)
-    assert (folder.read("cls/x"), folder.read("cls/y")) == (FOUND, None)
-
-
 @pytest.mark.parametrize("name", ["", "/", "cls/", "/x", "cls//x", "..", "../x", "cls/../../x", "cls/.", "cls/x\0y"])
 def test_what_is_no_experts_id_has_no_place(folder, name):
     with pytest.raises(ValueError, match="cannot be an expert's id: it is not kind/name"):
@@ -92,6 +84,7 @@ def test_what_cannot_be_understood_counts_as_absent(folder, content):
 
 def test_one_of_another_format_counts_as_absent(folder):
     folder.write("cls/x", FOUND)
+    assert (folder.read("cls/x"), folder.read("cls/y")) == (FOUND, None)
     path = folder.path("cls/x")
     before = {key: each for key, each in json.loads(path.read_text()).items() if key != "format"}  # as once written
     for document in (before, {**before, "format": FORMAT - 1}, {**before, "format": FORMAT + 1}):
@@ -106,32 +99,20 @@ def test_one_of_another_format_counts_as_absent(folder):
 def test_whatever_stands_in_it_is_a_calibration_or_none(tmp_path, place, value):
     document = {} if (place, value) == ((), KeyError) else with_other(json.loads(DOCUMENT), place, value)
     (tmp_path / "x.json").write_text(json.dumps(document))
-    check_sound(read_calibration(tmp_path / "x.json"))
-
-
-def check_sound(found):
-    """Absent, or whole: what a form of eight bits can be made by, and what can be written again."""
-    if found is None:
-        return
-    assert isinstance(found, Calibration)
-    ranges = [pair for of_form in found.ranges.values() for pair in of_form.items()]
-    assert all(isinstance(name, str) and isinstance(each, CallRanges) for name, each in ranges)
-    json.dumps(asdict(found), allow_nan=False)
-
-
-# -- ranges --
+    found = read_calibration(tmp_path / "x.json")
+    if found is not None:  # whole: a form of eight bits can be made by it, and it can be written again
+        ranges = [pair for of_form in found.ranges.values() for pair in of_form.items()]
+        assert all(isinstance(name, str) and isinstance(each, CallRanges) for name, each in ranges)
+        json.dumps(asdict(found), allow_nan=False)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (float("nan"), 1.0), (0.0, float("inf")), (-float("inf"), 0.0)])
 def test_a_range_is_of_numbers(low, high):
     with pytest.raises(ValueError, match="have no levels"):
         Range(low, high)
-
-
-@pytest.mark.parametrize("shift", [float("nan"), float("inf")])
-def test_a_shift_is_a_number(shift):
-    with pytest.raises(ValueError, match="no number"):
-        CallRanges(Range(0.0, 1.0), Range(0.0, 1.0), shifts=(0.0, shift))
+    for shift in {low, high} - {0.0, 1.0}:
+        with pytest.raises(ValueError, match="no number"):
+            CallRanges(Range(0.0, 1.0), Range(0.0, 1.0), shifts=(0.0, shift))
 
 
 def test_a_range_around_others_holds_them_and_no_more():

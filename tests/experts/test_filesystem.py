@@ -7,7 +7,8 @@ import pytest
 from experts.filesystem import open_folder, whole_file, whole_text_file
 
 
-def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path):
+def test_a_file_appears_with_its_bytes_and_leaves_no_draft_neither_of_a_killed_writer(tmp_path):
+    (tmp_path / ".a.tmp").write_bytes(b"half")
     with whole_file(tmp_path / "a") as file:
         file.write(b"first")
         assert not (tmp_path / "a").exists()
@@ -29,13 +30,6 @@ def test_an_error_leaves_what_was_there(tmp_path, has_rivals):
     with pytest.raises(KeyError):
         fail()
     assert ((tmp_path / "a").read_bytes(), os.listdir(tmp_path)) == (b"first", ["a"])
-
-
-def test_the_draft_of_a_killed_writer_goes_with_the_next_one(tmp_path):
-    (tmp_path / ".a.tmp").write_bytes(b"half")
-    with whole_file(tmp_path / "a") as file:
-        file.write(b"whole")
-    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path):

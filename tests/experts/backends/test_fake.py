@@ -29,19 +29,16 @@ def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_
         slot.infer(expert, image)
 
 
-def test_its_label_follows_the_picture_and_nothing_else(files, store, make_slot, image):
+def test_its_label_follows_the_picture_and_nothing_else_unless_it_is_fixed(files, store, make_slot, image):
     expert = files.fake("cls/x", labels=[str(number) for number in range(50)])
     slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     pictures = [image, 255 - image, image // 2, image // 4]
     alone = [slot.infer(expert, picture)[0].label for picture in pictures]
     assert [each.label for each in slot.infer(expert, *pictures)] == alone
     assert len(set(alone)) > 1
-
-
-def test_a_fixed_label_is_always_answered(files, store, make_slot, image):
-    expert = files.fake("cls/x", label="missing")
-    slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
-    assert [each.label for each in slot.infer(expert, image, 255 - image)] == ["missing", "missing"]
+    fixed = files.fake("cls/fixed", label="missing")
+    slot = make_slot(fixed, packed_in(store, [fixed], Precision.FP32)[fixed.id][Precision.FP32], store)
+    assert [each.label for each in slot.infer(fixed, image, 255 - image)] == ["missing", "missing"]
     with pytest.raises(WeightsMismatch, match="none of the line's"):
         BACKEND.pack(files.fake("cls/y", label="elsewhere"), Precision.FP32)
 

@@ -56,14 +56,12 @@ def test_bytes_packed_for_other_instructions_of_one_cpu_are_told_apart():
 
 @pytest.mark.parametrize("factor", [0.9, float("nan")])
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_convolution_pointwise"])
-def test_an_operator_that_answers_wrongly_is_found(monkeypatch, name, factor):
+def test_an_operator_that_answers_wrongly_or_refuses_is_found(monkeypatch, name, factor):
     right = getattr(torch.ops.mkldnn, name)
     monkeypatch.setattr(torch.ops.mkldnn, name, lambda *given: right(*given) * factor)
     off = "nan%" if factor != factor else "10%"
     assert operators.why_absent.__wrapped__(torch.float32) == f"oneDNN's sums are off by {off} of the largest"
 
-
-def test_what_torch_refuses_is_the_reason(monkeypatch):
     def refused(*_):
         raise RuntimeError("bf16 path needs avx512bw\nat convolution.cpp:12")
 
@@ -72,15 +70,12 @@ def test_what_torch_refuses_is_the_reason(monkeypatch):
 
 
 def test_a_form_that_does_not_run_makes_way(monkeypatch):
+    assert FORMS.keys() == set(Precision)
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off")
     assert {runs_as(form) for form in Precision} == set(Precision) - {
         Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8
     }  # fmt: skip
     assert (runs_as(Precision.ONEDNN_BF16), runs_as(Precision.ONEDNN_INT8)) == (Precision.BF16, Precision.FP32)
-
-
-def test_each_name_has_a_form():
-    assert FORMS.keys() == set(Precision)
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])

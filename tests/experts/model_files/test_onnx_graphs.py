@@ -41,23 +41,15 @@ def test_a_detector_of_ultralytics_tells_everything(graph):
     assert (found.sure["labels"], found.tensors) == ("names in its metadata", None)
 
 
-def test_a_graph_for_any_size_has_that_of_its_training(graph):
+def test_detectors_of_other_sizes_and_tasks_of_ultralytics_are_told_or_refused(graph):
     found = describe_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
     assert (found.size, found.sure["size"]) == ((64, 96), "imgsz in its metadata")
-
-
-def test_a_segmentation_model_is_a_detector_and_that_is_said(graph):
-    found = describe_file(
-        graph(("output0", "n", 38, 84), ("protos", "n", 32, 16, 24), **ULTRALYTICS | {"task": "segment"})
-    )
-    assert found.kind == "detector"
-    assert "without their masks" in found.said[0]
-
-
-@pytest.mark.parametrize("task", ["pose", "obb"])
-def test_another_task_is_refused_by_name(graph, task):
-    with pytest.raises(WeightsRefused, match=f"for the task {task}: served are detect, segment, classify"):
-        describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
+    outputs = ("output0", "n", 38, 84), ("protos", "n", 32, 16, 24)
+    found = describe_file(graph(*outputs, **ULTRALYTICS | {"task": "segment"}))
+    assert (found.kind, "without their masks" in found.said[0]) == ("detector", True)
+    for task in ("pose", "obb"):
+        with pytest.raises(WeightsRefused, match=f"for the task {task}: served are detect, segment, classify"):
+            describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
 
 
 def test_a_classifier_tells_how_many_labels_and_not_which(graph):
@@ -66,9 +58,6 @@ def test_a_classifier_tells_how_many_labels_and_not_which(graph):
     assert set(found.missing) == {"labels", "normalize", "task"}
     assert "--labels" in found.missing["labels"]
     assert "--normalize imagenet" in found.missing["normalize"]
-
-
-def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
     found = describe_file(graph(("logits", "n", 4), images=("n", 3, "h", "w")))
     assert found.missing["size"] == "its input images (n, 3, n, n) takes any: --size HEIGHTxWIDTH, as it was trained"
 
@@ -80,12 +69,9 @@ def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
         [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
     ],
 )  # fmt: skip
-def test_an_anomaly_model_is_told_by_its_outputs(graph, outputs):
+def test_an_anomaly_model_and_a_detector_are_told_by_their_outputs(graph, outputs):
     found = describe_file(graph(*outputs))
     assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))
-
-
-def test_detectors_without_metadata_are_told_by_their_outputs(graph):
     assert describe_file(graph(("boxes", "b", 4), ("labels", "b"), ("scores", "b"))).kind == "detector"
     assert describe_file(graph(("output0", "n", 84, 6))).kind == "detector"
 
@@ -170,12 +156,10 @@ class TestWeightsInOtherFiles:
         one = describe_file(tmp_path / "one.onnx")
         assert (one.is_scattered, one.label_count) == (False, 4)
 
-    def test_that_are_not_there_are_told(self, scattered):
+    def test_that_are_not_there_or_outside_its_folder_are_not_read(self, scattered):
         (scattered.parent / "model.onnx.data").unlink()
         with pytest.raises(WeightsRefused, match=r"in other files, which cannot be read: .*put them beside it"):
             describe_file(scattered)
-
-    def test_outside_its_folder_are_not_read(self, scattered):
         (scattered.parent.parent / "secret").write_bytes(bytes(100))
         model = onnx.load_model(scattered, load_external_data=False)
         for entry in model.graph.initializer[0].external_data:

@@ -54,17 +54,16 @@ def test_what_can_be_told_apart_is_told_apart_amid_the_gap():
     assert (found.rates.false_alarms, found.rates.caught, found.separation) == (0.0, 1.0, 1.0)
 
 
-def test_few_good_samples_vouch_for_less_than_is_asked():
-    assert learned([0.1] * 9, [], 0.01).expected == pytest.approx(0.1)
-    assert learned([number / 100 for number in range(99)], [], 0.01).expected == pytest.approx(0.01)
-
-
 def test_without_bad_samples_it_lies_above_the_good_ones_on_any_scale():
     for scale in (1e-6, 1.0, 1e6):
         found = learned([scale * number / 10 for number in range(11)], [], 0.01)
         assert scale < found.rates.threshold < 1.2 * scale
         assert (found.rates.caught, found.separation) == (None, None)
     assert learned([0.0], [], 0.01).rates.threshold > 0.0
+    assert learned([0.1] * 9, [], 0.01).expected == pytest.approx(0.1), "few vouch for less than is asked"
+    assert learned([number / 100 for number in range(99)], [], 0.01).expected == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="no good sample"):
+        learned([], [1.0], 0.01)
 
 
 def test_the_rate_holds_for_parts_to_come():
@@ -90,8 +89,3 @@ def test_the_separation_is_that_of_all_pairs(good, bad):
 def test_rates_count_a_score_at_the_threshold_as_an_alarm(good, bad, threshold):
     rates = rates_at(threshold, good, bad)
     assert (rates.false_alarms, rates.caught is None) == (alarms(threshold, good) / len(good), not bad)
-
-
-def test_a_rate_of_false_alarms_needs_good_samples():
-    with pytest.raises(ValueError, match="no good sample"):
-        learned([], [1.0], 0.01)
