@@ -23,10 +23,9 @@ def pragma(database, name):
 
 def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path):
     with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite")) as database:
-        assert pragma(database, "journal_mode") == "wal"
-        assert pragma(database, "synchronous") == 2  # FULL
-        assert pragma(database, "auto_vacuum") == 2  # INCREMENTAL
-        assert pragma(database, "journal_size_limit") == JOURNAL_LIMIT_BYTES
+        names = ("journal_mode", "synchronous", "auto_vacuum", "journal_size_limit")
+        full = incremental = 2
+        assert [pragma(database, name) for name in names] == ["wal", full, incremental, JOURNAL_LIMIT_BYTES]
     with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite", busy_timeout_s=0.25)) as database:
         assert pragma(database, "busy_timeout") == 250
     with closing(open_for_reading(tmp_path / "a" / "b" / "r.sqlite", busy_timeout_s=0.5)) as connection:
@@ -42,21 +41,18 @@ def test_a_file_of_another_version_is_refused_by_its_name(tmp_path):
         open_for_writing(tmp_path / "r.sqlite")
 
 
-def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path):
+def test_a_reader_answers_to_column_names_and_neither_writes_nor_makes_a_file(tmp_path):
+    file = tmp_path / "r.sqlite"
+    with pytest.raises(FileNotFoundError) as missing:
+        open_for_reading(file)
+    assert str(missing.value) == f"{file}: no results yet - the agent writes this file when it first runs"
+    assert not file.exists()
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
         database["results"].insert(ROW)
     with closing(open_for_reading(tmp_path / "r.sqlite")) as connection:
         assert connection.execute("SELECT * FROM results").fetchone()["component"] == "r"
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             connection.execute("DELETE FROM results")
-
-
-def test_a_missing_file_is_told_with_what_to_expect_and_is_not_made(tmp_path):
-    file = tmp_path / "r.sqlite"
-    with pytest.raises(FileNotFoundError) as missing:
-        open_for_reading(file)
-    assert str(missing.value) == f"{file}: no results yet - the agent writes this file when it first runs"
-    assert not file.exists()
 
 
 def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path, monkeypatch):
@@ -67,9 +63,6 @@ def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path
         open_for_writing(file)
     expected = f"{file} is on a shared filesystem (cifs) - set `state:` to a folder on a local disk"
     assert (str(refused.value), asked, file.parent.exists()) == (expected, [file], False)
-
-
-# -- the lock --
 
 
 def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(tmp_path):
@@ -85,12 +78,7 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
     assert lock.exists()
     with state_held(folder):
         pass
-
-
-def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(file):
+    with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(lock):
         pass
 
 
@@ -100,10 +88,8 @@ def test_root_writes_nothing_into_the_state_of_another_user(tmp_path):
     state = tmp_path / "state"
     state.mkdir()
     os.chown(state, 65534, 65534)
-    with (
-        pytest.raises(StateOfAnother, match=r"belongs to the user nobody, .*sudo -u nobody coserve"),
-        state_held(state),
-    ):
+    told = r"belongs to the user nobody, .*sudo -u nobody coserve"
+    with pytest.raises(StateOfAnother, match=told), state_held(state):
         pass
     assert list(state.iterdir()) == []
     os.chown(state, 64999, 64999)

@@ -55,10 +55,8 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
     (message,) = reader.waiting("mqtt", 10)
     told = json.loads(message.payload)
     for name in ("arrived_at", "finished_at"):
-        at = datetime.fromisoformat(str(told[name]))
-        assert at.tzinfo is not None
+        at = datetime.fromisoformat(told.pop(name))
         assert at == getattr(RESULT.subject if name == "arrived_at" else RESULT, name)
-        del told[name]
     assert told == {
         "schema": 1, "id": message.id, "event": "ng", "line": "demo", "seq": 1, "board_serial": "B1",
         "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,

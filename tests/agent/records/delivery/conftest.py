@@ -155,21 +155,19 @@ class Broker:
 
 
 @pytest.fixture
-def broker(tmp_path):
+def broker(tmp_path, request):
     """Starts brokers; all end with the test."""
     if MOSQUITTO is None:
         end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         end("mosquitto is not installed: make tools, or apt-get install mosquitto")
-    made = []
 
     def make(*settings):
-        made.append(Broker(tmp_path, *settings))
-        made[-1].start()
-        return made[-1]
+        made = Broker(tmp_path, *settings)
+        request.addfinalizer(made.stop)
+        made.start()
+        return made
 
-    yield make
-    for each in made:
-        each.stop()
+    return make
 
 
 @dataclass

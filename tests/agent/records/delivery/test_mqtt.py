@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -259,10 +258,6 @@ def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, answer
         deliveries.start()
         store.record_board(board("B1"))
         connected.get(timeout=60)
-        began_s = time.monotonic()
-        is_ended = deliveries.stop(25.0)
-        took_s = time.monotonic() - began_s
+        assert deliveries.stop(25.0)
         store.close()
-    assert took_s < 30.0, "a second or two, and what a busy machine adds"
-    assert is_ended
     assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 1

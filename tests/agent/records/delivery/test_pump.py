@@ -95,17 +95,14 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path):
-    made = []
-
+def stage(tmp_path, request):
     def make_stage(**settings):
-        made.append(Stage(tmp_path, **settings))
-        return made[-1]
+        made = Stage(tmp_path, **settings)
+        request.addfinalizer(made.store.close)
+        request.addfinalizer(made.runner.close)
+        return made
 
-    yield make_stage
-    for each in made:
-        each.runner.close()
-        each.store.close()
+    return make_stage
 
 
 def test_a_day_without_a_broker(stage, caplog):

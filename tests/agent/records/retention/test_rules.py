@@ -118,9 +118,7 @@ class Line:
         self.ahead_s = 2 * YOUNG_S
         self.free_bytes = 10**12
         surroundings = Surroundings(lambda: self.monotonic_s, self.now, self.free)
-        self.sweeper = Sweeper(
-            limits, self.archive, self.shelves, self.store, surroundings=surroundings, **settings
-        )  # fmt: skip
+        self.sweeper = Sweeper(limits, self.archive, self.shelves, self.store, surroundings=surroundings, **settings)
 
     def free(self, _):
         return self.free_bytes - sum(path.stat().st_size for path in self.archive.folder.rglob("*~*"))
@@ -165,21 +163,22 @@ class Line:
         at_s = self.began.timestamp() - age_days * DAY_S
         os.utime(path, (at_s, at_s))
 
+    def asked(self, sql):
+        with closing(sqlite3.connect(self.folder / "r.db")) as connection:
+            return connection.execute(sql).fetchone()[0]
+
     def kept_as(self):
         return {row.result.subject.key: row.result.kept_as for row in self.store.query()}
 
 
 @pytest.fixture
-def line(tmp_path):
-    made = []
-
+def line(tmp_path, request):
     def make(limits, **settings):
-        made.append(Line(tmp_path, limits, **settings))
-        return made[-1]
+        made = Line(tmp_path, limits, **settings)
+        request.addfinalizer(made.store.close)
+        return made
 
-    yield make
-    for each in made:
-        each.store.close()
+    return make
 
 
 def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
@@ -279,12 +278,12 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
     for number in range(2000):
         one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
     settled(one.store)
-    before = _pages(one)
+    before = one.asked("PRAGMA page_count")
     one.sweep()
     one.store.record(one.result("new", Verdict.OK))
     settled(one.store)
     assert [row.seq for row in one.store.query()] == [2001]
-    assert _pages(one) < before / 4
+    assert one.asked("PRAGMA page_count") < before / 4
 
 
 def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
@@ -307,13 +306,7 @@ def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypat
     refused.clear()
     one.sweep()
     assert not stuck.exists(), "it was marked, and goes as soon as it can"
-    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
-        assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
-
-
-def _pages(line):
-    with closing(sqlite3.connect(line.folder / "r.db")) as connection:
-        return int(connection.execute("PRAGMA page_count").fetchone()[0])
+    assert one.asked("SELECT count(*) FROM leaving") == 0
 
 
 def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
@@ -338,11 +331,10 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
 def exported(one, days_ago):
     """The export as it was so many days ago."""
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
-    now_s = [0.0]
+    now_s, before = [0.0], set((one.folder / "out").glob("results-*"))
     export = ResultExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago), lambda: now_s[0])
     now_s[0] = FIRST_S
-    files = len(list((one.folder / "out").glob("results-*")))
-    while len(list((one.folder / "out").glob("results-*"))) == files:
+    while set((one.folder / "out").glob("results-*")) == before:
         export.step()
     settled(one.store)
 
@@ -459,5 +451,4 @@ def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(lin
     named = {row.result.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
     assert all((one.folder / "images" / str(each)).exists() for each in named)
     assert (run(60, 1000), images()) == (0, set())
-    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
-        assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
+    assert one.asked("SELECT count(*) FROM leaving") == 0
