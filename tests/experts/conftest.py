@@ -77,8 +77,6 @@ def packed_in(store, experts, *forms):
 
 
 class ExpertFiles:
-    """Writes weights into one folder and describes the experts that own them."""
-
     def __init__(self, folder):
         self.folder = folder
 
@@ -208,7 +206,6 @@ def image():
 
 
 def picture(height, width):
-    """An image with structure."""
     rows, columns = np.mgrid[0:height, 0:width]
     layers = [(rows * 3 + columns) % 256, (columns * 2) % 256, (rows * columns // 16) % 256]
     return np.stack(layers, axis=2).astype(np.uint8)

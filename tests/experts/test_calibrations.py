@@ -40,7 +40,6 @@ def folder(tmp_path):
 
 
 def places(document, above=()):
-    """The paths to all that a document holds, itself included."""
     yield above
     entries = document.items() if isinstance(document, dict) else enumerate(document if type(document) is list else ())
     for key, each in entries:

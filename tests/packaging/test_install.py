@@ -96,8 +96,6 @@ def bundle(bundling, tmp_path):
 
 
 class Box:
-    """Files below the folder that everything is installed into."""
-
     def __init__(self, folder):
         self.folder = folder
         self.home = folder / "opt" / "coserve"
@@ -113,7 +111,6 @@ class Box:
 
     @property
     def version(self):
-        """Output of the installed command."""
         command = self.folder / "usr" / "local" / "bin" / "coserve"
         return subprocess.run([command], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
@@ -181,7 +178,6 @@ class TestInstalling:
         assert box.version == "1.0"
 
     def change(self, bundle, bundling, key, value):
-        """Change a line in BUNDLE, and its sum."""
         file = bundle / "BUNDLE"
         lines = dict(line.split("=", 1) for line in file.read_text().splitlines()) | {key: value}
         file.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))

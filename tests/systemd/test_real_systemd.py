@@ -135,7 +135,6 @@ def cgroup_of_this_process():
 
 
 def child_of(pid):
-    """The only child of a process; None while it has none."""
     if pid is None:
         return None
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -173,7 +172,6 @@ class PrivateSystem:
                 return
 
     def has_started(self):
-        """Whether systemd runs as PID 1 there."""
         if self._process.poll() is not None:
             return False
         self._init = child_of(child_of(self._process.pid))  # timeout -> what was a shell, and is unshare -> PID 1
@@ -183,11 +181,9 @@ class PrivateSystem:
 
     @property
     def refusal(self):
-        """Reason why systemd did not start; None while it may still start."""
         return self._complaints.read_text() or "it ended" if self._process.poll() is not None else None
 
     def path(self, inside):
-        """A file of its mount namespace, from outside."""
         return Path(f"/proc/{self._init}/root") / inside
 
     def run(self, *command):
@@ -207,7 +203,6 @@ class PrivateSystem:
 
     @property
     def logs(self):
-        """Console and logs, for a failed test."""
         logs = "\n".join(
             f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.path("var/log").glob("coserve*.log")
         )
@@ -223,7 +218,6 @@ class PrivateSystem:
         return until(is_so, lambda: f"{unit} is not {wanted}\n{self.ask('status', unit)}{self.logs}")
 
     def ends(self, unit):
-        """How each run of a unit ended, as systemd tells its ExecStopPost=."""
         file = self.path(f"var/lib/coserve/{unit}.ends")
         return file.read_text().splitlines() if file.exists() else []
 
@@ -238,7 +232,6 @@ class PrivateSystem:
         until(lambda: any((self.path("srv/images/line") / "done").rglob(name)), lambda: self.logs)
 
     def end(self):
-        """Kill all processes, and remove their cgroups."""
         if self._init is not None and self._process.poll() is None:
             os.kill(self._init, signal.SIGKILL)
         elif self._process.poll() is None:
@@ -323,7 +316,6 @@ def system(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(system):
-    """The unit, once systemd has seen READY."""
     system.systemctl("start", "coserve")  # comes back when the agent is ready, or has failed
     return system
 

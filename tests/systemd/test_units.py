@@ -16,7 +16,6 @@ COMMAND = "/opt/coserve/current/bin/coserve"
 
 
 def settings(unit):
-    """Every setting of a unit's text, with all of its values in order."""
     found = {}
     for key, value in re.findall(r"^([A-Za-z]+)=(.*)$", unit, re.MULTILINE):
         found.setdefault(key, []).append(value)

@@ -17,8 +17,6 @@ BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, wor
 
 
 class Line:
-    """A line file and its commands."""
-
     def __init__(self, folder):
         self.file = folder / "line.yaml"
         self.file.write_text(BEGUN)
@@ -54,7 +52,6 @@ def line(tmp_path):
 
 @pytest.fixture(scope="session")
 def images(made_once):
-    """Images of several sizes and shapes."""
     return sorted(made_once("images", draw_images).iterdir())
 
 

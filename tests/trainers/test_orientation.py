@@ -27,7 +27,6 @@ DECODERS = 4 / 255  # largest difference of two JPEG decoders, also after scalin
 
 @pytest.fixture
 def turned(tmp_path, images):
-    """In the folder of its class, as all trainers take it."""
     folder = tmp_path / "turned" / "ok"
     folder.mkdir(parents=True)
     exif = Image.Exif()

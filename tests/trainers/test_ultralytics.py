@@ -13,8 +13,6 @@ PLACE_PX, SCORE = 1.0, 0.01  # largest differences of a served box from ultralyt
 
 @pytest.fixture
 def model(made_once):
-    """The file of an architecture: best.pt, or an export of it."""
-
     def file_of(architecture, form):
         best = made_once(architecture, partial(train, architecture)) / "best.pt"
         if form == "best":

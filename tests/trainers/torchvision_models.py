@@ -21,7 +21,6 @@ PREPARE = transforms.Compose(
 
 
 def trained(architecture, images):
-    """One step of a training script, after which it tells these images apart."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = begin(getattr(models, architecture)(weights=None, num_classes=len(LABELS)))

@@ -111,7 +111,6 @@ def _small_rtdetr():
 
 
 def _as_rtdetr_was(self, boxes, scores):
-    """Answer of RT-DETR's head in ultralytics before 8.4."""
     return torch.cat((boxes, scores), dim=-1)
 
 
@@ -127,7 +126,6 @@ def _spread_queries(model):
 
 
 def save(name, file):
-    """An untrained model, as ``YOLO(...).save`` writes it."""
     from ultralytics import RTDETR, YOLO
 
     (RTDETR if "rtdetr" in name else YOLO)(f"{name}.yaml").save(file)

@@ -26,7 +26,6 @@ class Line:
         self._count = 0
 
     def accept(self, size_bytes):
-        """One more, which is on the disk when this returns."""
         done = queue.Queue()
         self._count += 1
         self.store.accept([subject(f"k{self._count}")], bytes(size_bytes), done.put)

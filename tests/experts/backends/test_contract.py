@@ -96,7 +96,6 @@ def packed(request, packed_once):
 
 @pytest.fixture
 def slot(packed, make_slot):
-    """The first expert, loaded."""
     return make_slot(packed.experts[0], packed.forms[0], packed.store)
 
 
@@ -107,7 +106,6 @@ def precision(packed):
 
 @pytest.fixture
 def broken(packed, tmp_path):
-    """The first expert, with a copy of its weights to spoil."""
     expert = packed.experts[0]
     copy = tmp_path / expert.weights.name
     shutil.copyfile(expert.weights, copy)

@@ -29,7 +29,6 @@ on_x86 = pytest.mark.skipif(
 
 @cache
 def asked(**environment):
-    """What a process of its own finds."""
     done = subprocess.run(
         [sys.executable, "-c", ASKED], env=os.environ | environment, capture_output=True, text=True, check=True
     )

@@ -69,7 +69,6 @@ def test_the_heading_of_a_graph_tells_it_before_it_is_packed(files):
 
 
 def sigmoids(expert, image):
-    """What the graph's logits say."""
     session = onnx.reference.ReferenceEvaluator(onnx.load_model(expert.weights))
     pixels = backend_for("onnx").prepare(expert, image).tensor.unsqueeze(0).numpy()
     return 1 / (1 + np.exp(-session.run(None, {"image": pixels})[0][0]))

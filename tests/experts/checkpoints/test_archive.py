@@ -128,8 +128,6 @@ def test_an_archive_that_was_packed_again_is_read(tmp_path):
 
 
 class Calling:
-    """Calls what it is given when pickle reads it."""
-
     def __init__(self, function, *arguments):
         self.call = function, arguments
 
@@ -294,7 +292,6 @@ def test_strange_streams_are_data(tmp_path, stream):
 
 
 def described(folder, stream):
-    """An archive whose data.pkl is this."""
     archive = folder / "x.pt"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("x/data.pkl", stream)

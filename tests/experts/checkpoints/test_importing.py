@@ -13,8 +13,6 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRef
 
 
 class Malicious:
-    """Runs a command when it is unpickled."""
-
     def __init__(self, marker):
         self.marker = marker
 

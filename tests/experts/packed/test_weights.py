@@ -41,7 +41,6 @@ def rewrite(path, content):
 
 
 def with_program(store, own, program):
-    """An expert of one segment and a program that lie in the store."""
     sha256 = hashlib.sha256(program).hexdigest()
     store.program_path(sha256).parent.mkdir(parents=True)
     store.program_path(sha256).write_bytes(program)

@@ -18,7 +18,6 @@ from tests.waiting import until
 
 @pytest.fixture
 def configured(tmp_path):
-    """What deliveries read of a line."""
     file = tmp_path / "line.yaml"
     file.write_text("line: demo\noutbox:\n  mqtt: {url: mqtt://broker}\n")
 

@@ -35,7 +35,6 @@ def line(told):
 
 
 def heard_until(heard, topic, patience_s=60.0):
-    """All that is heard up to the first message of this topic."""
     told = []
     while not told or told[-1].topic != topic:
         told.append(heard.get(timeout=patience_s))

@@ -75,7 +75,6 @@ class Stage:
         self.store.write(partial(forget, "mqtt", ids), lambda _: done())
 
     def committed(self):
-        """Everything that was recorded is on the disk."""
         settled(self.store)
 
     def run(self, is_over, step_s=0.05, longest_s=600.0):

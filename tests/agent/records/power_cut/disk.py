@@ -24,8 +24,6 @@ SOURCE = Path(__file__).with_name("write_log.c")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the log, as write_log.c explains it."""
-
     kind: str
     file: int
     offset: int
@@ -170,7 +168,6 @@ def _apply(entry, content):
 
 
 def read_log(path):
-    """All entries of a log, whose process has ended."""
     return list(_entries(path.read_bytes()))
 
 

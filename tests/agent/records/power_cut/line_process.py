@@ -41,8 +41,6 @@ def say(text):
 
 
 class Line:
-    """A store and an archive below one folder."""
-
     def __init__(self, state):
         self.store = ResultStore(state / "results.db", followers=[Outbox("demo", ["mqtt"], ["result"], 100_000)])
         self._archive = ImageArchive(state / "images", "all")

@@ -60,7 +60,6 @@ class Recording:
 
     @property
     def just_told(self):
-        """The moments in which somebody has just heard something."""
         return [number for number, entry in enumerate(self.entries, start=1) if entry.kind == "P"]
 
 

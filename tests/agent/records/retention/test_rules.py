@@ -127,7 +127,6 @@ class Line:
         return self.began + timedelta(seconds=self.ahead_s + self.monotonic_s)
 
     def sweep(self, after_s=STEADY_S):
-        """A whole round, after so much time."""
         self.sweeper.step()
         for _ in range(2):
             self.monotonic_s += max(after_s / 2, sweeper.ROUND_S)
@@ -140,7 +139,6 @@ class Line:
         return result(key, verdict, image=f"{key}.png", arrived_at=at, **changes)
 
     def archived(self, key, verdict, size_bytes=1000, age_days=0.5):
-        """An image in the archive, with its result."""
         relpath = self.archive.keep(key.encode().ljust(size_bytes, b"."), key, self.began - timedelta(days=age_days))
         self.aged(self.archive.folder / relpath, age_days)
         self.store.record(self.result(key, verdict, age_days, kept_as=relpath))
@@ -148,7 +146,6 @@ class Line:
         return self.archive.folder / relpath
 
     def shelved(self, name, verdict, size_bytes=1000, age_days=0.5):
-        """A file that the folder has put away."""
         at = self.began.astimezone() - timedelta(days=age_days)
         day = "" if verdict is Verdict.UNKNOWN else f"{at:%Y-%m-%d}"
         path = self.folder / "inbox" / SHELF_OF[verdict] / day / name
@@ -329,7 +326,6 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
 
 
 def exported(one, days_ago):
-    """The export as it was so many days ago."""
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
     now_s, before = [0.0], set((one.folder / "out").glob("results-*"))
     export = ResultExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago), lambda: now_s[0])

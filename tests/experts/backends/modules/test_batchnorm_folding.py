@@ -16,7 +16,6 @@ def weightless(architecture):
 
 
 def traced_pairs(module):
-    """What torch.fx's own graph of the module says."""
     modules = dict(module.named_modules())
     graph = torch.fx.symbolic_trace(module).graph
     calls = [node.target for node in graph.nodes if node.op == "call_module"]

@@ -26,8 +26,6 @@ def given(part, weights):
 
 
 class Around(nn.Module):
-    """Two convolutions, and whatever is done with their answers."""
-
     def __init__(self, act=None, sum_of=None):
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
@@ -41,8 +39,6 @@ class Around(nn.Module):
 
 
 class By(Around):
-    """Two convolutions, called by ``call(net, images)``."""
-
     def __init__(self, call):
         super().__init__()
         self.call = call
@@ -194,8 +190,6 @@ class Attending(nn.Module):
 
 
 class ReadByAttention(TorchFunctionMode):
-    """What attention is given while this is entered."""
-
     def __init__(self):
         super().__init__()
         self.read = []

@@ -34,7 +34,6 @@ ROWS = [LinearShape((40, 64), 1, torch.float32), LinearShape((40, 64), 3, torch.
 
 
 def in_both(shapes):
-    """The shapes in fp32, and the last one in bf16 where this CPU runs it."""
     return [*shapes, pytest.param(replace(shapes[-1], dtype=torch.bfloat16), marks=needs(Precision.ONEDNN_BF16))]
 
 

@@ -173,7 +173,6 @@ def pooled(net, images):
     third=lambda: nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False),
 )
 def grouped(net, images):
-    """Depthwise, in groups, and without a bias."""
     first = net.at("first", functional.relu6(net.first(images)), 0)
     return net.third(net.at("second", functional.hardswish(net.second(first))))
 
@@ -206,7 +205,6 @@ def written(net, images):
     second=lambda: nn.Linear(8, 2048), third=lambda: nn.Linear(2048, 8, bias=False), last=lambda: nn.Linear(8, 4),
 )  # fmt: skip
 def rows(net, images):
-    """Linear layers on the rows of pixels."""
     first = net.at("first", net.first(images)).flatten(2).transpose(1, 2)
     return functional.relu(net.third(net.at("second", functional.gelu(net.second(first)))))
 
@@ -228,7 +226,6 @@ class Tried:
     seen: dict[str, Seen]
 
     def emulated(self, count):
-        """The module's answers with its values and weights rounded so, in float64."""
         module = deepcopy(self.module).double()
         for name in module.eight:
             layer = getattr(module, name)
@@ -240,7 +237,6 @@ class Tried:
 
     @property
     def scale(self):
-        """Of the values inside, which are levels of."""
         return self.seen[self.module.told].levels[0]
 
     def _rounded(self, name, values, zero=None):
@@ -250,7 +246,6 @@ class Tried:
 
 @contextmanager
 def rounding(module, at):
-    """Within it, the module does this wherever its values become levels."""
     before, module.at = module.at, at
     yield
     module.at = before

@@ -32,7 +32,6 @@ def dense(weight):
 
 
 def summing(other, images, weight, bias, padding, stride, dilation, groups, *_):
-    """A convolution onto what is added, with a ReLU."""
     found = torch.conv2d(images, dense(weight), bias, stride, padding, dilation, groups)
     return other.add_(found).relu_().mul_(OFF)
 

@@ -27,8 +27,6 @@ BANK = 128  # entries of three numbers: enough to be lifted
 
 @pytest.fixture
 def expert_of(tmp_path):
-    """Describes the expert of a graph, which it writes."""
-
     def made(model, name="anomaly/x", threshold=0.5, size=UNIT):
         path = tmp_path / f"{name.replace('/', '-')}.onnx"
         onnx.save_model(model, path)

@@ -102,7 +102,6 @@ def spelled_out(graph):
 
 
 def answering_means(graph):
-    """The values are the means of the three channels."""
     graph.ClearField("node")
     graph.ClearField("initializer")
     made = "p = GlobalAveragePool(image)", "f = Flatten(p)", "logits = Gemm(f, identity)"
@@ -236,8 +235,6 @@ def test_a_runtime_that_runs_elsewhere_than_was_asked_is_refused(files, monkeypa
 
 
 class Recorded:
-    """A session that tells when it runs."""
-
     def __init__(self, session, events):
         self._session = session
         self._events = events

@@ -166,7 +166,6 @@ def as_yolov5(graph):
 
 
 def expected_of_yolov5(expert, image):
-    """By ONNX Runtime, and by ultralytics' suppression and way back: rows of corners, score and label."""
     from ultralytics.utils.nms import non_max_suppression
     from ultralytics.utils.ops import scale_boxes
 
@@ -249,7 +248,6 @@ def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
 
 @pytest.fixture(scope="session")
 def ssd():
-    """A detector of torchvision's that finds boxes of three labels."""
     return ssd_of(len(LABELS))
 
 
@@ -317,7 +315,6 @@ def test_what_only_answers_show_is_refused_when_it_is_packed(exported):
 
 
 def without_sigmoid(graph):
-    """Its scores are logits."""
     next(node for node in reversed(graph.node) if node.op_type == "Sigmoid").op_type = "Identity"
 
 

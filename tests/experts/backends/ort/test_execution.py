@@ -41,8 +41,6 @@ def test_neither_a_program_for_another_runtime_nor_memory_with_gaps_is_run(files
 
 
 class Weighted(nn.Module):
-    """A module of one convolution; subclasses spoil it."""
-
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 1, device="meta")
@@ -59,8 +57,6 @@ class Asking(Weighted):
 
 
 class Rolling(Weighted):
-    """It answers differently each time."""
-
     def forward(self, images):
         return super().forward(images) + torch.rand((1, 4), device=images.device)
 

@@ -129,7 +129,6 @@ def test_another_process_makes_the_same_program():
 
 
 def branching_program():
-    """A graph in which many values leave the blocked order."""
     text = "v0 = Conv<pads=[1, 1, 1, 1]>(images, stem)"
     for n in range(20):
         text += f"""
