@@ -29,9 +29,8 @@ DOCUMENT = json.dumps({"format": FORMAT, **asdict(FOUND)})
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 1e308])
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5,
+)  # fmt: skip
 
 
 @pytest.fixture

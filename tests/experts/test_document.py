@@ -117,10 +117,9 @@ def test_any_bytes_are_a_document_or_a_config_error(content):
 
 @given(
     st.dictionaries(
-        st.text("abc0-_.", min_size=1, max_size=5),
-        st.integers() | st.text("xyz ", max_size=5) | st.booleans(),
+        st.text("abc0-_.", min_size=1, max_size=5), st.integers() | st.text("xyz ", max_size=5) | st.booleans(),
         max_size=5,
     )
-)
+)  # fmt: skip
 def test_what_json_writes_is_read_back(values):
     assert parsed(json.dumps(values)).values == values

@@ -13,11 +13,10 @@ LABELS = ("ok", "missing", "tombstone")
 SIZE = 48
 PREPARE = transforms.Compose(
     [
-        transforms.Resize((SIZE, SIZE)),
-        transforms.ToTensor(),
+        transforms.Resize((SIZE, SIZE)), transforms.ToTensor(),
         transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ]
-)
+)  # fmt: skip
 
 
 def trained(architecture, images):

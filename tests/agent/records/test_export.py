@@ -119,8 +119,7 @@ def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path):
     assert tuple(row) == RESULT_COLUMNS
     assert (row["seq"], row["key"], row["image"], row["verdict"]) == ("1", "k", BARE.subject.image, "NG")
     assert (json.loads(row["experts"]), json.loads(row["detail"])) == (["cls/a", "det/b"], {"steps": [1]})
-    assert row["kept_as"] == "2026-05-01/x.png"
-    assert datetime.fromisoformat(row["finished_at"]) == NOON
+    assert (row["kept_as"], datetime.fromisoformat(row["finished_at"])) == ("2026-05-01/x.png", NOON)
     line.store.close()
 
 

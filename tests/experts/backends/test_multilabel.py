@@ -78,11 +78,10 @@ ENDINGS = {
     "logits": (),
     "sigmoid": ("logits = Sigmoid(raw)",),
     "joined": (
-        "raw0, raw1, raw2 = Split<axis=1>(raw)",
-        *(f"own{n} = Sigmoid(raw{n})" for n in range(3)),
+        "raw0, raw1, raw2 = Split<axis=1>(raw)", *(f"own{n} = Sigmoid(raw{n})" for n in range(3)),
         "logits = Concat<axis=1>(own0, own1, own2)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes", ENDINGS.values(), ids=ENDINGS)

@@ -170,20 +170,16 @@ class TestWhatIsTold:
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            ({"loss": "bce_with_logits"}, "multilabel"),
-            ({"criterion": torch.nn.BCEWithLogitsLoss()}, "multilabel"),
+            ({"loss": "bce_with_logits"}, "multilabel"), ({"criterion": torch.nn.BCEWithLogitsLoss()}, "multilabel"),
             ({"criterion": torch.nn.CrossEntropyLoss()}, "multiclass"),
             ({"loss_fn": "torch.nn.functional.cross_entropy"}, "multiclass"),
             ({"loss": "binary_cross_entropy"}, "multilabel"),
-            ({"problem_type": "multi_label_classification"}, "multilabel"),
-            ({"task": "multiclass"}, "multiclass"),
-            ({"pos_weight": [1.0, 2.0]}, "multilabel"),
-            ({"final_activation": "Sigmoid"}, "multilabel"),
-            ({"multi_label": True}, "multilabel"),
-            ({"loss": "focal", "activation": "relu", "pos_weight": None}, None),
+            ({"problem_type": "multi_label_classification"}, "multilabel"), ({"task": "multiclass"}, "multiclass"),
+            ({"pos_weight": [1.0, 2.0]}, "multilabel"), ({"final_activation": "Sigmoid"}, "multilabel"),
+            ({"multi_label": True}, "multilabel"), ({"loss": "focal", "activation": "relu", "pos_weight": None}, None),
             ({"loss": "subcenter_arcface", "task": "classify"}, None),
         ],
-    )
+    )  # fmt: skip
     def test_a_loss_or_an_activation_tells_whether_labels_exclude_one_another(
         self, tmp_path, network, arguments, problem
     ):

@@ -93,16 +93,13 @@ def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("conv1.0.weight", "ResNet of timm with a deep stem"),
-        ("s1.b1.conv1.conv.weight", "RegNet of timm"),
-        ("pre_logits.fc1.weight", "VGG of timm"),
-        ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
+        ("conv1.0.weight", "ResNet of timm with a deep stem"), ("s1.b1.conv1.conv.weight", "RegNet of timm"),
+        ("pre_logits.fc1.weight", "VGG of timm"), ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
         ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
         ("roi_heads.box_head.fc6.weight", "detector of torchvision"),
-        ("head.classification_head.conv.0.weight", "detector of torchvision"),
-        ("model.memory_bank", "anomaly model"),
+        ("head.classification_head.conv.0.weight", "detector of torchvision"), ("model.memory_bank", "anomaly model"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_served_is_named_with_what_can_be_done(name, told):
     found = recognise(without_memory({name: (4, 4), "other": (1,)}))
     assert (found.architecture, found.evidence) == (told, f"{name} is in it")
@@ -112,11 +109,10 @@ def test_what_is_not_served_is_named_with_what_can_be_done(name, told):
 @pytest.mark.parametrize(
     ("head", "told"),
     [
-        ("m.0.weight", "yolov5 with anchors"),
-        ("proto.cv1.conv.weight", "yolo segmentation"),
+        ("m.0.weight", "yolov5 with anchors"), ("proto.cv1.conv.weight", "yolo segmentation"),
         ("linear.weight", "yolo classifier"),
     ],
-)
+)  # fmt: skip
 def test_other_models_of_yolo_are_named(head, told):
     found = recognise(without_memory({"model.0.conv.weight": (16, 3, 3, 3), f"model.9.{head}": (4, 4)}))
     assert found.architecture == told

@@ -110,12 +110,11 @@ def test_names_that_are_none_are_asked_for(graph, names):
 @pytest.mark.parametrize(
     ("images", "element", "reason"),
     [
-        (None, TensorProto.FLOAT, "takes nothing"),
-        (("n", 1, 64, 64), TensorProto.FLOAT, "only colour images"),
+        (None, TensorProto.FLOAT, "takes nothing"), (("n", 1, 64, 64), TensorProto.FLOAT, "only colour images"),
         (("n", 64), TensorProto.FLOAT, "only colour images"),
         (("n", 3, 64, 64), TensorProto.FLOAT16, "export it in float32"),
     ],
-)
+)  # fmt: skip
 def test_what_takes_no_images_is_refused(graph, images, element, reason):
     with pytest.raises(WeightsRefused, match=reason):
         describe_file(graph(("logits", "n", 4), images=images, element=element))

@@ -155,10 +155,8 @@ def test_broken_experts_do_not_stop_the_others(files, store):
     report = pack(store, [missing, truncated, sound, pickled])
     assert list(report.packed) == ["cls/sound"]
     assert {name: type(error) for name, error in report.failed.items()} == {
-        "cls/missing": WeightsMissing,
-        "cls/truncated": WeightsCorrupt,
-        "cls/pickled": WeightsRefused,
-    }
+        "cls/missing": WeightsMissing, "cls/truncated": WeightsCorrupt, "cls/pickled": WeightsRefused,
+    }  # fmt: skip
     assert "coserve experts import" in str(report.failed["cls/pickled"])
     check_sound(store, {"cls/sound": report.packed["cls/sound"][Precision.FP32]})
 

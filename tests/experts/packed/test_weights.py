@@ -48,10 +48,9 @@ def with_program(store, own, program):
 
 
 @pytest.mark.parametrize(
-    "spoiled",
-    [set(), {"own"}, {"program"}, {"own", "program"}],
+    "spoiled", [set(), {"own"}, {"program"}, {"own", "program"}],
     ids=lambda names: " and ".join(sorted(names)) or "none",
-)
+)  # fmt: skip
 def test_only_files_that_are_not_what_was_packed_are_discarded(store, spoiled):
     packed = with_program(store, random_bytes(8192), b"graph")
     paths = {"own": store.segment_path(packed.own.sha256), "program": store.program_path(packed.program_sha256)}

@@ -126,13 +126,12 @@ def test_a_score_does_not_depend_on_the_images_beside_it(files):
 @pytest.mark.parametrize(
     ("ending", "meaning"),
     [
-        (lambda graph: None, {}),
-        (lambda graph: softmax_ending(graph, axis=1), {"coserve.answers": "probabilities"}),
+        (lambda graph: None, {}), (lambda graph: softmax_ending(graph, axis=1), {"coserve.answers": "probabilities"}),
         (lambda graph: softmax_ending(graph, "LogSoftmax", axis=1), {}),
         (spelled_out, {"coserve.answers": "probabilities"}),
     ],
     ids=["logits", "softmax", "log-softmax", "spelled-out"],
-)
+)  # fmt: skip
 def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(files, image, ending, meaning):
     expected = answers(files.onnx("cls/logits"), image)[0]
     expert = edited(files.onnx("cls/x"), ending)

@@ -110,11 +110,10 @@ def require_same(prediction, boxes):
 SUPPRESSED = {"nms": True, "iou": 0.45}
 EXPORTS = [
     *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolov8n", "yolo26n")),
-    ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST),
-    ("yolov8n", SUPPRESSED, Layout.CHOSEN),
+    ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST), ("yolov8n", SUPPRESSED, Layout.CHOSEN),
     ("yolov8n", {"dynamic": True, "batch": 2, **SUPPRESSED}, Layout.CHOSEN),
     ("yolov10n", {"nms": False}, Layout.CHOSEN),
-]
+]  # fmt: skip
 EXPORTS += [  # each has a representative above
     pytest.param(*each, marks=pytest.mark.slow)
     for each in (

@@ -44,10 +44,8 @@ def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
     found = heading_of(model(task="detect"))
     assert found.inputs == (Value("images", FLOAT, (None, 3, 8, 8)),)
     assert found.outputs == (
-        Value("sum", FLOAT, (None, 3, None, 8)),
-        Value("extents", INT64, (4,)),
-        Value("open", FLOAT, None),
-    )
+        Value("sum", FLOAT, (None, 3, None, 8)), Value("extents", INT64, (4,)), Value("open", FLOAT, None),
+    )  # fmt: skip
     assert dict(found.metadata) == {"task": "detect"}
 
 
