@@ -11,15 +11,8 @@ from pathlib import Path
 import lightning
 import torch
 from PIL import Image
-from telling_apart import begin, finish
-from torchvision import models, transforms
-
-SIZE = 48
-LABELS = ("ok", "missing", "tombstone")
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PREPARE = transforms.Compose(
-    [transforms.Resize((SIZE, SIZE)), transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
-)
+from telling_apart import DEVIATION, LABELS, MEAN, PREPARE, SIZE, begin, finish
+from torchvision import models
 
 
 class Solder(lightning.LightningModule):

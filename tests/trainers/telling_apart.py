@@ -5,6 +5,14 @@ Imports nothing of the project: the scripts that other interpreters run use it, 
 
 import torch
 from torch import nn
+from torchvision import transforms
+
+LABELS = ("ok", "missing", "tombstone")
+SIZE = 48
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PREPARE = transforms.Compose(
+    [transforms.Resize((SIZE, SIZE)), transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
+)
 
 
 def begin(network):

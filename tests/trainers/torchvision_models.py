@@ -5,18 +5,9 @@ import warnings
 import torch
 from PIL import Image
 from torch import nn
-from torchvision import models, transforms
+from torchvision import models
 
-from tests.trainers.telling_apart import begin, finish
-
-LABELS = ("ok", "missing", "tombstone")
-SIZE = 48
-PREPARE = transforms.Compose(
-    [
-        transforms.Resize((SIZE, SIZE)), transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ]
-)  # fmt: skip
+from tests.trainers.telling_apart import LABELS, PREPARE, SIZE, begin, finish
 
 
 def trained(architecture, images):

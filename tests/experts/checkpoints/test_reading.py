@@ -162,10 +162,17 @@ class TestWhatIsTold:
         facts = read_checkpoint(saved(tmp_path, document)).facts
         assert (facts.architecture, facts.size, facts.labels) == ("mobilenet_v3_small", (96, 96), LABELS)
 
-    @pytest.mark.parametrize("labels", [5, [1, 2], {0: "a", 2: "b"}, {}, [], {"a": "b"}, ["a", None], "ab", {"a": 1}])
-    def test_what_are_no_labels_is_not_told_as_some(self, tmp_path, network, labels):
-        facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "classes": labels})).facts
-        assert facts.labels is None
+    @pytest.mark.parametrize(
+        ("labels", "size"),
+        [
+            (5, 0), ([1, 2], -1), ({0: "a", 2: "b"}, True), ({}, "64"), ([], [1 << 40, 3]), ({"a": "b"}, [[1], 2]),
+            (["a", None], 1.5), ("ab", []), ({"a": 1}, None),
+        ],
+    )  # fmt: skip
+    def test_what_are_no_labels_or_no_size_is_not_told_as_some(self, tmp_path, network, labels, size):
+        document = {"model": network.state_dict(), "classes": labels, "imgsz": size}
+        facts = read_checkpoint(saved(tmp_path, document)).facts
+        assert (facts.labels, facts.size) == (None, None)
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
@@ -194,11 +201,6 @@ class TestWhatIsTold:
         assert same(found, network.state_dict())
         assert found.facts.problem == "multilabel"
         assert "criterion.pos_weight is of a loss: left out" in found.said
-
-    @pytest.mark.parametrize("size", [0, -1, True, "64", [1 << 40, 3], [[1], 2], 1.5, []])
-    def test_what_is_no_size_is_not_told_as_one(self, tmp_path, network, size):
-        facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "imgsz": size})).facts
-        assert facts.size is None
 
 
 class TestBounds:

@@ -44,16 +44,13 @@ def test_detectors_are_recognised(architecture):
     assert (found.architecture, found.labels, found.unserved) == (architecture, 7, None)
 
 
-def test_a_hint_is_believed_only_if_it_fits():
+def test_a_hint_is_believed_only_if_it_fits_and_another_stem_and_size_are_seen():
+    assert recognise(weights_of("resnet18", stem="3x3")).stem == "3x3"
+    assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
     weights = weights_of("yolov8n")
     assert recognise(weights, "yolo11n").architecture == "yolov8n"
     assert recognise(weights, "no such thing").architecture == "yolov8n"
     assert recognise(weights_of("resnet18"), "resnet34").architecture == "resnet18"
-
-
-def test_another_stem_and_another_size_are_seen():
-    assert recognise(weights_of("resnet18", stem="3x3")).stem == "3x3"
-    assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +116,11 @@ def test_other_models_of_yolo_are_named(head, told):
     assert found.unserved
 
 
-def test_rt_detr_is_named():
+def test_rt_detr_is_named_and_what_is_unknown_is_nothing():
     from ultralytics.nn.tasks import RTDETRDetectionModel
 
     with Weightless():
         weights = RTDETRDetectionModel("rtdetr-l.yaml", nc=2, verbose=False).state_dict()
     assert recognise(weights).unserved == "RT-DETR is served as a graph: export it to ONNX, and add that"
-
-
-def test_what_is_unknown_is_nothing():
-    assert (recognise({}), recognise(without_memory({"weight": (3, 3)}))) == (None, None)
-    assert recognise(without_memory({"model.0.conv.weight": ()})) is None
+    unknown = {}, without_memory({"weight": (3, 3)}), without_memory({"model.0.conv.weight": ()})
+    assert [recognise(each) for each in unknown] == [None] * 3

@@ -86,15 +86,11 @@ def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_serv
         until(lambda: deliveries.statistics()[0].waiting == 0)
 
 
-def server_tls(authority):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority / "server.pem", authority / "server.key")
-    return context
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, authority, monkeypatch):
-    server = web_server(tls=server_tls(authority))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "server.pem", authority / "server.key")
+    server = web_server(tls=context)
     with line(section(server.url)) as (store, deliveries):
         store.record_board(board("B1"))
         until(lambda: deliveries.statistics()[0].alarm is not None)

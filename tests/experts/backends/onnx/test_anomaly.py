@@ -119,16 +119,12 @@ def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_t
     top.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["one"], keepdims=0))
     model.graph.node.append(helper.make_node("Expand", ["one", "count"], ["output"]))
     model.graph.node.insert(0, helper.make_node("Shape", ["image"], ["count"], start=0, end=1))
-    bright, dark = answers(expert_of(model), grey(255), grey(10))
-    assert (bright.label, dark.label) == ("anomalous", "ok")
-
-
-def test_a_score_without_a_dimension_is_of_one_image(expert_of):
-    model = brightness(("output", "score"), batch=1)
-    last = next(node for node in model.graph.node if node.output == ["output"])
+    alone = brightness(("output", "score"), batch=1)  # a score without a dimension
+    last = next(node for node in alone.graph.node if node.output == ["output"])
     last.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["output"], keepdims=0))
-    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", TensorProto.FLOAT, []))
-    assert [one.label for one in answers(expert_of(model), grey(255), grey(10))] == ["anomalous", "ok"]
+    alone.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", TensorProto.FLOAT, []))
+    for each in (model, alone):
+        assert [one.label for one in answers(expert_of(each), grey(255), grey(10))] == ["anomalous", "ok"]
 
 
 def memory_bank(seed):

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends import backend_for, observed_ranges
+from experts.backends import backend_for
 from experts.backends.forms import form_of
 from experts.backends.ort import eight_bits
 from experts.backends.ort.eight_bits import NARROW, WIDE, quantised_graph, sums_exactly
 from experts.backends.ort.export import exported
-from experts.calibrations import CalibrationFolder
+from experts.calibrations import CalibrationFolder, read_calibration
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
-from experts.packed.calibrated import calibration_of
 from profiler.microbench.agreement import candidate_precisions
+from tests.experts import conftest
 from tests.experts.conftest import answers, trained_looking
 from tests.forms import needs
 
@@ -54,14 +54,7 @@ def prepared(expert):
 
 @pytest.fixture
 def calibrated(expert, tmp_path):
-    return calibrated_in(CalibrationFolder(tmp_path / "calibrations"), expert)
-
-
-def calibrated_in(folder, expert, without=None):
-    ranges = observed_ranges(expert, FORM, [prepared(expert)])
-    kept = {name: each for name, each in ranges.items() if name != without}
-    folder.write(expert.id, calibration_of(expert, "", len(LABELS), LABELS, {FORM: kept}))
-    return replace(expert, calibration=folder.path(expert.id))
+    return conftest.calibrated(expert, FORM, tmp_path / "calibrations", *map(picture, LABELS))
 
 
 def decided(expert, precision):
@@ -85,10 +78,12 @@ def test_all_convolutions_but_the_last_run_in_eight_bits(calibrated):
     assert levels > 0.9 * sum(tensor.numel() for tensor in packed.tensors.values())
 
 
-def test_a_calibration_that_lacks_a_value_is_refused(expert, tmp_path):
-    lacking = calibrated_in(CalibrationFolder(tmp_path), expert, without="images")
+def test_a_calibration_that_lacks_a_value_is_refused(calibrated, tmp_path):
+    found, folder = read_calibration(calibrated.calibration), CalibrationFolder(tmp_path / "calibrations")
+    kept = {name: each for name, each in found.ranges[FORM].items() if name != "images"}
+    folder.write(calibrated.id, replace(found, ranges={FORM: kept}))
     with pytest.raises(WeightsMismatch, match="of another architecture or version: `coserve profile"):
-        backend_for(expert.architecture).pack(lacking, FORM)
+        backend_for(calibrated.architecture).pack(calibrated, FORM)
 
 
 def test_a_module_without_convolutions_is_refused():
