@@ -263,35 +263,31 @@ def line_document(name):
 def prepare(folder):
     """Units, commands and line files, as SETUP puts them in place."""
     shipped = (ROOT / "systemd" / "coserve.service").read_text()
+    programs = "Environment=COSERVE_PROGRAM=/opt/coserve/current/bin"
     drop_ins = {
-        "coserve": f"{DROP_IN}Environment=COSERVE_PROGRAM=/opt/coserve/current/bin/deadlocking.py\n",
-        "coserve-slow": f"{DROP_IN}TimeoutStartSec={SLOW_START_S}\n"
-        "Environment=COSERVE_PROGRAM=/opt/coserve/current/bin/slow_disk.py\n",
+        "coserve": f"{DROP_IN}{programs}/deadlocking.py\n",
+        "coserve-slow": f"{DROP_IN}TimeoutStartSec={SLOW_START_S}\n{programs}/slow_disk.py\n",
         "coserve-mistaken": DROP_IN,
         "coserve-crashing": f"{DROP_IN}ExecStart=\nExecStart=/bin/false\n",
     }
+    files = {
+        "bin/coserve": COMMAND.format(python=f"python{sys.version_info.major}.{sys.version_info.minor}"),
+        "bin/deadlocking.py": DEADLOCKING, "bin/slow_disk.py": SLOW_DISK.format(seconds=SLOW_START_S + 2),
+        "etc/mqtt.password": "from the factory\n",
+        "etc/mistaken.yaml": "line: mistaken\nstate: /var/lib/coserve/mistaken\nexperts: 7\n",
+    }  # fmt: skip
     for unit, drop_in in drop_ins.items():
         line = unit.removeprefix("coserve-") if unit != "coserve" else "line"
-        (folder / "units" / f"{unit}.service.d").mkdir(parents=True)
-        (folder / "units" / f"{unit}.service").write_text(shipped.replace("coserve/line.yaml", f"coserve/{line}.yaml"))
-        (folder / "units" / f"{unit}.service.d" / "test.conf").write_text(drop_in)
+        files[f"units/{unit}.service"] = shipped.replace("coserve/line.yaml", f"coserve/{line}.yaml")
+        files[f"units/{unit}.service.d/test.conf"] = drop_in
     for target in ("basic", "sysinit", "shutdown"):  # without the machine's units that usually belong to them
-        (folder / "units" / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
-    (folder / "bin").mkdir()
-    command = COMMAND.format(python=f"python{sys.version_info.major}.{sys.version_info.minor}")
-    (folder / "bin" / "coserve").write_text(command)
+        files[f"units/{target}.target"] = "[Unit]\nDefaultDependencies=no\n"
+    files |= {f"etc/{line}.yaml": json.dumps(line_document(line)) for line in ("line", "slow")}
+    files |= {f"etc/weights/f{n}.yaml": json.dumps({"weight_bytes": 100_000, "label": "ok"}) for n in range(2)}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     (folder / "bin" / "coserve").chmod(0o755)
-    (folder / "bin" / "deadlocking.py").write_text(DEADLOCKING)
-    (folder / "bin" / "slow_disk.py").write_text(SLOW_DISK.format(seconds=SLOW_START_S + 2))
-    (folder / "etc" / "weights").mkdir(parents=True)
-    for number in range(2):
-        (folder / "etc" / "weights" / f"f{number}.yaml").write_text(
-            json.dumps({"weight_bytes": 100_000, "label": "ok"})
-        )
-    (folder / "etc" / "mqtt.password").write_text("from the factory\n")
-    for line in ("line", "slow"):
-        (folder / "etc" / f"{line}.yaml").write_text(json.dumps(line_document(line)))
-    (folder / "etc" / "mistaken.yaml").write_text("line: mistaken\nstate: /var/lib/coserve/mistaken\nexperts: 7\n")
     return folder
 
 

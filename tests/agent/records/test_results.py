@@ -206,7 +206,7 @@ FULL_DISK = """
 import queue, resource, sys, time
 from pathlib import Path
 from agent.records.result_writer import ResultStore
-from tests.lines import NOON, result
+from tests.lines import result
 store = ResultStore(Path(sys.argv[1]), busy_timeout_s=0.01)
 done = queue.Queue()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -228,29 +228,6 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path, forks):
     assert int(ended.stdout) >= 1
     assert "results_not_committed" in ended.stderr
     assert sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()) == 2000
-
-
-ENDLESS = """
-import os, sys
-from pathlib import Path
-from agent.records.result_writer import ResultStore
-from tests.lines import NOON, result
-store = ResultStore(Path(sys.argv[1]))
-for number in range(100_000):
-    store.record(result(str(number)), lambda recorded: os.write(1, f"{recorded.seq}\\n".encode()))
-store.close(3600)
-"""
-
-
-def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path, forks):
-    file = tmp_path / "r.sqlite"
-    writer = forks.start(ENDLESS, file)
-    until(lambda: writer.told.count("\n") > 500)
-    writer.kill()
-    reported = {int(line) for line in writer.wait(60.0).stdout.splitlines(keepends=True) if line.endswith("\n")}
-    numbers = [row.seq for row in ResultReader(file).query()]
-    assert reported <= set(numbers)
-    assert numbers == list(range(1, len(numbers) + 1))
 
 
 def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
