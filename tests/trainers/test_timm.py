@@ -14,18 +14,15 @@ def own_answers(folder, model):
     return [LABELS[row.index(max(row))] for row in rows], [max(row) for row in rows]
 
 
-def test_a_resnet_of_its_saver_is_served_with_its_own_answers(line, made_by, images):
+@pytest.mark.parametrize(
+    ("file", "architecture", "model"),
+    [("resnet18/last.pth.tar", "resnet18", "resnet18"), ("mobilenetv3.onnx", "onnx", "mobilenetv3_small_050")],
+)
+def test_what_it_saved_or_exported_is_served_with_its_own_answers(line, made_by, images, file, architecture, model):
     folder = made_by("timm")
-    added = line.add(folder / "resnet18" / "last.pth.tar", *NAMED)
-    assert added["expert"] == "cls/last"
-    assert (added["entry"]["architecture"], added["entry"]["input"]["size"]) == ("resnet18", [64, 64])
-    require_same(line.inspect(images), *own_answers(folder, "resnet18"))
-
-
-def test_an_onnx_export_is_served_with_its_own_answers(line, made_by, images):
-    folder = made_by("timm")
-    assert line.add(folder / "mobilenetv3.onnx", *NAMED)["entry"]["architecture"] == "onnx"
-    require_same(line.inspect(images), *own_answers(folder, "mobilenetv3_small_050"))
+    entry = line.add(folder / file, *NAMED)["entry"]
+    assert (entry["architecture"], entry["input"]["size"]) == (architecture, [64, 64])
+    require_same(line.inspect(images), *own_answers(folder, model))
 
 
 @pytest.mark.parametrize(

@@ -50,27 +50,20 @@ def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path):
     assert [reader.content(each.image) for each in found] == [b"one", b"two"]
 
 
-def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(tmp_path):
+def test_an_image_is_kept_once_until_its_last_part_is_judged_and_a_key_that_comes_again_is_told_so(tmp_path):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
-        accepted(store, [entry("a"), entry("b"), entry("c")])
+        assert accepted(store, [entry("a"), entry("b"), entry("c")]) == [Acceptance.NEW] * 3
         assert images_in(file) == 1
         judged(store, "a")
         judged(store, "c")
         (left,) = JournalReader(file).unfinished()
         assert (left.subject.key, JournalReader(file).content(left.image)) == ("b", b"image")
+        again = accepted(store, [entry("a"), entry("b"), entry("d")])
+        assert again == [Acceptance.JUDGED, Acceptance.UNDER_WAY, Acceptance.NEW]
+        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["b", "d"]
         judged(store, "b")
         assert JournalReader(file).content(left.image) is None
-
-
-def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path):
-    file = tmp_path / "r.db"
-    with closing(ResultStore(file)) as store:
-        assert accepted(store, [entry("a"), entry("b")]) == [Acceptance.NEW, Acceptance.NEW]
-        judged(store, "a")
-        again = accepted(store, [entry("a"), entry("b"), entry("c")])
-        assert again == [Acceptance.JUDGED, Acceptance.UNDER_WAY, Acceptance.NEW]
-        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["b", "c"]
 
 
 @pytest.mark.parametrize("state", ["under way", "judged"])

@@ -51,23 +51,16 @@ def check_sound(store, packed):
     assert not (store.directory / "staging").exists()
 
 
-def test_a_second_start_touches_nothing(files, store):
-    experts = [files.fake(f"cls/{number}") for number in range(3)]
-    first = packed_in(store, experts)
-    before = files_of(store)
-    assert (packed_in(store, experts), files_of(store)) == (first, before)
-    check_sound(store, first)
-
-
-def test_a_source_that_was_only_touched_is_not_packed_again(files, store):
-    expert = files.fake("cls/x")
-    packed = packed_in(store, [expert])
-    before = files_of(store)[store.segment_path(packed[expert.id].own.sha256)]
-    os.utime(expert.weights, ns=(1, 1))
-    assert packed_in(store, [expert]) == packed
-    assert files_of(store)[store.segment_path(packed[expert.id].own.sha256)] == before
-    source = ManifestFolder(store.directory / "manifests").read(expert.id, "fp32").source
-    assert source.stamp == stamp_of(expert)  # and the next start need not hash it
+def test_a_second_start_touches_nothing_nor_does_one_after_a_source_was_only_touched(files, store):
+    experts = [files.fake(f"cls/{name}") for name in "xyz"]
+    packed, before = packed_in(store, experts), files_of(store)
+    assert (packed_in(store, experts), files_of(store)) == (packed, before)
+    check_sound(store, packed)
+    path = store.segment_path(packed["cls/x"].own.sha256)
+    os.utime(experts[0].weights, ns=(1, 1))
+    assert (packed_in(store, experts), files_of(store)[path]) == (packed, before[path])
+    source = ManifestFolder(store.directory / "manifests").read("cls/x", "fp32").source
+    assert source.stamp == stamp_of(experts[0])  # and the next start need not hash it
 
 
 @pytest.mark.parametrize("has_new_inode", [True, False])

@@ -46,18 +46,17 @@ def refusal(store, expert):
     return error.message
 
 
-def test_one_that_is_not_calibrated_is_refused_with_what_to_do(expert, store):
+def test_one_that_is_not_calibrated_for_all_its_layers_is_refused_with_what_to_do(expert, files, store, folder, image):
     told = "no form of eight bits: it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
     assert refusal(store, expert) == told
     with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated: `coserve profile"):
         backend_for(expert.architecture).pack(expert, FORM)
-
-
-def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
     found = observed(expert, image)
     lacking = {name: each for name, each in found.ranges[FORM].items() if "layer1" not in name}
     folder.write(expert.id, replace(found, ranges={FORM: lacking}))
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
+    with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
+        observed_ranges(files.onnx("cls/other"), FORM, [torch.zeros(1, 3, 32, 32)])
 
 
 def test_another_calibration_packs_again_and_the_same_does_not(expert, store, folder, image):
@@ -89,11 +88,6 @@ def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_sl
     (found,), (expected,) = (make_slot(expert, packed[form], store).infer(expert, image) for form in packed)
     assert found.boxes
     assert expected.boxes
-
-
-def test_an_architecture_of_another_backend_has_no_such_form(files):
-    with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
-        observed_ranges(files.onnx("cls/x"), FORM, [torch.zeros(1, 3, 32, 32)])
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
