@@ -246,10 +246,12 @@ def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
     assert path.exists()
 
 
-def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
-    one = line(keep(days=30))
+def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_kept_in_place(line):
+    """Where judged files are kept in place, their row is all that says that they were judged."""
+    one = line(keep(days=30), is_needed=lambda key: key == "kept")
     old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
-    one.store.record(one.result("bare", Verdict.NG, 40.0))
+    for key in ("bare", "kept"):
+        one.store.record(one.result(key, Verdict.NG, 40.0))
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
         at = one.began - timedelta(days=age_days)
         one.store.record_board(BoardVerdict(serial, "main", Verdict.OK, at, at, {}, {}))
@@ -257,17 +259,7 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
-    assert (list(one.kept_as()), [row.board.serial for row in one.store.boards()]) == (["young"], ["B2"])
-
-
-def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
-    """Where judged files are kept in place, their row is all that says that they were judged."""
-    one = line(keep(days=30), is_needed=lambda key: key == "kept")
-    for key in ("kept", "gone"):
-        one.store.record(one.result(key, Verdict.OK, 40.0))
-    settled(one.store)
-    one.sweep()
-    assert list(one.kept_as()) == ["kept"]
+    assert (list(one.kept_as()), [row.board.serial for row in one.store.boards()]) == (["young", "kept"], ["B2"])
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
