@@ -14,6 +14,7 @@ from ultralytics.data.augment import LetterBox
 from ultralytics.data.dataset import ClassificationDataset, YOLODataset
 from ultralytics.data.loaders import LoadImagesAndVideos
 
+from agent.config import read_line
 from agent.runtime.images.preparation import prepare
 from experts.expert import Orientation
 from experts.images import TAG, decode_image
@@ -82,7 +83,7 @@ def test_boxes_of_a_turned_image_are_ultralytics_own(line, made_once, turned, fo
 
     file = made_once(f"turned-{form}", exported) / form
     line.add(file, "--pass", "aligned")
-    (expert,) = read_catalog_of(line).experts.values()
+    (expert,) = read_line(line.file, {}).catalog.experts.values()
     assert expert.pixels.orientation is Orientation.EXIF
     (row,) = line.inspect([turned])
     (own,) = own_boxes(file, [turned])
@@ -96,9 +97,3 @@ def test_boxes_of_a_turned_image_are_ultralytics_own(line, made_once, turned, fo
     assert np.abs(prepare(expert, decoded).tensor.numpy() - seen).max() <= DECODERS
     stored = replace(expert, input=replace(expert.pixels, orientation=Orientation.STORED))
     assert np.abs(prepare(stored, decoded).tensor.numpy() - seen).max() > 10 * DECODERS
-
-
-def read_catalog_of(line):
-    from agent.config import read_line
-
-    return read_line(line.file, {}).catalog

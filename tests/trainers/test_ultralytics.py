@@ -28,7 +28,8 @@ def model(made_once):
 def require_same(boxes, own):
     """Each box has a near box of its label in the other; nearly equal scores may swap places."""
     assert len(boxes) == len(own)
-    left = [(LABELS[int(label)], score, corners) for corners, score, label in zip(*rows_of(own), strict=True)]
+    rows = zip(own.xyxy.tolist(), own.conf.tolist(), own.cls.tolist(), strict=True)
+    left = [(LABELS[int(label)], score, corners) for corners, score, label in rows]
     for box in boxes:
         corners = [box[side] for side in ("left", "top", "right", "bottom")]
         beside = [
@@ -38,10 +39,6 @@ def require_same(boxes, own):
         ]  # fmt: skip
         assert beside, (box, left)
         left.remove(beside[0])
-
-
-def rows_of(own):
-    return own.xyxy.tolist(), own.conf.tolist(), own.cls.tolist()
 
 
 @pytest.mark.parametrize("form", ["best", *EXPORTS])

@@ -10,11 +10,6 @@ from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pa
 from experts.backends.modules.binding import Weightless
 
 
-def weightless(architecture):
-    with Weightless():
-        return build_trainable(architecture, 3).to("meta").eval().requires_grad_(False)
-
-
 def traced_pairs(module):
     modules = dict(module.named_modules())
     graph = torch.fx.symbolic_trace(module).graph
@@ -36,7 +31,8 @@ def traced_pairs(module):
 
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
 def test_the_pairs_are_those_of_the_traced_graph(architecture):
-    module = weightless(architecture)
+    with Weightless():
+        module = build_trainable(architecture, 3).to("meta").eval().requires_grad_(False)
     assert foldable_pairs(module, (224, 224)) == traced_pairs(module)
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx
@@ -21,12 +22,6 @@ from tests.experts.conftest import answers, bound
 from tests.experts.onnx_text import add_behind, add_nodes, add_weights
 
 BACKEND = OnnxBackend()
-
-
-def reference(expert, image):
-    session = onnxruntime.InferenceSession(str(expert.weights), providers=["CPUExecutionProvider"])
-    logits = session.run(None, {"image": BACKEND.prepare(expert, image).tensor.unsqueeze(0).numpy()})[0]
-    return torch.from_numpy(logits).softmax(dim=1)[0]
 
 
 def edited(expert, edit):
@@ -171,14 +166,6 @@ def no_numbers(graph):
     graph.initializer[index].CopyFrom(numpy_helper.from_array(weights, "fc.weight"))
 
 
-def sigmoid_ending(graph):
-    softmax_ending(graph, "Sigmoid")
-
-
-def softmax_of_images(graph):
-    softmax_ending(graph, axis=0)
-
-
 OVER_IMAGES = "Softmax that is not over the labels: export it with axis=1"
 INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multilabel`, or if only one .* without that"
 
@@ -186,9 +173,9 @@ INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multi
 @pytest.mark.parametrize(
     ("edit", "options", "error", "reason"),
     [
-        (sigmoid_ending, {}, WeightsMismatch, INDEPENDENT),
-        (softmax_of_images, {}, WeightsMismatch, OVER_IMAGES),
-        (softmax_of_images, {"batch": 1}, WeightsMismatch, OVER_IMAGES),
+        (partial(softmax_ending, op_type="Sigmoid"), {}, WeightsMismatch, INDEPENDENT),
+        (partial(softmax_ending, axis=0), {}, WeightsMismatch, OVER_IMAGES),
+        (partial(softmax_ending, axis=0), {"batch": 1}, WeightsMismatch, OVER_IMAGES),
         (two_inputs, {}, WeightsMismatch, "it has image, mask"),
         (one_image_inside, {}, WeightsMismatch, "does not run on ONNX Runtime"),
         (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds values that are not numbers"),
@@ -218,7 +205,10 @@ def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
 
     expert = edited(files.onnx("cls/x"), resize_first)
     assert "scales" not in BACKEND.pack(expert, Precision.FP32).tensors
-    assert answers(expert, image)[0].score == pytest.approx(float(reference(expert, image).max()), abs=1e-5)
+    session = onnxruntime.InferenceSession(str(expert.weights), providers=["CPUExecutionProvider"])
+    logits = session.run(None, {"image": BACKEND.prepare(expert, image).tensor.unsqueeze(0).numpy()})[0]
+    expected = float(torch.from_numpy(logits).softmax(dim=1).max())
+    assert answers(expert, image)[0].score == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_runtime_that_runs_elsewhere_than_was_asked_is_refused(files, monkeypatch):

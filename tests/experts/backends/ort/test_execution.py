@@ -61,16 +61,13 @@ class Rolling(Weighted):
         return super().forward(images) + torch.rand((1, 4), device=images.device)
 
 
-def graph_of(module, size=(8, 8)):
-    sample = {name: torch.ones(tensor.shape) for name, tensor in module.state_dict().items()}
-    return runtime_form(module.eval().requires_grad_(False), size, ("answer",), sample)
-
-
 @pytest.mark.parametrize(
     ("module", "reason"), [(Asking, "torch cannot export it"), (Rolling, "does not answer as torch does: answer by")]
 )
 def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
-    form = graph_of(module())
+    made = module().eval().requires_grad_(False)
+    sample = {name: torch.ones(tensor.shape) for name, tensor in made.state_dict().items()}
+    form = runtime_form(made, (8, 8), ("answer",), sample)
     assert isinstance(form, RefusedModule)
     assert reason in form.reason
     with pytest.raises(WeightsMismatch, match=f"resnet18 does not run in onnxruntime: .*{reason}.*choose fp32"):
