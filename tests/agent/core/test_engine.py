@@ -22,7 +22,7 @@ from agent.core.scheduler import FIRST_PATIENCE
 from agent.core.state import EngineStatistics, QueueStatistics
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
-from tests.agent.core.worlds import PASS, Line, alone, of
+from tests.agent.core.worlds import PASS, Line, alone, of, played
 
 DEFECT = Prediction("bad", 0.625)
 LOAD_A = StartLoad(1, "a", "a@fp32", SSD, "host", 1)
@@ -97,94 +97,62 @@ def test_an_image_that_is_rejected_ends_its_request_and_no_other():
     assert line.effects == [unknown(1, "gone", StepResult("a", PASS))]
 
 
-BROKE = "2 batches in a row failed, last: broke"
 TWO_STEPS = {"AB": "ab"}
-# Each case: a line, and what is played on it: see ``Line.play``.
-CASES = {
-    "a request to one expert is answered without a verdict": (
-        alone,
-        "run d; finished d => UNKNOWN 1 after d: asked of one expert, not of a route",
-    ),
-    # batches that fail
-    "a failed batch is run one by one and a request that fails alone is unknown with the reason": (
-        alone,
-        "asks AA; loaded a; failed a => run a 1; failed a => UNKNOWN 1: a: broke | run a 2; finished a => OK 2 after a",
-    ),
-    "a request has so many attempts at each step": (
-        lambda: alone(policy="paper", routes=TWO_STEPS, batch_attempts=2),
-        "arrive AB; loaded a; short a; finished a; loaded b; short b => run b 1;"
-        "short b => UNKNOWN 1 after a: b: broke; quarantined z => nothing",
-    ),
-    "an expert that fails on so many images in a row is put on probation and all that wait for it end": (
-        lambda: alone(expert_failures=2),
-        "asks AAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2;"
-        f"failed a => UNKNOWN 2: a: broke | probation a for 1.0 s: {BROKE} | "
-        f"UNKNOWN 3: a is on probation: {BROKE} | evict a host stage 0;"
-        f"asks A => UNKNOWN 4: a is on probation: {BROKE}",
-    ),
-    "batches of several do not count as failures of their expert and a success ends the count": (
-        lambda: alone(expert_failures=2),
-        "asks AAAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2; finished a; failed a; "
-        "finished a => OK 4 after a",
-    ),
-    # quarantine
-    "an expert that the shell finds bad is in quarantine at once, for the first reason": (
-        alone,
-        "bring a; quarantined a => quarantine a: bad | evict a host stage 0; quarantined a => nothing",
-    ),
-    "a quarantined expert that is on its way leaves when it has come": (
-        alone,
-        "asks A; quarantined a; loaded a -> evict a host stage 0",
-    ),
-    "a quarantined expert that runs leaves when its batch has ended well": (
-        alone,
-        "asks AA; loaded a; quarantined a => quarantine a: bad;"
-        "finished a => OK 1 after a | OK 2 after a | evict a host stage 0",
-    ),
-    "a quarantined expert that runs leaves when its batch has failed": (
-        alone,
-        "asks AA; loaded a; quarantined a;"
-        "failed a => UNKNOWN 1: a is in quarantine: bad | UNKNOWN 2: a is in quarantine: bad | evict a host stage 0",
-    ),
-    **{
-        f"after {said} the next one moves": (
-            lambda: alone(policy="paper"),  # one load at a time: for the head
-            f"asks AB; {said} => {then} | load b ssd>host",
-        )
-        for said, then in {
-            "quarantined a": "quarantine a: bad | UNKNOWN 1: a is in quarantine: bad",
-            "bad a": "quarantine a: I/O error | UNKNOWN 1: a is in quarantine: I/O error",
-            "cancelled 1": "UNKNOWN 1: cancelled",
-        }.items()
-    },
-    # cancelling, draining, wishes
-    "a running request that is cancelled ends with its batch and is not tried again": (
-        lambda: alone(policy="paper", routes=TWO_STEPS),
-        "arrive AB; arrive AB; loaded a; cancelled 2 => nothing; failed a => UNKNOWN 2: cancelled | run a 1;"
-        "cancelled 1; finished a => UNKNOWN 1 after a: cancelled",
-    ),
-    "an agent that stops takes nothing new and brings nothing early": (
-        lambda: alone(usage={"a": 0.5, "b": 0.25}, loads_in_flight=1),
-        "started; drain => nothing; asks A => UNKNOWN 1: the agent is stopping; loaded a -> nothing;"
-        "wanted b -> nothing",
-    ),
-    "an unwanted expert goes and a wanted one comes back": (
-        alone,
-        "wanted a -> load a ssd>host; loaded a; unwanted a -> evict a host stage 0; wanted a -> load a ssd>host;"
-        "loaded a; unwanted a -> evict a host stage 0",
-    ),
-    "an expert that runs, is pinned or is waited for stays though it is unwanted": (
-        lambda: alone(pinned=frozenset("b")),
-        "asks A; loaded a; wanted b; loaded b; wanted c; loaded c; ask c; unwanted a -> nothing; unwanted b -> nothing;"
-        "unwanted c -> nothing",
-    ),
-}
+# Each case: a line, and what is played on it: see ``played`` and ``Line.play``.
+CASES = """
+a request to one expert is answered without a verdict | alone() |
+    run d; finished d => UNKNOWN 1 after d: asked of one expert, not of a route
+# batches that fail
+a failed batch is run one by one and a request that fails alone is unknown with the reason | alone() |
+    asks AA; loaded a; failed a => run a 1; failed a => UNKNOWN 1: a: broke | run a 2; finished a => OK 2 after a
+a request has so many attempts at each step | alone(policy="paper", routes=TWO_STEPS, batch_attempts=2) |
+    arrive AB; loaded a; short a; finished a; loaded b; short b => run b 1; short b => UNKNOWN 1 after a: b: broke;
+    quarantined z => nothing
+an expert that fails on so many images in a row is put on probation and all that wait for it end |
+    alone(expert_failures=2) | asks AAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2;
+    failed a => UNKNOWN 2: a: broke | probation a for 1.0 s: 2 batches in a row failed, last: broke | UNKNOWN 3: a
+    is on probation: 2 batches in a row failed, last: broke | evict a host stage 0;
+    asks A => UNKNOWN 4: a is on probation: 2 batches in a row failed, last: broke
+batches of several do not count as failures of their expert and a success ends the count | alone(expert_failures=2) |
+    asks AAAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2; finished a; failed a;
+    finished a => OK 4 after a
+# quarantine
+an expert that the shell finds bad is in quarantine at once, for the first reason | alone() |
+    bring a; quarantined a => quarantine a: bad | evict a host stage 0; quarantined a => nothing
+a quarantined expert that is on its way leaves when it has come | alone() |
+    asks A; quarantined a; loaded a -> evict a host stage 0
+a quarantined expert that runs leaves when its batch has ended well | alone() |
+    asks AA; loaded a; quarantined a => quarantine a: bad;
+    finished a => OK 1 after a | OK 2 after a | evict a host stage 0
+a quarantined expert that runs leaves when its batch has failed | alone() |
+    asks AA; loaded a; quarantined a;
+    failed a => UNKNOWN 1: a is in quarantine: bad | UNKNOWN 2: a is in quarantine: bad | evict a host stage 0
+after quarantine the next one moves | alone(policy="paper") |
+    # one load at a time: for the head
+    asks AB; quarantined a => quarantine a: bad | UNKNOWN 1: a is in quarantine: bad | load b ssd>host
+after bad weights the next one moves | alone(policy="paper") |
+    asks AB; bad a => quarantine a: I/O error | UNKNOWN 1: a is in quarantine: I/O error | load b ssd>host
+after a cancelled request the next one moves | alone(policy="paper") |
+    asks AB; cancelled 1 => UNKNOWN 1: cancelled | load b ssd>host
+# cancelling, draining, wishes
+a running request that is cancelled ends with its batch and is not tried again |
+    alone(policy="paper", routes=TWO_STEPS) | arrive AB; arrive AB; loaded a; cancelled 2 => nothing;
+    failed a => UNKNOWN 2: cancelled | run a 1; cancelled 1; finished a => UNKNOWN 1 after a: cancelled
+an agent that stops takes nothing new and brings nothing early |
+    alone(usage={"a": 0.5, "b": 0.25}, loads_in_flight=1) | started; drain => nothing;
+    asks A => UNKNOWN 1: the agent is stopping; loaded a -> nothing; wanted b -> nothing
+an unwanted expert goes and a wanted one comes back | alone() |
+    wanted a -> load a ssd>host; loaded a; unwanted a -> evict a host stage 0; wanted a -> load a ssd>host; loaded a;
+    unwanted a -> evict a host stage 0
+an expert that runs, is pinned or is waited for stays though it is unwanted | alone(pinned=frozenset("b")) |
+    asks A; loaded a; wanted b; loaded b; wanted c; loaded c; ask c; unwanted a -> nothing; unwanted b -> nothing;
+    unwanted c -> nothing
+"""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_event_has_its_effects(case):
-    made, script = CASES[case]
-    made().play(script)
+@played(CASES)
+def test_each_event_has_its_effects(made, script):
+    eval(made).play(script)
 
 
 def test_results_that_are_too_few_or_too_many_are_a_failure_of_the_batch():

@@ -10,7 +10,7 @@ from agent.core.demand import initial_placement
 from agent.core.effects import Evict, EvictionDecision
 from agent.core.eviction import EvictionCandidate
 from agent.core.performance import ExecutorSpec, Footprint, PoolSpec, SharedTensors
-from tests.agent.core.worlds import Line, of, row, split, unified
+from tests.agent.core.worlds import Line, of, played, row, split, unified
 
 TRUNK = SharedTensors("trunk", 5)
 THREE_POOLS = [ExecutorSpec(n, *each) for n, each in enumerate([("gpu", "device"), ("gpu", "device"), ("cpu", "host"),
@@ -29,306 +29,200 @@ def unhurried(usage, max_overtake_s=100.0):
     return line
 
 
-# Each case: a line, and what is played on it: see ``Line.play``.
-CASES = {
-    # the head of a queue
-    "a head takes the room of what is least wanted": (
-        lambda: unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75}),
-        "bring abc; ask d -> evict b host stage 2, load d ssd>host",
-    ),
-    "an expert of unknown usage counts as never used": (
-        lambda: unified(host=2, usage={"a": 0.0625}),
-        "bring ab; ask c -> evict b host stage 2, load c ssd>host",
-    ),
-    "a claim leaves the copy of another queue's head, here a, which waits for b to end": (
-        lambda: unified(host=2),
-        "bring a; run b; ask a; ask x -> nothing; resident host ab;"
-        "finished b -> run a, evict b host stage 2, load x ssd>host",
-    ),
-    "a claim may take a copy that stands further back in another queue": (
-        lambda: unified(host=3),
-        "bring ac; run b; ask c; ask a; ask x -> evict a host stage 3, load x ssd>host",
-    ),
-    "without overlapping a head is loaded when its executor is idle": (
-        lambda: unified(policy="paper"),
-        "run a; ask b -> nothing; ask x -> load x ssd>host; finished a -> load b ssd>host; ask c -> nothing;"
-        "loaded b -> run b",
-    ),
-    "without overlapping no group runs before the head": (
-        lambda: unified(policy="paper"),
-        "bring a; ask b; ask a -> nothing",
-    ),
-    "a later group takes free room where a head lacks some": (
-        lambda: unified(host=3, sizes={"b": 3}),
-        "bring de; run a; ask b; ask c -> nothing",
-    ),
-    "a later group evicts where each head has its room": (
-        lambda: unified(host=3),
-        "bring de; run a; ask b; ask c -> evict e host stage 2, load c ssd>host",
-    ),
-    # overdue: a head for longer than the bound
-    "an overdue head takes the room of a younger head": (
-        lambda: unified(host=1, max_overtake_s=5.0),
-        "run a; ask x @1.0; ask a @2.0; finished a @6.0 -> evict a host stage 3, load x ssd>host",
-    ),
-    "an overdue head leaves the room of an older head": (
-        lambda: unified(host=1, max_overtake_s=5.0),
-        "run a; ask x @1.0; ask a @1.0; finished a @6.0 -> run a",
-    ),
-    "a head is overdue from the bound on": (
-        lambda: unified(host=1, max_overtake_s=5.0),
-        "run a; ask x @1.0; ask a @2.0; finished a @5.875 -> run a",
-    ),
-    "an overdue head gathers its room bit by bit and no younger claim takes it": (
-        lambda: unified(host=4, sizes={"x": 3, "b": 2}, max_overtake_s=5.0),
-        "bring a; run b; ask x @0.0 -> nothing;"  # a's byte would not be enough: it may stay
-        "tick @5.0 -> evict a host stage 2; ask c @5.0 -> nothing;"  # a byte would do
-        "finished b @6.0 -> evict b host stage 2, load x ssd>host, load c ssd>host",
-    ),
-    "an overdue head keeps its place on the link that it needs: b waits for the host's, not for the SSD's": (
-        lambda: split(device=1, loads_in_flight=1, max_overtake_s=5.0),
-        "run a; ask b @0.0; loaded b @1.0; run x; ask y @1.0 -> load y ssd>host; loaded y; tick @6.0;"
-        "finished x @6.0; ask z @6.0 -> load z ssd>host",
-    ),
-    # prefetch: the groups behind the head
-    "a later group takes the room of what is not queued": (
-        lambda: unified(host=3),
-        "bring b; run a; ask c -> load c ssd>host; ask d -> evict b host stage 2, load d ssd>host",
-    ),
-    "a later group takes the room of what is used after it": (
-        lambda: unified(host=3, loads_in_flight=1),  # d has to wait for the link: c is on its way
-        "bring b; run a; ask c; ask d; ask b; loaded c -> evict b host stage 3, load d ssd>host",
-    ),
-    "a later group leaves the room of what is used before it": (
-        lambda: unified(host=3, loads_in_flight=1),
-        "bring b; run a; ask c; ask b; ask d; loaded c -> nothing",
-    ),
-    "a later group leaves the room of what is used first": (
-        lambda: unified(host=3, loads_in_flight=1),
-        "bring b; run a; ask b; ask c; ask d; loaded c -> nothing",
-    ),
-    "a later group leaves what is used at the same time: d and u are predicted 13 s after what runs now": (
-        lambda: unified(host=5, loads_in_flight=3),
-        "bring u; run a; run v; ask w; ask u; ask c; ask d; loaded w -> nothing; resident host uavw",
-    ),
-    "only so many groups are loaded ahead": (
-        lambda: unified(host=9, prefetch_groups=2, loads_in_flight=9),
-        "run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> load d ssd>host; ask e -> nothing;"
-        "ask f -> nothing",
-    ),
-    "only so many loads are under way from one source": (
-        lambda: unified(host=9, loads_in_flight=2),
-        "ask a -> load a ssd>host; ask b -> load b ssd>host; ask c -> nothing; loaded a -> run a, load c ssd>host;"
-        "ask d -> nothing; load_failed b -> load d ssd>host; loaded c -> nothing",
-    ),
-    "heads are asked for in the order in which they were opened": (
-        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
-        "started; ask x @1.0; ask a @2.0; loaded h @2.0 -> load x ssd>host",
-    ),
-    "of heads as old as one another that of the lowest executor is first": (
-        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
-        "started; ask x; ask a; loaded h -> load a ssd>host",
-    ),
-    "overdue heads are asked for in the order of their oldest requests": (
-        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
-        "started; ask x @1.0; ask a @2.0; loaded h @9.0 -> load x ssd>host",
-    ),
-    "of overdue heads as old as one another that of the lowest executor is first": (
-        lambda: unified(host=9, usage={"h": 0.5}, loads_in_flight=1),
-        "started; ask x; ask a; loaded h @9.0 -> load a ssd>host",
-    ),
-    "later groups are loaded by place, then by executor, and those that are there are passed over": (
-        lambda: unified(host=9, loads_in_flight=1),
-        "bring g; run a; run u; ask b; ask c; ask g; ask d; ask v; ask w; loaded b -> load v ssd>host;"
-        "loaded v -> load c ssd>host; loaded c -> load w ssd>host; loaded w -> load d ssd>host",
-    ),
-    # subsequent experts
-    "a subsequent expert whose preliminary one is nowhere leaves first": (
-        lambda: preliminary_line(host=2),
-        "bring ae; ask x -> evict e host stage 1, load x ssd>host",
-    ),
-    "a subsequent expert whose preliminary one is resident leaves by its usage": (
-        lambda: preliminary_line(host=3),
-        "bring aed; run d; ask x -> evict a host stage 2, load x ssd>host",
-    ),
-    "a subsequent expert whose preliminary one waits in a queue leaves by its usage": (
-        lambda: preliminary_line(host=3),  # d is not loaded: b runs
-        "bring ae; run b; ask d; ask x -> evict a host stage 2, load x ssd>host",
-    ),
-    "a preliminary expert that left is nowhere": (
-        lambda: preliminary_line(host=3),
-        "bring dae; ask b; resident host ae; loaded b; ask x -> evict e host stage 1, load x ssd>host",
-    ),
-    "a preliminary expert that did not come is nowhere": (
-        lambda: preliminary_line(host=3, load_attempts=1),
-        "bring ae; ask d; load_failed d; run x; ask b -> evict e host stage 1, load b ssd>host",
-    ),
-    "a preliminary expert that came at the second try is there": (
-        lambda: preliminary_line(host=3, load_backoff_s=1.0),
-        "bring ae; ask d; load_failed d; tick @1.0; loaded d; ask x -> evict a host stage 2, load x ssd>host",
-    ),
-    "a preliminary expert that left one of two memories is still somewhere": (
-        lambda: split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"}),
-        "bring d; resident host d; resident device d; bring x; resident host x; bring e;"
-        "ask a -> evict d device stage 2, load a ssd>device",
-    ),
-    "shared parts count once": (
-        lambda: unified(host=9, shared=dict.fromkeys("abd", (TRUNK,)), sizes={"c": 2, "d": 2}, usage=BY_NAME),
-        "bring abc; ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host",  # 5 + 1 + 1 + 2 bytes
-    ),
-    "shared parts stay for the newcomer that needs them": (
-        lambda: unified(host=9, shared=dict.fromkeys("ab", (TRUNK,)), sizes={"c": 2, "d": 3}, usage=BY_NAME),
-        "bring abc; ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host",
-    ),
-    # failed loads
-    "any event at the moment of a retry brings it about": (
-        lambda: unified(load_backoff_s=1.0),
-        "ask a; load_failed a; cancelled 99 @0.5 -> nothing; cancelled 99 @1.0 -> load a ssd>host",
-    ),
-    "bad weights that fail on their way to the device leave the host too": (
-        split,
-        "ask a; loaded a -> load a host>device; bad a -> evict a host stage 0",
-    ),
-    "a quarantined copy that a failed load was copying leaves then": (
-        split,
-        "ask a; loaded a; quarantined a -> nothing; load_failed a -> evict a host stage 0",
-    ),
-    # pinned experts, and those that are placed before the first request
-    "a pinned expert's failed load is tried again without a request": (
-        lambda: unified(policy="samba", pinned=frozenset("a"), load_backoff_s=1.0),
-        "started -> load a ssd>host; load_failed a -> nothing; tick @1.0 -> load a ssd>host; loaded a -> nothing;"
-        "resident host a",
-    ),
-    "a pinned expert takes the room of what no request waits for": (
-        lambda: unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3),
-        "started -> load a ssd>host; load_failed a @0.0; bring b; run c;"
-        "tick @0.25 -> evict b host stage 0, load a ssd>host; loaded a; finished c; bring b; resident host ab",
-    ),
-    "a pinned expert stays in the memory it runs in and may leave the one in front": (
-        lambda: split(host=2, device=2, policy="samba", pinned=frozenset("a")),
-        "started; loaded a; bring bcd; resident device ad; resident host cd",
-    ),
-    "experts are placed in descending usage as the link allows and not beyond the room": (
-        lambda: unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75, "d": 0.125}, loads_in_flight=1),
-        "started -> load c ssd>host; loaded c -> load a ssd>host; loaded a -> load b ssd>host; loaded b -> nothing;"
-        "resident host cab",
-    ),
-    "a head comes before the initial placement": (
-        lambda: unified(host=9, usage={"a": 0.5, "b": 0.25}, loads_in_flight=1),
-        "started; ask h; loaded a -> load h ssd>host; loaded h -> run h, load b ssd>host",
-    ),
-    "an expert that found no room at first is not placed later": (
-        lambda: unified(host=1, usage={"a": 0.5, "b": 0.25}),
-        "started; loaded a; quarantined a -> evict a host stage 0",
-    ),
-    "the initial placement leaves the room that a head waits for": (
-        lambda: unified(host=3, sizes={"a": 2, "x": 2}, usage={"b": 0.5}),  # beside the byte that is free
-        "run a; ask x; started -> nothing; finished a -> evict a host stage 2, load x ssd>host",
-    ),
-    # speculation: experts that may follow
-    "an expert that may follow is loaded into free room": (
-        lambda: unified(host=3, routes={"a": "ad"}),
-        "bring b; ask a; loaded a -> run a, load d ssd>host",
-    ),
-    "an expert that may follow takes the room of no other": (
-        lambda: unified(host=2, routes={"a": "ad"}),
-        "bring b; ask a; loaded a -> run a",
-    ),
-    "without overlapping no expert is loaded in advance": (
-        lambda: unified(policy="paper", routes={"a": "ad"}),
-        "ask a; loaded a -> run a",
-    ),
-    "no expert is loaded in advance into the room that a head waits for": (
-        lambda: unified(host=4, sizes={"a": 2, "x": 3}, routes={"a": "ad"}),
-        "ask a; ask x; loaded a -> run a",
-    ),
-    # split memory: the host in front of the device
-    "a copy on its way to the device leaves what is queued in the host": (
-        lambda: split(host=2, usage={"a": 0.5}),
-        "bring x; run y; ask x; ask a -> load a ssd>device",
-    ),
-    "the baselines pass every copy through the host": (
-        lambda: split(host=1, policy="samba", usage={"b": 0.5}),
-        "bring bc; resident host c",
-    ),
-    "what is queued behind a full device is staged in the host": (
-        lambda: split(host=3, device=1, loads_in_flight=9),
-        "run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> nothing;"
-        "loaded b -> evict a host stage 2, load d ssd>host;"  # a runs on the device from its copy there
-        "ask e -> nothing; loaded c -> nothing;"  # all that lies in the host is queued
-        "finished a -> evict a device stage 2, load b host>device",
-    ),
-    "several are staged at once and none for what the host itself has queued": (
-        lambda: split(host=5, device=1, usage={"u": 0.9, "v": 0.9}, loads_in_flight=9),
-        "run a; bring uvw; ask b; run v; ask u;"  # v runs in the host, u waits there
-        "ask c; ask d; ask e; resident host uv; loaded b -> nothing",
-    ),
-    "a copy in the host is not wanted there while the device holds it too": (
-        lambda: split(host=3, device=1, loads_in_flight=9),
-        "run a; ask b; ask c; ask a; ask d;"  # the last of all, behind a
-        "loaded b -> evict a host stage 2, load d ssd>host",
-    ),
-    "a busy SSD does not keep from the device what lies in the host, though b and d before it wait for the SSD": (
-        lambda: split(device=2, usage={"g": 0.5}, loads_in_flight=1),
-        "bring cg; run a; quarantined g; ask x; ask b; ask d; ask c -> load c host>device",
-    ),
-    "a busy link to the device does not keep the next groups from the host": (
-        lambda: split(host=9, device=3, sizes={"a": 3}, loads_in_flight=1),
-        "run a; ask b; ask c; loaded b -> load c ssd>host; loaded c -> nothing;"
-        "finished a -> evict a device stage 2, load b host>device;"
-        "ask d -> load d ssd>host",  # though c, before it, waits for b's load to end
-    ),
-    "an overdue head that waits for the link keeps the room that is free": (
-        lambda: split(device=2, usage={"g": 0.5}, loads_in_flight=1, max_overtake_s=5.0),
-        "bring cg; run a; quarantined g; ask x @0.0; ask b @0.0; ask c @6.0 -> nothing",
-    ),
-    "a group that passes one at a busy link takes no room from what is queued later": (
-        lambda: split(host=7, device=3, loads_in_flight=1),  # a leaves the device for d, and stays in the host
-        "bring abcd; ask b; ask e; ask f; ask g;"
-        "loaded e -> evict c device stage 2, load e host>device, load f ssd>host; ask a -> nothing; ask d -> nothing;"
-        "loaded e -> nothing",  # g waits for the SSD, the host's link is idle, and only d, queued behind a, could leave
-    ),
-    # a short queue, whose victims are chosen late: a runs, b is queued, and c, which is not there, behind it
-    "a short queue takes free room only while it has other work": (
-        lambda: unhurried(D_FIRST),
-        "ask c @1.0 -> nothing; finished a @2.0 -> run b, evict d host stage 2, load c ssd>host",  # no other could run
-    ),
-    "a longer queue loads ahead": (
-        lambda: unhurried(D_FIRST, max_overtake_s=15.0),
-        "ask c @1.0 -> evict d host stage 2, load c ssd>host",
-    ),
-    "a short queue waits for a copy in use that would go first": (
-        lambda: unhurried(B_FIRST),
-        "ask c @1.0 -> nothing; finished a @2.0 -> run b; finished b @3.0 -> evict b host stage 2, load c ssd>host",
-    ),
-    "a copy in use is not waited for where it is queued again": (
-        lambda: unhurried(B_FIRST),  # b has work behind c, so that c takes free room only until b runs again
-        "ask c @1.0; finished a @2.0; ask b @2.5 -> nothing;"
-        "finished b @3.0 -> run b; finished b @4.0 -> evict b host stage 2, load c ssd>host",
-    ),
-    "a head has time until it has waited for half the bound": (
-        lambda: unhurried(B_FIRST),
-        "ask c @1.0; finished a @50.9 -> run b",
-    ),
-    "a head that has waited for half the bound has no time left": (
-        lambda: unhurried(B_FIRST),
-        "ask c @1.0; finished a @51.0 -> run b, evict d host stage 2, load c ssd>host",
-    ),
-    "a head that waits on purpose keeps no other executor from loading": (
-        lambda: unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0),
-        "bring uv; run a;"  # executor 0 works; u and v were used, and no request waits for them
-        "ask b -> nothing; ask w -> evict u host stage 2, load w ssd>host",  # b waits for a, which would go first
-    ),
-}
+# Each case: a line, and what is played on it: see ``played`` and ``Line.play``.
+CASES = """
+# the head of a queue
+a head takes the room of what is least wanted | unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75}) |
+    bring abc; ask d -> evict b host stage 2, load d ssd>host
+an expert of unknown usage counts as never used | unified(host=2, usage={"a": 0.0625}) |
+    bring ab; ask c -> evict b host stage 2, load c ssd>host
+a claim leaves the copy of another queue's head, here a, which waits for b to end | unified(host=2) |
+    bring a; run b; ask a; ask x -> nothing; resident host ab;
+    finished b -> run a, evict b host stage 2, load x ssd>host
+a claim may take a copy that stands further back in another queue | unified(host=3) |
+    bring ac; run b; ask c; ask a; ask x -> evict a host stage 3, load x ssd>host
+without overlapping a head is loaded when its executor is idle | unified(policy="paper") |
+    run a; ask b -> nothing; ask x -> load x ssd>host; finished a -> load b ssd>host; ask c -> nothing;
+    loaded b -> run b
+without overlapping no group runs before the head | unified(policy="paper") |
+    bring a; ask b; ask a -> nothing
+a later group takes free room where a head lacks some | unified(host=3, sizes={"b": 3}) |
+    bring de; run a; ask b; ask c -> nothing
+a later group evicts where each head has its room | unified(host=3) |
+    bring de; run a; ask b; ask c -> evict e host stage 2, load c ssd>host
+# overdue: a head for longer than the bound
+an overdue head takes the room of a younger head | unified(host=1, max_overtake_s=5.0) |
+    run a; ask x @1.0; ask a @2.0; finished a @6.0 -> evict a host stage 3, load x ssd>host
+an overdue head leaves the room of an older head | unified(host=1, max_overtake_s=5.0) |
+    run a; ask x @1.0; ask a @1.0; finished a @6.0 -> run a
+a head is overdue from the bound on | unified(host=1, max_overtake_s=5.0) |
+    run a; ask x @1.0; ask a @2.0; finished a @5.875 -> run a
+an overdue head gathers its room bit by bit and no younger claim takes it |
+    unified(host=4, sizes={"x": 3, "b": 2}, max_overtake_s=5.0) |
+    # a's byte would not be enough for x: it may stay; at 5 s a byte of b's would do
+    bring a; run b; ask x @0.0 -> nothing; tick @5.0 -> evict a host stage 2; ask c @5.0 -> nothing;
+    finished b @6.0 -> evict b host stage 2, load x ssd>host, load c ssd>host
+an overdue head keeps its place on the link that it needs: b waits for the host's, not for the SSD's |
+    split(device=1, loads_in_flight=1, max_overtake_s=5.0) | run a; ask b @0.0; loaded b @1.0; run x;
+    ask y @1.0 -> load y ssd>host; loaded y; tick @6.0; finished x @6.0; ask z @6.0 -> load z ssd>host
+# prefetch: the groups behind the head
+a later group takes the room of what is not queued | unified(host=3) |
+    bring b; run a; ask c -> load c ssd>host; ask d -> evict b host stage 2, load d ssd>host
+a later group takes the room of what is used after it | unified(host=3, loads_in_flight=1) |
+    # d has to wait for the link: c is on its way
+    bring b; run a; ask c; ask d; ask b; loaded c -> evict b host stage 3, load d ssd>host
+a later group leaves the room of what is used before it | unified(host=3, loads_in_flight=1) |
+    bring b; run a; ask c; ask b; ask d; loaded c -> nothing
+a later group leaves the room of what is used first | unified(host=3, loads_in_flight=1) |
+    bring b; run a; ask b; ask c; ask d; loaded c -> nothing
+a later group leaves what is used at the same time: d and u are predicted 13 s after what runs now |
+    unified(host=5, loads_in_flight=3) | bring u; run a; run v; ask w; ask u; ask c; ask d; loaded w -> nothing;
+    resident host uavw
+only so many groups are loaded ahead | unified(host=9, prefetch_groups=2, loads_in_flight=9) |
+    run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> load d ssd>host; ask e -> nothing;
+    ask f -> nothing
+only so many loads are under way from one source | unified(host=9, loads_in_flight=2) |
+    ask a -> load a ssd>host; ask b -> load b ssd>host; ask c -> nothing; loaded a -> run a, load c ssd>host;
+    ask d -> nothing; load_failed b -> load d ssd>host; loaded c -> nothing
+heads are asked for in the order in which they were opened | unified(host=9, usage={"h": 0.5}, loads_in_flight=1) |
+    started; ask x @1.0; ask a @2.0; loaded h @2.0 -> load x ssd>host
+of heads as old as one another that of the lowest executor is first |
+    unified(host=9, usage={"h": 0.5}, loads_in_flight=1) | started; ask x; ask a; loaded h -> load a ssd>host
+overdue heads are asked for in the order of their oldest requests |
+    unified(host=9, usage={"h": 0.5}, loads_in_flight=1) | started; ask x @1.0; ask a @2.0;
+    loaded h @9.0 -> load x ssd>host
+of overdue heads as old as one another that of the lowest executor is first |
+    unified(host=9, usage={"h": 0.5}, loads_in_flight=1) | started; ask x; ask a; loaded h @9.0 -> load a ssd>host
+later groups are loaded by place, then by executor, and those that are there are passed over |
+    unified(host=9, loads_in_flight=1) | bring g; run a; run u; ask b; ask c; ask g; ask d; ask v; ask w;
+    loaded b -> load v ssd>host; loaded v -> load c ssd>host; loaded c -> load w ssd>host; loaded w -> load d ssd>host
+# subsequent experts
+a subsequent expert whose preliminary one is nowhere leaves first | preliminary_line(host=2) |
+    bring ae; ask x -> evict e host stage 1, load x ssd>host
+a subsequent expert whose preliminary one is resident leaves by its usage | preliminary_line(host=3) |
+    bring aed; run d; ask x -> evict a host stage 2, load x ssd>host
+a subsequent expert whose preliminary one waits in a queue leaves by its usage | preliminary_line(host=3) |
+    # d is not loaded: b runs
+    bring ae; run b; ask d; ask x -> evict a host stage 2, load x ssd>host
+a preliminary expert that left is nowhere | preliminary_line(host=3) |
+    bring dae; ask b; resident host ae; loaded b; ask x -> evict e host stage 1, load x ssd>host
+a preliminary expert that did not come is nowhere | preliminary_line(host=3, load_attempts=1) |
+    bring ae; ask d; load_failed d; run x; ask b -> evict e host stage 1, load b ssd>host
+a preliminary expert that came at the second try is there | preliminary_line(host=3, load_backoff_s=1.0) |
+    bring ae; ask d; load_failed d; tick @1.0; loaded d; ask x -> evict a host stage 2, load x ssd>host
+a preliminary expert that left one of two memories is still somewhere |
+    split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"}) | bring d;
+    resident host d; resident device d; bring x; resident host x; bring e;
+    ask a -> evict d device stage 2, load a ssd>device
+shared parts count once |
+    unified(host=9, shared=dict.fromkeys("abd", (TRUNK,)), sizes={"c": 2, "d": 2}, usage=BY_NAME) |
+    # 5 + 1 + 1 + 2 bytes
+    bring abc; ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host
+shared parts stay for the newcomer that needs them |
+    unified(host=9, shared=dict.fromkeys("ab", (TRUNK,)), sizes={"c": 2, "d": 3}, usage=BY_NAME) | bring abc;
+    ask d -> evict a host stage 2, evict b host stage 2, load d ssd>host
+# failed loads
+any event at the moment of a retry brings it about | unified(load_backoff_s=1.0) |
+    ask a; load_failed a; cancelled 99 @0.5 -> nothing; cancelled 99 @1.0 -> load a ssd>host
+bad weights that fail on their way to the device leave the host too | split() |
+    ask a; loaded a -> load a host>device; bad a -> evict a host stage 0
+a quarantined copy that a failed load was copying leaves then | split() |
+    ask a; loaded a; quarantined a -> nothing; load_failed a -> evict a host stage 0
+# pinned experts, and those that are placed before the first request
+a pinned expert's failed load is tried again without a request |
+    unified(policy="samba", pinned=frozenset("a"), load_backoff_s=1.0) | started -> load a ssd>host;
+    load_failed a -> nothing; tick @1.0 -> load a ssd>host; loaded a -> nothing; resident host a
+a pinned expert takes the room of what no request waits for |
+    unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3) | started -> load a ssd>host;
+    load_failed a @0.0; bring b; run c; tick @0.25 -> evict b host stage 0, load a ssd>host; loaded a; finished c;
+    bring b; resident host ab
+a pinned expert stays in the memory it runs in and may leave the one in front |
+    split(host=2, device=2, policy="samba", pinned=frozenset("a")) | started; loaded a; bring bcd; resident device ad;
+    resident host cd
+experts are placed in descending usage as the link allows and not beyond the room |
+    unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75, "d": 0.125}, loads_in_flight=1) |
+    started -> load c ssd>host; loaded c -> load a ssd>host; loaded a -> load b ssd>host; loaded b -> nothing;
+    resident host cab
+a head comes before the initial placement | unified(host=9, usage={"a": 0.5, "b": 0.25}, loads_in_flight=1) |
+    started; ask h; loaded a -> load h ssd>host; loaded h -> run h, load b ssd>host
+an expert that found no room at first is not placed later | unified(host=1, usage={"a": 0.5, "b": 0.25}) |
+    started; loaded a; quarantined a -> evict a host stage 0
+the initial placement leaves the room that a head waits for |
+    unified(host=3, sizes={"a": 2, "x": 2}, usage={"b": 0.5}) |
+    # x needs the byte that is free, too
+    run a; ask x; started -> nothing; finished a -> evict a host stage 2, load x ssd>host
+# speculation: experts that may follow
+an expert that may follow is loaded into free room | unified(host=3, routes={"a": "ad"}) |
+    bring b; ask a; loaded a -> run a, load d ssd>host
+an expert that may follow takes the room of no other | unified(host=2, routes={"a": "ad"}) |
+    bring b; ask a; loaded a -> run a
+without overlapping no expert is loaded in advance | unified(policy="paper", routes={"a": "ad"}) |
+    ask a; loaded a -> run a
+no expert is loaded in advance into the room that a head waits for |
+    unified(host=4, sizes={"a": 2, "x": 3}, routes={"a": "ad"}) | ask a; ask x; loaded a -> run a
+# split memory: the host in front of the device
+a copy on its way to the device leaves what is queued in the host | split(host=2, usage={"a": 0.5}) |
+    bring x; run y; ask x; ask a -> load a ssd>device
+the baselines pass every copy through the host | split(host=1, policy="samba", usage={"b": 0.5}) |
+    bring bc; resident host c
+what is queued behind a full device is staged in the host | split(host=3, device=1, loads_in_flight=9) |
+    # a runs on the device from its copy there; all that lies in the host is queued
+    run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> nothing;
+    loaded b -> evict a host stage 2, load d ssd>host; ask e -> nothing; loaded c -> nothing;
+    finished a -> evict a device stage 2, load b host>device
+several are staged at once and none for what the host itself has queued |
+    split(host=5, device=1, usage={"u": 0.9, "v": 0.9}, loads_in_flight=9) |
+    # v runs in the host, u waits there
+    run a; bring uvw; ask b; run v; ask u; ask c; ask d; ask e; resident host uv; loaded b -> nothing
+a copy in the host is not wanted there while the device holds it too | split(host=3, device=1, loads_in_flight=9) |
+    # d is the last of all, behind a
+    run a; ask b; ask c; ask a; ask d; loaded b -> evict a host stage 2, load d ssd>host
+a busy SSD does not keep from the device what lies in the host, though b and d before it wait for the SSD |
+    split(device=2, usage={"g": 0.5}, loads_in_flight=1) | bring cg; run a; quarantined g; ask x; ask b; ask d;
+    ask c -> load c host>device
+a busy link to the device does not keep the next groups from the host |
+    split(host=9, device=3, sizes={"a": 3}, loads_in_flight=1) |
+    # though c, before it, waits for b's load to end
+    run a; ask b; ask c; loaded b -> load c ssd>host; loaded c -> nothing;
+    finished a -> evict a device stage 2, load b host>device; ask d -> load d ssd>host
+an overdue head that waits for the link keeps the room that is free |
+    split(device=2, usage={"g": 0.5}, loads_in_flight=1, max_overtake_s=5.0) | bring cg; run a; quarantined g;
+    ask x @0.0; ask b @0.0; ask c @6.0 -> nothing
+a group that passes one at a busy link takes no room from what is queued later |
+    split(host=7, device=3, loads_in_flight=1) |
+    # a leaves the device for d, and stays in the host; g waits for the SSD, the host's link is idle, and only d,
+    # queued behind a, could leave
+    bring abcd; ask b; ask e; ask f; ask g; loaded e -> evict c device stage 2, load e host>device, load f ssd>host;
+    ask a -> nothing; ask d -> nothing; loaded e -> nothing
+# a short queue, whose victims are chosen late: a runs, b is queued, and c, which is not there, behind it
+a short queue takes free room only while it has other work | unhurried(D_FIRST) |
+    # at 2 s no other could run
+    ask c @1.0 -> nothing; finished a @2.0 -> run b, evict d host stage 2, load c ssd>host
+a longer queue loads ahead | unhurried(D_FIRST, max_overtake_s=15.0) |
+    ask c @1.0 -> evict d host stage 2, load c ssd>host
+a short queue waits for a copy in use that would go first | unhurried(B_FIRST) |
+    ask c @1.0 -> nothing; finished a @2.0 -> run b; finished b @3.0 -> evict b host stage 2, load c ssd>host
+a copy in use is not waited for where it is queued again | unhurried(B_FIRST) |
+    # b has work behind c, so that c takes free room only until b runs again
+    ask c @1.0; finished a @2.0; ask b @2.5 -> nothing; finished b @3.0 -> run b;
+    finished b @4.0 -> evict b host stage 2, load c ssd>host
+a head has time until it has waited for half the bound | unhurried(B_FIRST) |
+    ask c @1.0; finished a @50.9 -> run b
+a head that has waited for half the bound has no time left | unhurried(B_FIRST) |
+    ask c @1.0; finished a @51.0 -> run b, evict d host stage 2, load c ssd>host
+a head that waits on purpose keeps no other executor from loading |
+    unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0) |
+    # executor 0 works; u and v were used, and no request waits for them; b waits for a, which would go first
+    bring uv; run a; ask b -> nothing; ask w -> evict u host stage 2, load w ssd>host
+"""
 BY_NAME = {"a": 0.1, "b": 0.2, "c": 0.3}
 B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
 D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_copies_come_and_leave(case):
-    made, script = CASES[case]
-    made().play(script)
+@played(CASES)
+def test_copies_come_and_leave(made, script):
+    eval(made).play(script)
 
 
 def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_overdue():

@@ -24,6 +24,7 @@ from agent.core.policy import PRESETS
 from agent.core.request import IMAGE, Rejected, Work
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core.worlds import played
 
 PASS = Prediction("ok", 1.0)
 QUANTUM_S, LONE_QUANTUM_S, BOUND_S, SHARE = 4.0, 9.0, 100.0, 20
@@ -167,125 +168,79 @@ SAID = {
 }
 
 # Each case: a line, and what is played on it.
-CASES = {
-    "a request that is not done goes on, one that is done ends, and all may be done with a quantum": (
-        Line,
-        "t0 t1; quantum -> t:0,1; quantum 0 -> done 0 t:1; images -> done 1; leased 0",
-    ),
-    "requests that came meanwhile join the next quantum behind those that have begun": (
-        Line,
-        "t0; t1 t2 t3 -> nothing; quantum -> t:0,1,2; quantum 1 -> done 1 t:0,2,3",
-    ),
-    "images have no quantum to go on after": (
-        Line,
-        "a0; quantum -> failed 0; because a: 1 of 1 images are not done, and images have no quantum",
-    ),
-    "progress without an unfinished request is as good as finished": (Line, "a0; quantum 0 -> done 0"),
-    # turns
-    "ongoing groups take turns and images wait for one of them at a time": (
-        Line,  # after the first of u, t is due, and was passed
-        "t0 u1; quantum -> u:1; b2 b3 b4 b5 b6 b7 b8 b9 b10; quantum -> b:2,3,4,5;"
-        "images -> done 2 done 3 done 4 done 5 t:0; quantum -> b:6,7,8,9; images -> done 6 done 7 done 8 done 9 u:1",
-    ),
-    "images that came behind many texts wait for one quantum and these begin between them": (
-        lambda: Line(share=100),
-        "t0 t1 t2 t3 t4 t5 a10 a11 a12 a13 a14; quantum 0 -> done 0 a:10,11,12,13;"
-        "images -> done 10 done 11 done 12 done 13 t:1,2,3; quantum 1 -> done 1 a:14; images -> done 14 t:2,3,4",
-    ),
-    **{
-        f"under {policy} an executor waits for the load of an image that is next": (
-            lambda policy=policy: Line(policy, room=1),
-            "t0; loaded; a1; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loaded -> t:0",
-        )
-        for policy in ("paper", "samba")
-    },
-    "an ongoing group whose expert had to leave asks for it": (
-        lambda: Line(room=1, bound_s=10.0),
-        "t0; loaded; a1; waits 10; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loads t;"
-        "loaded -> t:0; leased 6",
-    ),
-    # leases
-    "a request that waits for a lease asks for no load meanwhile": (
-        lambda: Line(room=1, share=10),
-        "t0; loaded; u1; waits 200; quantum -> t:0; loads; quantum 0 -> done 0; loads u",
-    ),
-    "no request has a larger lease than the most that it may hold": (
-        lambda: Line(share=6),
-        "t0; left 0 2 6 50 3; leased 6",
-    ),
-    "a request without room for a larger lease gives it back and waits for that one": (
-        lambda: Line(share=10),
-        "t0/2.3.6.3; u1/2.3.6; left 0 2 6 3 3 -> u:1; leased 9; quantum -> t:0; leased 9; left 0 2 6 5 3 -> u:1;"
-        "preempts 0; leased 6; quantum 1 -> done 1 t:0; leased 5; length_s 6.5",
-    ),
-    "requests that end make room for the larger leases of their batch, the oldest first": (
-        lambda: Line(share=9),
-        "waits 1; t0/2.3.6.3; waits 2; t1/2.3.6.3; waits 3; t2/2.3.6.3; left 0 2 6 3 3 -> t:0,1,2; left 1 0 2 6 5 3;"
-        "preempts 2; leased 5",
-    ),
-    # lengths: B 1 s, 0.5 s a token read, 2 s a token written
-    "a quantum counts for as long as it may last, and work that is left after it counts too": (
-        Line,
-        "t0; length_s 8; waits 3; length_s 5; waits 9; length_s 4; t1/2.0.2; length_s 6; quantum; length_s 6;"
-        "quantum 1; quantum 0; length_s 0",
-    ),
-    # requests that end, and those that lose their memory
-    "a request that is cancelled between two quanta ends at once": (
-        Line,
-        "t0 a1; quantum -> a:1; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1",
-    ),
-    "a preempted request begins anew behind those that wait, and reads again what it held": (
-        lambda: Line(share=12),
-        "t0; a1; u2/0.1.8; quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0;"
-        "length_s 6.5",
-    ),
-    "the shell says what a preempted request has to do and needs": (
-        Line,
-        "t0/2.3.6.3; a1; quantum; preempted 0 4 1 6 5; leased 0; images; leased 5; length_s 5",
-    ),
-    "requests whose batch failed begin anew and alone, and one that fails alone is the only one to blame": (
-        Line,
-        "a9; t0/0.3.4 t1/0.3.4 t2/0.3.4; images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1;"
-        "left 0 2 4 -> t:0; left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12;"
-        "breaks -> failed 0 t:2; leased 8",
-    ),
-    "requests that have begun with an expert in quarantine end when their quantum is over": (
-        Line,
-        "t0; quarantined t -> nothing; quantum -> failed 0; because t is in quarantine: bad; leased 0",
-    ),
-    "requests that have begun with an expert in quarantine end between two quanta": (
-        Line,
-        "t0 a1; quantum; quarantined t -> failed 0; because t is in quarantine: bad; leased 0",
-    ),
-    "no expert that a request goes on with leaves when it is unwanted": (
-        Line,
-        "t0 a1; quantum; unwanted t; images -> done 1 t:0",
-    ),
-    # families
-    "experts of a family begin and go on in the same quanta": (
-        lambda: Line(family="f"),
-        "a9 t0 u1; images -> done 9 t:0 u:1; quantum -> t:0 u:1; quantum 1 -> done 1 t:0",
-    ),
-    "without a family each expert has a quantum of its own": (
-        Line,
-        "t0 u1; quantum -> u:1; quantum -> t:0; quantum -> u:1",
-    ),
-    "an ongoing group rides along with all of its requests or not at all": (
-        lambda: Line(family="f", share=40),  # 3 are a batch: at first the other of u has no place
-        "a9 t0 t1 u2 u3; images -> done 9 t:0,1 u:2; quantum -> t:0,1 u:2; quantum 0 -> done 0 t:1 u:2,3; t4;"
-        "quantum -> t:1 u:2,3; a5; quantum -> a:5; images -> done 5 t:1 u:2,3",
-    ),
-    "of a family the first that came begin first, and those of one group stand together": (
-        lambda: Line(family="f", share=60),
-        "a9 u0 t1 t2 u3; images -> done 9 u:0,3 t:1",
-    ),
-}
+CASES = """
+a request that is not done goes on, one that is done ends, and all may be done with a quantum | Line() |
+    t0 t1; quantum -> t:0,1; quantum 0 -> done 0 t:1; images -> done 1; leased 0
+requests that came meanwhile join the next quantum behind those that have begun | Line() |
+    t0; t1 t2 t3 -> nothing; quantum -> t:0,1,2; quantum 1 -> done 1 t:0,2,3
+images have no quantum to go on after | Line() |
+    a0; quantum -> failed 0; because a: 1 of 1 images are not done, and images have no quantum
+progress without an unfinished request is as good as finished | Line() |
+    a0; quantum 0 -> done 0
+# turns
+ongoing groups take turns and images wait for one of them at a time | Line() |
+    # after the first of u, t is due, and was passed
+    t0 u1; quantum -> u:1; b2 b3 b4 b5 b6 b7 b8 b9 b10; quantum -> b:2,3,4,5;
+    images -> done 2 done 3 done 4 done 5 t:0; quantum -> b:6,7,8,9; images -> done 6 done 7 done 8 done 9 u:1
+images that came behind many texts wait for one quantum and these begin between them | Line(share=100) |
+    t0 t1 t2 t3 t4 t5 a10 a11 a12 a13 a14; quantum 0 -> done 0 a:10,11,12,13;
+    images -> done 10 done 11 done 12 done 13 t:1,2,3; quantum 1 -> done 1 a:14; images -> done 14 t:2,3,4
+an executor of the paper's waits for the load of an image that is next | Line("paper", room=1) |
+    t0; loaded; a1; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loaded -> t:0
+an executor of Samba-CoE's waits for the load of an image that is next | Line("samba", room=1) |
+    t0; loaded; a1; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loaded -> t:0
+an ongoing group whose expert had to leave asks for it | Line(room=1, bound_s=10.0) |
+    t0; loaded; a1; waits 10; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loads t; loaded -> t:0;
+    leased 6
+# leases
+a request that waits for a lease asks for no load meanwhile | Line(room=1, share=10) |
+    t0; loaded; u1; waits 200; quantum -> t:0; loads; quantum 0 -> done 0; loads u
+no request has a larger lease than the most that it may hold | Line(share=6) |
+    t0; left 0 2 6 50 3; leased 6
+a request without room for a larger lease gives it back and waits for that one | Line(share=10) |
+    t0/2.3.6.3; u1/2.3.6; left 0 2 6 3 3 -> u:1; leased 9; quantum -> t:0; leased 9; left 0 2 6 5 3 -> u:1; preempts 0;
+    leased 6; quantum 1 -> done 1 t:0; leased 5; length_s 6.5
+requests that end make room for the larger leases of their batch, the oldest first | Line(share=9) |
+    waits 1; t0/2.3.6.3; waits 2; t1/2.3.6.3; waits 3; t2/2.3.6.3; left 0 2 6 3 3 -> t:0,1,2; left 1 0 2 6 5 3;
+    preempts 2; leased 5
+# lengths: B 1 s, 0.5 s a token read, 2 s a token written
+a quantum counts for as long as it may last, and work that is left after it counts too | Line() |
+    t0; length_s 8; waits 3; length_s 5; waits 9; length_s 4; t1/2.0.2; length_s 6; quantum; length_s 6; quantum 1;
+    quantum 0; length_s 0
+# requests that end, and those that lose their memory
+a request that is cancelled between two quanta ends at once | Line() |
+    t0 a1; quantum -> a:1; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1
+a preempted request begins anew behind those that wait, and reads again what it held | Line(share=12) |
+    t0; a1; u2/0.1.8; quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0;
+    length_s 6.5
+the shell says what a preempted request has to do and needs | Line() |
+    t0/2.3.6.3; a1; quantum; preempted 0 4 1 6 5; leased 0; images; leased 5; length_s 5
+requests whose batch failed begin anew and alone, and one that fails alone is the only one to blame | Line() |
+    a9; t0/0.3.4 t1/0.3.4 t2/0.3.4; images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1; left 0 2 4 -> t:0;
+    left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12; breaks -> failed 0 t:2; leased 8
+requests that have begun with an expert in quarantine end when their quantum is over | Line() |
+    t0; quarantined t -> nothing; quantum -> failed 0; because t is in quarantine: bad; leased 0
+requests that have begun with an expert in quarantine end between two quanta | Line() |
+    t0 a1; quantum; quarantined t -> failed 0; because t is in quarantine: bad; leased 0
+no expert that a request goes on with leaves when it is unwanted | Line() |
+    t0 a1; quantum; unwanted t; images -> done 1 t:0
+# families
+experts of a family begin and go on in the same quanta | Line(family="f") |
+    a9 t0 u1; images -> done 9 t:0 u:1; quantum -> t:0 u:1; quantum 1 -> done 1 t:0
+without a family each expert has a quantum of its own | Line() |
+    t0 u1; quantum -> u:1; quantum -> t:0; quantum -> u:1
+an ongoing group rides along with all of its requests or not at all | Line(family="f", share=40) |
+    # 3 are a batch: at first the other of u has no place
+    a9 t0 t1 u2 u3; images -> done 9 t:0,1 u:2; quantum -> t:0,1 u:2; quantum 0 -> done 0 t:1 u:2,3; t4;
+    quantum -> t:1 u:2,3; a5; quantum -> a:5; images -> done 5 t:1 u:2,3
+of a family the first that came begin first, and those of one group stand together | Line(family="f", share=60) |
+    a9 u0 t1 t2 u3; images -> done 9 u:0,3 t:1
+"""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_texts_and_images_take_turns(case):
-    made, script = CASES[case]
-    made().play(script)
+@played(CASES)
+def test_texts_and_images_take_turns(made, script):
+    eval(made).play(script)
 
 
 # -- quanta --

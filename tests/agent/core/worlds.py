@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import strategies as st
 
 from agent.core import demand, events, failures
@@ -48,6 +49,18 @@ PLAIN = {
     "unwanted": events.Unwanted,
     "quarantined": lambda expert: events.Quarantined(expert, "bad"),
 }  # verbs of a script
+
+
+def played(table):
+    """A test by the cases of a table: name | code that makes the line | script, with further lines indented."""
+    rows = []
+    for each in table.strip().splitlines():
+        if each.startswith(" ") and not each.lstrip().startswith("#"):
+            rows[-1] += each
+        elif each[0] not in " #":
+            rows.append(each)
+    names, *cases = zip(*(" ".join(row.split()).split(" | ", 2) for row in rows), strict=True)
+    return pytest.mark.parametrize(("made", "script"), list(zip(*cases, strict=True)), ids=names)
 
 
 def limits(pools, *args, **chosen):
