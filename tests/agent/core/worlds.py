@@ -280,11 +280,6 @@ class AnsweringLine(Line):
         self.arrive(component)
         return self.last_request
 
-    def judge(self, component):
-        """A request comes and, as everything is answered at once, ends: its verdict and the reason."""
-        outcome = self.outcomes[self.send(component)]
-        return outcome.verdict, outcome.reason
-
     def pass_time(self, seconds):
         """The Engine has its Ticks when they are due."""
         end_s = self.now + seconds
@@ -302,6 +297,45 @@ class AnsweringLine(Line):
     @property
     def on_probation(self):
         return self.engine.statistics().on_probation
+
+    def step(self, verb, args, at):
+        self.handle(PLAIN[verb](*args)) if verb in PLAIN else getattr(self, verb)(*args)
+
+    # -- verbs of a script: what happens --
+
+    def sends(self, *components):
+        for component in components:
+            self.send(component)
+
+    def passes(self, seconds):
+        self.pass_time(float(seconds))
+
+    def hold(self):
+        self.held = []
+
+    def forget(self):
+        self.log.clear()
+
+    # -- and what is so then --
+
+    def judges(self, component, *said):
+        """A request comes and, as everything is answered at once, ends with this verdict, and this reason."""
+        outcome = self.outcomes[self.send(component)]
+        assert outcome.verdict == said[0]
+        assert len(said) == 1 or outcome.reason == " ".join(said[1:])
+
+    def verdicts(self, *said):
+        assert tuple(self.outcomes[request].verdict for request in sorted(self.outcomes)) == said
+
+    def probation(self, expert=None, *reason):
+        assert list(self.on_probation) == ([expert] if expert else [])
+        assert not reason or self.on_probation[expert] == " ".join(reason)
+
+    def holds(self, pool, experts=""):
+        assert self.resident(pool) == experts
+
+    def quiet(self):
+        assert self.log == []
 
 
 def told(effect, in_full=False):
