@@ -1,1 +1,1 @@
-"""Does: carries out the Engine's effects with threads, transfers and devices, and answers with events."""
+"""Execution of the Engine's effects with threads, transfers and devices, answered with events."""

@@ -1,8 +1,8 @@
 """Ages of batches and loads without an answer.
 
-Work that hangs in the kernel or a driver never answers. Past one limit its age is logged, past another it ends the
-agent: another process opens the drive and the device anew. An age ends the agent only ``ended_s - logged_s`` after its
-log line: a process that was suspended goes on.
+Work that hangs in the kernel or a driver never answers. Past one limit its age is logged; past another the agent ends,
+as only a new process can reopen the drive and the device. At least ``ended_s - logged_s`` pass between log line and
+end, so a suspended and resumed process survives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AgeLimits:
 
 @dataclass(slots=True)
 class OpenedWork(Generic[Work]):
-    """``logged_at_s``: when its age was logged; None: not yet."""
+    """``logged_at_s``: time its age was logged; None: not yet."""
 
     work: Work
     described: str
@@ -61,9 +61,9 @@ class OpenedWork(Generic[Work]):
 
 
 class OpenWork:
-    """The batches and loads under way, by number. For one thread, which gives the time in monotonic seconds.
+    """Batches and loads under way, by number. For one thread; times are monotonic seconds.
 
-    ``ssd_bytes_per_s``: rate that loads from the SSD are held to.
+    ``ssd_bytes_per_s``: limit on the rate of loads from the SSD.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OpenWork:
         self._columns = matrix.experts
 
     def open_batch(self, batch: Batch, now: float) -> None:
-        """Predicted by section 4.2, or the batch's quantum, which has one iteration at least; 0 where unknown."""
+        """Record a batch. Predicted time: by section 4.2, or the quantum, at least one iteration; 0 if unknown."""
         described = f"the batch of {len(batch.requests)} for {batch.expert} on executor {batch.executor}"
         row = self._columns[self._processors[batch.executor]].get(batch.expert)
         batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
@@ -99,7 +99,7 @@ class OpenWork:
         advice = DRIVE_ADVICE if effect.source == SSD else DEVICE_ADVICE
         rows = (column.get(effect.expert) for column in self._columns.values())
         predicted_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
-        if effect.source == SSD and self._ssd_bytes_per_s is not None:  # behind all loads on the link
+        if effect.source == SSD and self._ssd_bytes_per_s is not None:  # after all loads on the link
             waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
             predicted_s = max(predicted_s, waiting_bytes / self._ssd_bytes_per_s)
         self.loads[effect.load] = OpenedWork(effect, described, advice, now, predicted_s)

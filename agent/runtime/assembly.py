@@ -1,4 +1,4 @@
-"""Assembly of an agent's loop: its memories, transfers, executors, and what they share."""
+"""Assembly of an agent's loop: memories, transfers, executors, and their shared parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assemble(
     on_outcome: Callable[[int, Outcome], None],
     options: LoopOptions,
 ) -> AgentLoop:
-    """A loop to ``start``, and to ``stop`` once. Raises BackendUnavailable."""
+    """Build a loop; call ``start``, and ``stop`` once. Raises BackendUnavailable."""
     box, inbox = plan.box, SimpleQueue[Any]()
     drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s))
     shelf = SkeletonShelf(segments)

@@ -1,4 +1,4 @@
-"""Log of the Engine's decisions: an error or a warning for what a technician may have to act on."""
+"""Log of the Engine's decisions: an error or a warning where a technician may have to act."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent.core import effects
 if TYPE_CHECKING:
     from agent.core.effects import Effect
 
-logger = logging.getLogger("agent.runtime.loop")  # the name that these lines have always had
+logger = logging.getLogger("agent.runtime.loop")  # name kept for log filters
 
 LOWERED_ADVICE = (
     ": the box has less memory than was planned with, and more is tried later; if it stays so, end what else takes it, "

@@ -1,8 +1,8 @@
-"""Executors: one thread each, which runs batches on images that are prepared beside it.
+"""Executors: one thread each, which runs batches on images that other threads prepare.
 
 Guarantees: every batch is answered once: with Finished (one Prediction or Rejected per request, in order), Progressed
-where it has a quantum, or BatchFailed. A broken image or text, or an output that is NaN or infinity, rejects its own
-request only. A lost device is answered with a Breakdown, and the batch behind it is not run.
+after a quantum, or BatchFailed. A broken image or text, or an output that is NaN or infinity, rejects its own
+request only. After a lost device the answer is a Breakdown, and the batch behind does not run.
 Assumes: the Engine starts a batch on a resident copy, and no third one on this executor before an answer.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from experts.llm.model import LanguageModel
 
     RequestSource = ImageSource | TextSource
-    Shown = RequestSource | Prepared | Rejected  # in a batch: to be prepared, or prepared already
+    Shown = RequestSource | Prepared | Rejected  # images of a batch: tasks, or prepared images
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class ExecutorStatistics:
     """One executor, since the start. ``busy_s``: from taking a batch to its answer; of that ``waited_s`` for images.
 
-    ``texts``: ended ones; they are no images.
+    ``texts``: ended texts, not counted as images.
     """
 
     executor: int
@@ -74,7 +74,7 @@ class ExecutorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A batch with its images, or for a quantum with the copy of each of its texts."""
+    """Batch with its images, or with the copies of its texts for a quantum."""
 
     batch: Batch
     images: Sequence[DueTask[Prepared | Rejected]] = ()
@@ -83,7 +83,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Used by all executors of an agent. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
+    """Parts shared by all executors. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
 
     preparation: Preparation
     post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None]
@@ -92,7 +92,7 @@ class Shared:
 
 
 class BatchExecutor:
-    """One executor: a batch that runs, at most one behind it, and the thread that runs them."""
+    """One executor: a running batch, at most one queued behind it, and their thread."""
 
     def __init__(self, spec: ExecutorSpec, store: SlotStore, team: Team, shared: Shared) -> None:
         self.spec = spec
@@ -103,7 +103,7 @@ class BatchExecutor:
         self._watch = shared.watch
         self._team = team
         self._device = torch_device(spec.processor)
-        self._computing_threads = team.threads if self.is_on_cpu else 1  # else it feeds a device
+        self._computing_threads = team.threads if self.is_on_cpu else 1  # else the thread feeds a device
         self._is_stopping = False
         self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
@@ -117,17 +117,17 @@ class BatchExecutor:
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
-        """Run a batch on its images, in order, at once or after the one that runs."""
+        """Run a batch on its images, in order, at once or after the running batch."""
         shown = zip(batch.requests, images, strict=True)
         self._inbox.put(_Work(batch, [self._prepare(expert, image, request) for request, image in shown]))
 
     def hurry(self, batch: Batch) -> None:
-        """Prepare the batch's images before all others: the batch is next, or runs."""
+        """Prepare the batch's images first: the batch is next, or runs."""
         for request in batch.requests:
             self._preparation.hurry(request)
 
     def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
-        """Run a batch of texts for its quantum; ``copies``: of each."""
+        """Run a batch of texts for its quantum; ``copies``: one per text."""
         self._inbox.put(_Work(batch, copies=copies))
 
     def statistics(self) -> ExecutorStatistics:
@@ -137,7 +137,7 @@ class BatchExecutor:
         return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Finish the batch that runs, and no other, then end the thread; False if that took longer."""
+        """Finish the running batch only, then end the thread; False after the timeout."""
         self._is_stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -160,8 +160,8 @@ class BatchExecutor:
                     answer = self._answer(work)
                     self._post(answer)
                     if isinstance(answer, Breakdown):
-                        return  # batches queued behind it wait for the next agent: a lost device may hang
-        except Exception as error:  # without this thread the agent would wait
+                        return  # queued batches wait for the next agent: a lost device may hang
+        except Exception as error:  # without this answer the agent would wait forever
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))
 
@@ -212,7 +212,7 @@ class BatchExecutor:
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
-    """A batch's images, once ready; the executor itself begins waiting crops, as a wake-up costs more."""
+    """Prepared images of a batch. The executor's thread begins waiting crops: waking another thread costs more."""
     for task in images:
         if task.is_short:
             task.begin()
@@ -224,7 +224,7 @@ def model_of(skeleton: Skeleton) -> LanguageModel:
 
 
 def own_stream(device: str) -> AbstractContextManager[object]:
-    """A stream of the executor's own, so that executors of a CUDA device overlap."""
+    """Separate CUDA stream, so that executors of one device overlap."""
     if device == "cuda":
         return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-any-return]
     return nullcontext()
@@ -244,7 +244,7 @@ def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> lis
 
 
 def checked(prediction: Prediction, expert: Expert) -> Prediction | Rejected:
-    """The prediction, unless a score is NaN or infinity."""
+    """Prediction, or a rejection if a score is NaN or infinity."""
     scores = (prediction.score, *(box.score for box in prediction.boxes))
     if all(math.isfinite(score) for score in scores):
         return prediction

@@ -1,4 +1,4 @@
-"""An expert in one form, as packed, loaded and run, and its bytes in memory. No runtime is imported."""
+"""An expert in one packed form, and its bytes in memory. Imports no runtime."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backe
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopy:
-    """An expert packed in one form. ``name``: the Engine's name for it.
+    """Expert packed in one form. ``name``: the Engine's name for it.
 
-    ``moe_places``: moe_experts held at a time; None: all of them, or there are none.
+    ``moe_places``: moe_experts held at a time; None: all, or a model without moe_experts.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ExpertCopy:
 
     @property
     def parts(self) -> tuple[Segment, ...]:
-        """Segments beside its own; equal ones are held once for several copies."""
+        """Shareable segments; equal ones are held once for several copies."""
         return tuple(segment for segment in self.packed.shared if segment.blocks is None or not self.is_offloaded)
 
     @property
@@ -60,7 +60,7 @@ class ExpertCopy:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that a load moves when shared segments are resident: its own, and the layers of its moe_experts."""
+        """Bytes that a load moves when shared segments are resident: own bytes, and layers of moe_experts."""
         layers = () if self.is_offloaded else self.packed.moe_layers
         return self.packed.own.slot_bytes + sum(segment.slot_bytes for segment in layers)
 
@@ -71,9 +71,9 @@ class ExpertCopy:
 
 
 def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
-    """An image's prepared form for an expert; None for an expert of texts.
+    """Prepared form of an image for an expert; None for an expert of texts.
 
-    The name says all that decides: orientation, fit, size, normalisation (detectors have none), reduced decoding.
+    The name lists all inputs: orientation, fit, size, normalisation (detectors have none), reduced decoding.
     """
     if expert.takes_texts:
         return None
@@ -91,7 +91,7 @@ def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm |
 
 
 def moe_block_bytes(packed: PackedExpert) -> int:
-    """Bytes of one moe_expert of a packed model, equal for all of them; 0 where it has none."""
+    """Bytes of one moe_expert of a packed model, equal for all; 0 for a model without moe_experts."""
     return max((segment.blocks.size_bytes for segment in packed.moe_layers if segment.blocks is not None), default=0)
 
 
@@ -100,10 +100,10 @@ def moe_experts_of(packed: PackedExpert) -> int:
 
 
 def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """The name of experts that run alike: architecture, input, stem, and for their owner's graphs the program.
+    """Name of a group of experts with equal run times: architecture, input, stem, and for users' graphs the program.
 
-    An architecture that runs from a graph (ONNX Runtime) keeps its kind: that is its precision. Language models are
-    alike where their directories differ in weights alone, and the line names the same precision.
+    An architecture that runs from a graph (ONNX Runtime) keeps its kind: only the precision differs. Language models
+    share a kind if their directories differ in weights only, and the line file gives them one precision.
     """
     if expert.takes_texts:
         given = "auto" if expert.is_automatic else expert.precision

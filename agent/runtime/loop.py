@@ -1,10 +1,10 @@
-"""AgentLoop: the one thread that owns the Engine. Events come in through an inbox, effects are carried out in order.
+"""AgentLoop: the thread that owns the Engine. Events arrive in an inbox, effects are carried out in order.
 
-Guarantees: every submitted request has its outcome delivered once while the loop runs; its image or text is kept until
-then; other threads read frozen snapshots.
-Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. An error of it or of the Engine, a lost
-device, or work past its age's limits crashes the loop: requests under way have no outcome, ``wait_until_idle`` and
-``stop`` raise AgentCrashed, and the next agent runs these requests anew.
+Guarantees: the outcome of every submitted request is delivered once while the loop runs; its image or text is kept
+until then; other threads read frozen snapshots. Assumes: ``on_outcome`` returns soon and does not raise: it runs on
+this thread. An error of ``on_outcome`` or of the Engine, a lost device, or work past its age limits crashes the loop:
+requests in flight have no outcome, ``wait_until_idle`` and ``stop`` raise AgentCrashed, and the next agent runs these
+requests again.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)
-LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
-STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
-POLL_S = 0.2  # poll interval of a waiting thread: does the loop still run?
+LATE_TICK_S = 0.05  # between two ticks whose time has passed
+STOP_S = 5.0  # then threads are abandoned; their images stay in `.work`
+POLL_S = 0.2  # poll interval of threads that wait for the loop
 
 Answer = TypeVar("Answer")
 
 
 class Decider(Protocol):
-    """An Engine, or a wrapper that times or plays back decisions. Called on the loop's thread only."""
+    """Engine, or a wrapper that times or replays decisions. Called on the loop's thread only."""
 
     def handle(self, event: Event, now: float) -> list[Effect]: ...
 
@@ -74,10 +74,10 @@ class Decider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
-    checks_invariants: bool = False  # whenever the agent falls idle
-    scaled: frozenset[str] = frozenset()  # experts, by the line's names, with JPEGs decoded smaller
-    keeps_prefixes: bool = True  # keys and values of a text for the next text that begins alike
+    ssd_bytes_per_s: float | None = None  # limit on the rate of loads from the SSD
+    checks_invariants: bool = False  # called when the agent becomes idle
+    scaled: frozenset[str] = frozenset()  # experts, by name in the line file, with JPEGs decoded smaller
+    keeps_prefixes: bool = True  # reuse keys and values for texts with a common prefix
     ages: AgeLimits = field(default_factory=AgeLimits)
     clock: Callable[[], float] = time.monotonic
 
@@ -94,10 +94,10 @@ class LoopStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
+    """Callbacks on the loop's thread: a batch's requests start (``begun``), or have their answer (``ended``).
 
-    ``given``: before the executor has the batch. ``preparing``: a context, on any thread, while a request's image is
-    prepared ahead of its batch. ``ran``: a batch was answered, after so many seconds. ``idle``: nothing is under way.
+    ``given``: before the executor receives the batch. ``preparing``: a context, on any thread, around the preparation
+    of an image ahead of its batch. ``ran``: a batch was answered, with its seconds. ``idle``: no work is under way.
     """
 
     begun: Callable[[Sequence[int]], None] = lambda _: None
@@ -110,7 +110,7 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """Subject of an Engine's decisions. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
+    """Subject of an Engine's decisions. ``copies``: all of the matrix, by name; ``routes``: at the start."""
 
     box: Box
     executors: Sequence[ExecutorSpec]
@@ -122,7 +122,7 @@ class AgentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Threads and memories that carry out effects. Their answers arrive in ``inbox``."""
+    """Threads and memories that carry out effects, and answer to ``inbox``."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -134,7 +134,7 @@ class Workshop:
     inbox: SimpleQueue[Message]
 
     def bind_where_they_run(self, matrix: PerformanceMatrix) -> None:
-        """Bind copies only for devices of executors that have a row for them."""
+        """Bind each copy only on devices of executors with a row for it."""
         runs_on: dict[str, set[tuple[str, str]]] = {}
         for executor in self.executors.values():
             spec = executor.spec
@@ -148,7 +148,7 @@ class Workshop:
             store.devices_of = devices.__getitem__
 
 
-# A call is made on the loop's thread; None is the last message.
+# A call runs on the loop's thread; None is the last message.
 Message: TypeAlias = "Event | Breakdown | Callable[[], None] | None"
 
 
@@ -177,10 +177,10 @@ class AgentLoop:
         self._idle_request: int | None = None
         self._numbers = count(1)
         self._open = OpenWork(options.ages, plan.executors, plan.matrix, options.ssd_bytes_per_s)
-        self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
+        self._held: dict[int, effects.StartBatch] = {}  # executor -> its next batch
         self._has_started = False
         self._is_stopped = False
-        self.leaves_threads = False  # after ``stop``: a thread still works in the memories
+        self.leaves_threads = False  # after ``stop``: a thread still uses the memories
         self._ticked_s = float("-inf")
         self._watch = BatchWatch()
         self._crash: AgentCrashed | None = None
@@ -201,10 +201,10 @@ class AgentLoop:
             effects.Fail: self._deliver,
         }
 
-    # -- for any thread --
+    # -- any thread --
 
     def start(self) -> None:
-        end_team()  # of the thread that prepared this
+        end_team()  # by the thread that prepared the start
         for executor in self._workshop.executors.values():
             executor.start()
         self._thread.start()
@@ -216,7 +216,7 @@ class AgentLoop:
         self._workshop.preparation.watch = watch.preparing
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
-        """Before ``start``: callbacks, on any thread, for experts with missing, and with stale packed files."""
+        """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
@@ -227,7 +227,7 @@ class AgentLoop:
         expert: str | None = None,
         precedence: Precedence = Precedence.LINE,
     ) -> int:
-        """Take a request for a component's route or for one expert; its number. Raises as a text's source does."""
+        """Submit a request for a component's route or one expert; returns its number. Raises as text sources do."""
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
         if self._is_stopped or self._crash is not None:
@@ -260,11 +260,11 @@ class AgentLoop:
         return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
-        """Before ``start``: decode JPEGs smaller for these experts."""
+        """Decode JPEGs smaller for these experts. Call before ``start``."""
         self._workshop.preparation.scaled |= frozenset(experts)
 
     def cancel(self, request: int) -> None:
-        """The outcome is delivered all the same, UNKNOWN if the request did not run."""
+        """Cancel a request. Its outcome is still delivered, UNKNOWN if the request did not run."""
         self._inbox.put(events.Cancelled(request))
 
     def quarantine(self, expert: str, reason: str) -> None:
@@ -272,7 +272,7 @@ class AgentLoop:
         self._inbox.put(events.Quarantined(expert, reason))
 
     def want(self, expert: str) -> None:
-        """Bring an expert into memory, in room that no queue needs sooner."""
+        """Load an expert, once there is room that no queue needs sooner."""
         self._inbox.put(events.Wanted(expert))
 
     def unwant(self, expert: str) -> None:
@@ -280,11 +280,11 @@ class AgentLoop:
         self._inbox.put(events.Unwanted(expert))
 
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        """Serve other experts and routes from now on; ``copies``: new ones. Earlier requests keep their routes."""
+        """Replace the served experts and routes; ``copies``: new ones. Earlier requests keep their routes."""
         self._call(lambda: self._change_line(change, copies))
 
     def drain(self) -> None:
-        """Refuse new requests, and finish the others: then ``wait_until_drained``."""
+        """Refuse new requests, and finish the others. See ``wait_until_drained``."""
         self._inbox.put(events.Drain())
 
     def when_crashed(self, callback: Callable[[AgentCrashed], None]) -> None:
@@ -302,36 +302,36 @@ class AgentLoop:
 
     @property
     def requests_in_flight(self) -> int:
-        """All but the one of idle precedence."""
+        """Requests in flight, without those of idle precedence."""
         return len(self._sources) - (self._idle_request is not None)
 
     def statistics(self) -> LoopStatistics:
-        """A frozen snapshot, taken between two events."""
+        """Frozen snapshot, taken between two events."""
         return self._call(self._snapshot)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Until no request, load or batch is under way; False if that took longer. Raises AgentCrashed."""
+        """Wait until no request, load or batch is under way; False after the timeout. Raises AgentCrashed."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
         self._raise_crash()
         return idle
 
     def wait_until_drained(self, timeout_s: float) -> bool:
-        """Until no request or batch is under way, loads aside; False if that took longer, or it crashed."""
+        """Wait until no request or batch is under way, loads aside; False after the timeout or a crash."""
         with self._changed:
             self._changed.wait_for(lambda: self._crash is not None or self._is_drained(), timeout_s)
         return self._crash is None and self._is_drained()
 
     def stop(self) -> None:
-        """Finish running batches, break loads off; other requests have no outcome. Raises AgentCrashed after a crash.
+        """Finish running batches, cancel loads; other requests have no outcome. Raises AgentCrashed after a crash.
 
-        Threads that have not ended after ``STOP_S`` are left behind with their memory.
+        Threads that have not ended after ``STOP_S`` are abandoned with their memory.
         """
         self._is_stopped = True
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        with ExitStack() as ending:  # last first; an error of a lost device does not hide the crash
+        with ExitStack() as ending:  # last first; errors of a lost device do not hide the crash
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
             ending.callback(self._sources.clear)
@@ -344,7 +344,7 @@ class AgentLoop:
 
     def _end_threads(self) -> bool:
         workshop = self._workshop
-        deadline_s = time.monotonic() + STOP_S  # by the real clock: threads that work need real time
+        deadline_s = time.monotonic() + STOP_S  # real clock, as running threads need real time
         executors = [executor.stop for executor in workshop.executors.values()]
         stops = [*executors, workshop.preparation.stop, workshop.transfers.stop]
         have_ended = [stop(max(deadline_s - time.monotonic(), 0.0)) for stop in stops]
@@ -357,7 +357,7 @@ class AgentLoop:
             raise self._crash
 
     def _call(self, work: Callable[[], Answer]) -> Answer:
-        """Call on the loop's thread, or here once that has ended."""
+        """Call on the loop's thread, or on this one after the loop's has ended."""
         if current_thread() is self._thread:
             return work()
         answer: Future[Answer] = Future()
@@ -397,7 +397,7 @@ class AgentLoop:
             callback(crash)
 
     def _next(self) -> Message:
-        """A Tick where the Engine's moment, or an age's limit, comes before a message."""
+        """Next message, or a Tick if the Engine's wake-up or an age limit is earlier."""
         wakeup_s, limit_s = self._engine.next_wakeup_s(), self._open.next_due_s()
         ticks = [] if wakeup_s is None else [max(wakeup_s, self._ticked_s + LATE_TICK_S)]
         moments = ticks if limit_s is None else [*ticks, limit_s]
@@ -424,7 +424,7 @@ class AgentLoop:
         known = {**self._copies, **copies}
         self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
         self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
-        self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
+        self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # replaced by these copies
         self._routes = change.graph
         self._workshop.transfers.know(self._copies)
         self._workshop.bind_where_they_run(change.matrix)

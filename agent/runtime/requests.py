@@ -1,4 +1,4 @@
-"""Requests of one-off commands, replays and measurements, which wait for outcomes. A service journals instead."""
+"""Requests of one-off commands, replays and measurements, which wait for outcomes. A service uses a journal instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An outcome, and the monotonic times of submission and outcome."""
+    """Outcome, with the monotonic times of submission and outcome."""
 
     outcome: Outcome
     submitted_s: float
@@ -29,7 +29,7 @@ class Ended:
 class Requests:
     """Submits requests to one loop and collects their outcomes, or its crash, on one thread.
 
-    The loop is made with ``tell`` as its ``on_outcome``, and then given to ``watch``.
+    Pass ``tell`` as the loop's ``on_outcome``, then the loop to ``watch``.
     """
 
     _loop: AgentLoop
@@ -46,14 +46,14 @@ class Requests:
         loop.when_crashed(self._ended.put)
 
     def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> None:
-        """As ``AgentLoop.submit``. Raises AgentCrashed."""
+        """Submit as ``AgentLoop.submit`` does. Raises AgentCrashed."""
         if self._loop.crash is not None:
             raise self._loop.crash
         number = self._loop.submit(source, component=component, expert=expert)
         self._submitted_s[number] = time.monotonic()
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
-        """Outcomes of all requests since the last call, in their order. Raises AgentCrashed."""
+        """Outcomes of all requests since the last call, in order of submission. Raises AgentCrashed."""
         submitted_s, self._submitted_s = self._submitted_s, {}
         ended: dict[int, Ended] = {}
         while len(ended) < len(submitted_s):

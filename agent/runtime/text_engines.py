@@ -1,6 +1,6 @@
 """Engines of texts: one for each executor, over one arena of keys and values for each memory and device.
 
-Guarantees: an arena is as large as its memory's share for leases, and leases are counted as the arena rounds.
+Guarantees: an arena has the size of its memory's share for leases, and leases are rounded as in the arena.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TextEngines:
-    """The engines ``by_executor``, and what they share. ``runs_on``: copy -> its (memory, device)s; None: all."""
+    """Engines ``by_executor``, and their shared parts. ``runs_on``: copy -> its (memory, device)s; None: all."""
 
     by_executor: Mapping[int, LlmEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
@@ -45,7 +45,7 @@ class TextEngines:
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
 
     def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
-        """The language models among these copies, in order."""
+        """Language models among these copies, in order."""
         by_expert: dict[str, list[ExpertCopy]] = {}
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
@@ -75,7 +75,7 @@ class TextEngines:
                     yield arena, layout
 
     def _layout(self, copy: ExpertCopy) -> KvLayout | None:
-        """None for a program that cannot be read."""
+        """Layout of a copy; None for an unreadable program."""
         if copy.name not in self._layouts and self.layout_of is not None:
             with suppress(CoServeError):
                 self._layouts[copy.name] = self.layout_of(copy)
@@ -90,7 +90,7 @@ def text_engines(
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """One engine for each CPU executor that runs texts and whose memory has a share for leases."""
+    """Engine for each CPU executor that runs texts and whose memory has a share for leases."""
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
     places = {
         spec.id: (spec.pool, torch_device(spec.processor))
@@ -107,7 +107,7 @@ def text_engines(
 
 
 def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:
-    """Raises as reading the program does."""
+    """Layout of a copy. Raises as reading the program does."""
     spec = spec_of(segments.program(copy.packed), copy.expert.id)
     tables = (tensor for segment in copy.packed.segments for tensor in segment.tensors)
     dtype = next(tensor.dtype for tensor in tables if tensor.name == FINAL_NORM)

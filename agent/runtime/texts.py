@@ -1,11 +1,11 @@
 """Texts of requests: their tokens across executors, and their remaining work.
 
-Each executor has an engine (``experts.llm.serving``). This module keeps the step of its route that a request is at, and
-its written tokens, so that the request can continue on another executor. A text begins with a lease for its prompt and
-its expert's median output; a text that fills its lease asks for a larger one at the end of the quantum.
+Each executor has an engine (``experts.llm.serving``). This module keeps each request's current step and written
+tokens, so that the request can continue on another executor. A text begins with a lease for its prompt and its expert's
+median output; a text that fills its lease requests a larger one at the end of the quantum.
 
-Guarantees: a writer gets each token once, over all quanta, failures and executors; nothing is kept after
-``forget``. ``begin``, ``take`` and ``forget`` may be called from any thread.
+Guarantees: a writer receives each token once, over all quanta, failures and executors; ``forget`` releases all memory
+of a request. ``begin``, ``take`` and ``forget`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """``text_for``: the text for an expert, by its name in the line file.
+    """``text_for``: text for an expert, by the expert's name in the line file.
 
-    ``AgentLoop.submit`` calls it on the caller's thread for every expert that the request may reach; an executor calls
-    it again when an expert begins: so it keeps its tokens. An error ends the request with its reason.
+    ``AgentLoop.submit`` calls ``text_for`` on the caller's thread for every reachable expert; an executor calls it
+    again when an expert begins, so a source caches its tokens. An error ends the request with its reason.
     """
 
     text_for: Callable[[str], TextRequest]
@@ -57,21 +57,21 @@ class RecordingWriter:
 
 @dataclass(slots=True)
 class TextProgress:
-    """One request: its text for each expert, and its progress at the present one."""
+    """Texts of one request for its experts, and its progress at the current one."""
 
     source: TextSource
     texts: dict[str, TextRequest]  # by the expert's name in the line file; filled on demand
     work: Work
-    expert: str | None = None  # by the Engine's name, while it is at one
-    executor: int | None = None  # which has begun it
+    expert: str | None = None  # current expert, by the Engine's name
+    executor: int | None = None  # executor that has begun the text
     writer: RecordingWriter | None = None
     running: TextRequest | None = None  # as passed to the executor
     read: int = 0  # tokens of its prompt, as passed to the executor
-    lease: int = 0  # tokens that it may hold there for now
+    lease: int = 0  # tokens that the request may hold for now
     rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
 
     def text_for(self, expert: str) -> TextRequest:
-        """Raises as its source does."""
+        """Text for an expert. Raises as its source does."""
         if expert not in self.texts:
             self.texts[expert] = self.source.text_for(expert)
         return self.texts[expert]
@@ -90,7 +90,7 @@ class TextProgress:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to, with the Engine's name. ``tokens_for``: rounds as an arena does."""
+    """Expert that a request may reach. ``name``: the Engine's. ``tokens_for``: rounds up as an arena does."""
 
     expert: str
     name: str
@@ -98,19 +98,19 @@ class Reached:
 
 
 class RunningTexts:
-    """``engines`` by executor; ``lengths``: what they learn from."""
+    """``engines`` by executor; ``lengths``: record of output lengths."""
 
     def __init__(self, engines: Mapping[int, LlmEngine], lengths: OutputLengths) -> None:
         self._engines = dict(engines)
         self._lengths = lengths
         self._progress: dict[int, TextProgress] = {}
 
-    # -- of any thread --
+    # -- any thread --
 
     def begin(self, source: TextSource, reached: Sequence[Reached]) -> TextProgress:
-        """A request that may come to these experts, with its work at each.
+        """Progress of a new request that may reach these experts, with its work at each.
 
-        Raises what its source raises for the first; an error for another ends the request when it gets there.
+        Raises as its source does for the first expert; an error for a later expert ends the request at that step.
         """
         texts: dict[str, TextRequest] = {}
         works: list[tuple[str, Work]] = []
@@ -136,7 +136,7 @@ class RunningTexts:
         if progress is not None and progress.executor is not None:
             self._engines[progress.executor].forget(request)
 
-    # -- of the loop's thread --
+    # -- the loop's thread --
 
     def preempt(self, request: int, executor: int) -> None:
         self._engines[executor].preempt(request)
@@ -145,10 +145,10 @@ class RunningTexts:
         for engine in self._engines.values():
             engine.hurry()
 
-    # -- of an executor's thread --
+    # -- an executor's thread --
 
     def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, LanguageModel]) -> Progressed:
-        """One quantum. ``copies``: of each request; ``models`` by the copy's name. Raises as a model does."""
+        """Run one quantum. ``copies``: one per request; ``models`` by copy name. Raises as a model does."""
         assert batch.quantum_s is not None, "texts have a quantum"
         refused: list[tuple[int, Prediction | Rejected]] = []
         turns: list[Turn] = []
@@ -180,7 +180,7 @@ class RunningTexts:
         return None if engine is None else engine.statistics()
 
     def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
-        """Text of a request: the same object each time, unless the request has come from another executor."""
+        """Text of a request: the same object each time, unless the request moved from another executor."""
         progress = self._progress.get(request)
         if progress is None:
             return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
@@ -198,7 +198,7 @@ class RunningTexts:
         return progress.running
 
     def _come_along(self, request: int, progress: TextProgress, executor: int) -> None:
-        """Continue on another executor, which reads the written tokens as a part of the prompt."""
+        """Continue on another executor, which reads the written tokens as part of the prompt."""
         assert progress.running is not None
         assert progress.executor is not None
         assert progress.writer is not None
@@ -219,7 +219,7 @@ class RunningTexts:
             expected = progress.rounded(progress.read + len(progress.writer.tokens) + left.output, expert)
             progress.lease = max(expected, progress.lease + 1)
         foreseen = progress.work if progress.expert is None else progress.work.at(progress.expert)
-        most = max(foreseen.most, progress.rounded(left.most, expert))  # its expert may not have been foreseen
+        most = max(foreseen.most, progress.rounded(left.most, expert))  # the expert may be unforeseen
         return Work(left.prompt, left.output, most, progress.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
@@ -239,10 +239,10 @@ def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
 
 
 def expert_name(copy: ExpertCopy) -> str:
-    """The Engine's name of a copy's expert; its id is the line file's."""
+    """Engine's name of a copy's expert; the expert's id is the line file's name."""
     return copy.name.rpartition("@")[0]
 
 
 def weights_name(copy: ExpertCopy) -> str:
-    """Equal only for copies of the same weights and the same program."""
+    """Name of weights and program, equal only where both are equal."""
     return " ".join((copy.packed.program_sha256 or "", *(segment.sha256 for segment in copy.packed.segments)))

@@ -1,7 +1,7 @@
 """Thread pool ordered by deadline, oldest first; a hurried task comes before all others.
 
-Guarantees: a task runs once, on the first thread that claims it, also one outside the pool, or is cancelled. No more
-threads begin tasks than were last allowed. The threads are daemons.
+Guarantees: a task runs once, on the first thread that claims it (in the pool or outside), or is cancelled. At most the
+allowed number of threads begin tasks. The threads are daemons.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LEAST_LISTED = 64  # tasks; a shorter list is not cleared of claimed tasks
 
 
 class DueTask(Generic[Result]):
-    """A call with a deadline, and its result. The call gets a function to answer with, and may go on after its answer.
+    """Call with a deadline, and its result. The call receives an answer function, and may continue after its answer.
 
-    ``is_short``: the call takes less time than waiting for another thread.
+    ``is_short``: the call takes less time than a wait for another thread.
     """
 
     def __init__(self, call: Call[Result] | None, due_s: float, *, is_short: bool = False) -> None:
@@ -81,7 +81,7 @@ def _claimed(work: _Work[Result]) -> tuple[DueTask[Result], Call[Result]] | None
 
 
 class DueThreads:
-    """At most ``threads``, started as needed; each calls ``begin`` first. All may work until ``allow`` says less."""
+    """At most ``threads``, started as needed; each calls ``begin`` first. ``allow`` lowers the number that may work."""
 
     def __init__(self, threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._count = self._allowed = threads
@@ -105,11 +105,11 @@ class DueThreads:
         return task
 
     def hurry(self, task: DueTask[Result]) -> None:
-        """Move a task that is waited for before all others, also a task of another pool."""
+        """Move an awaited task before all others; a task of another pool moves here."""
         with self._changed:
             if task.is_open and task.due_s != -math.inf and not self._is_stopped:
                 task.due_s = -math.inf
-                self._push(task.work, task.due_s)  # listed twice: the second entry is found claimed
+                self._push(task.work, task.due_s)  # now listed twice; the second entry will be claimed already
 
     def allow(self, threads: int) -> None:
         """Limit the threads that may begin tasks from now on."""
@@ -120,7 +120,7 @@ class DueThreads:
                 self._changed.notify(min(threads, len(self._tasks)))
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads after their present tasks, cancel the others; False after the timeout."""
+        """End the threads after their current tasks, cancel other tasks; False after the timeout."""
         with self._changed:
             self._is_stopped = True
             waiting, self._tasks = self._tasks, []
@@ -134,7 +134,7 @@ class DueThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _push(self, work: _Work[Result], due_s: float) -> None:
-        if len(self._tasks) >= self._clears_at:  # drop claimed tasks: a pool that may not work would keep them
+        if len(self._tasks) >= self._clears_at:  # drop claimed tasks: an idle pool would keep them
             self._tasks = [each for each in self._tasks if each[2]]
             heapify(self._tasks)
             self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
@@ -150,7 +150,7 @@ class DueThreads:
         while (work := self._next()) is not None:
             task, call = work
             task.carry_out(call)
-            del work, task, call  # else a result lives until the next task
+            del work, task, call  # else the result stays in memory until the next task
 
     def _next(self) -> tuple[DueTask[Any], Call[Any]] | None:
         with self._changed:

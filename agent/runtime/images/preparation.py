@@ -1,14 +1,14 @@
-"""Preparation: images are decoded and prepared for their experts, ahead of their batches, on threads of their own.
+"""Preparation: decodes and normalises images on separate threads, ahead of their batches.
 
-A crop is begun on a core that no executor computes on, a photograph on any core: at idle priority for executors on the
-CPU, which else wait (see ``LARGE_BYTES``). An executor begins the crops that its batch still lacks.
+A crop starts on a core without a computing executor, a photograph on any core: at idle priority beside executors on the
+CPU, which else wait (see ``LARGE_BYTES``). An executor itself starts the missing crops of its batch.
 
-Guarantees: the earliest due image is begun first, images of a started batch before all. An image is decoded once for
-all its steps, and forgotten images hold nothing. Images in decoding take DECODING_BYTES at most. A MemoryError is the
-future's; every other fault is a Rejected.
+Guarantees: images start by deadline, images of a started batch first. An image is decoded once for all its steps, and
+forgotten images hold no memory. Images in decoding take DECODING_BYTES at most. A MemoryError is set on the future; any
+other error gives a Rejected.
 
-A JPEG is decoded smaller for experts proven to answer the same, to MARGIN times the pixels that they see. For later
-steps the pixels are held, or the tensors of these steps where they are smaller.
+A JPEG is decoded smaller for experts whose answers proved equal, to MARGIN times their input size. For later steps the
+pixels are held, or the tensors of these steps if smaller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LEAST_THREADS = 2
 # From this size on, or of unknown size, an image is decoded on any core at idle priority: the decoder seldom holds the
 # GIL. A smaller image takes a millisecond with the GIL, for which executors would wait. Arbitrary, within a factor.
 LARGE_BYTES = 256 * 1024
-MARGIN = 2  # with less, the decoder would do the smoothing
+MARGIN = 2  # with less, the decoder's smoothing would show
 AT_ONCE = -math.inf
 
 
@@ -56,7 +56,7 @@ def unwatched(request: int) -> AbstractContextManager[object]:
 
 
 class ByteGate:
-    """Admits callers in their order, as long as their bytes fit together; a larger one goes in alone."""
+    """Admits callers in order, while their bytes fit together; a caller above the limit is admitted alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -80,7 +80,7 @@ class ByteGate:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """``name``: of the PreparedForm; ``least``: pixels that are enough; None: all of them."""
+    """``name``: of the PreparedForm; ``least``: sufficient pixels; None: all pixels."""
 
     name: str
     expert: Expert
@@ -89,9 +89,9 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Preparation for an expert, and for those of ``later`` steps; see ``agent.core.effects.Prepare``.
+    """Preparation for an expert, and for experts of ``later`` steps; see ``agent.core.effects.Prepare``.
 
-    ``gives_way``: to executors that compute on the CPU, where such an executor waits for the image.
+    ``gives_way``: run at idle priority, as the image is for an executor that computes on the CPU.
     """
 
     expert: Expert
@@ -103,7 +103,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Forms that an image is held in: for its step's expert, and by name for later ones."""
+    """Forms to hold of an image: for the current step's expert, and by name for later steps."""
 
     form: _Form
     later: Mapping[str, _Form] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class _Wanted:
 
 @dataclass(slots=True, eq=False)
 class _Image:
-    """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
+    """Image of one request. ``wanted`` is set on the loop's thread; None once the image is forgotten.
 
     ``held``, ``pixels``: for later steps, guarded by ``changing``. ``at_work``: held while a thread works on it.
     """
@@ -123,7 +123,7 @@ class _Image:
     request: int | None = None  # None: not watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
-    is_idling: bool = False  # a thread that gives way to executors works on it
+    is_idling: bool = False  # a thread of idle priority works on it
     held: dict[str, Prepared] = field(default_factory=dict)
     pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)
@@ -152,9 +152,9 @@ def _begin_giving_way() -> None:
 class Preparation:
     """Threads for a number of cores. ``scaled``: experts with JPEGs decoded smaller.
 
-    There is a thread of each kind per core, at least two: reading one image overlaps with decoding another. On two
+    Each kind has one thread per core, at least two: reading one image overlaps with decoding another. On two
     cores, with a ResNet50 and photographs of 12 megapixels, decoding ahead at idle priority gave 1.16 times the
-    images/s of decoding at the batch's start; at the usual priority 0.84. One thread, the loop's, calls ``prepare``,
+    images/s of decoding at the batch's start; at normal priority 0.84. Only the loop's thread calls ``prepare``,
     ``take`` and ``forget``.
     """
 
@@ -172,7 +172,7 @@ class Preparation:
         self.watch: Callable[[int], AbstractContextManager[object]] = unwatched  # entered ahead of batches
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
-        """Have a request's image prepared."""
+        """Queue the preparation of a request's image."""
         known = self._images.get(request)
         form, forms = self._form(order.expert), [self._form(each) for each in order.later]
         wanted = _Wanted(form, {each.name: each for each in forms}, order.later_bytes)
@@ -187,13 +187,13 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
-        """Task of a request's image in a batch, begun at once where it was not prepared ahead."""
+        """Task of a request's image in a batch; starts at once unless prepared ahead."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
             return self._begin(_Image(image, name, _Wanted(form)), form)
         future = known.task.future
         if future.done() and (future.cancelled() or future.exception() is not None):
-            known.task = self._begin(known, form)  # there may be memory for it now
+            known.task = self._begin(known, form)  # retry: memory may be free now
         known.is_taken = True
         return known.task
 
@@ -204,7 +204,7 @@ class Preparation:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """Prepare fewer crops ahead while an executor computes on ``threads``."""
+        """Context: prepare fewer crops ahead while an executor computes on ``threads``."""
         self._compute(threads)
         try:
             yield
@@ -244,7 +244,7 @@ class Preparation:
         return _Form(expert.id if form is None else form.name, expert, least_pixels(expert) if is_reduced else None)
 
     def _begin(self, image: _Image, form: _Form, order: Order | None = None) -> DueTask[Prepared | Rejected]:
-        """Without an order at once: a batch waits."""
+        """Submit the preparation; without an order at once, as a batch waits."""
         due_s, gives_way = (AT_ONCE, True) if order is None else (order.due_s, order.gives_way)
         size_bytes = stored_bytes(image.source)
         is_crop = size_bytes is not None and size_bytes < LARGE_BYTES
@@ -253,7 +253,7 @@ class Preparation:
         idles = threads is self._large
 
         def work(answer: Callable[[Prepared | Rejected], None]) -> None:
-            if image.is_idling and not gives_way:  # that thread may stand still while executors compute
+            if image.is_idling and not gives_way:  # the idle thread may not run while executors compute
                 self._work(image, form, answer)
                 return
             with image.at_work:
@@ -301,7 +301,7 @@ class Preparation:
             with image.changing:
                 image.pixels, image.held = pixels, {}
             return
-        with nullcontext() if image.request is None else self.watch(image.request):  # its batch may be over meanwhile
+        with nullcontext() if image.request is None else self.watch(image.request):  # its batch may have ended
             for each, form in wanted.later.items():
                 prepared = ready if each == name else None
                 if prepared is None and pixels is not None and each not in image.held:
@@ -314,17 +314,17 @@ class Preparation:
 
 
 def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Height and width of a smaller JPEG that are enough for an expert."""
+    """Smallest sufficient height and width of a JPEG for an expert."""
     pixels = expert.pixels
     resize = pixels.resize or (pixels.height, pixels.width)
     height, width = (resize, resize) if isinstance(resize, int) else resize
-    if pixels.orientation is Orientation.EXIF:  # either may be the other
+    if pixels.orientation is Orientation.EXIF:  # an orientation tag may swap height and width
         height = width = max(height, width)
     return MARGIN * height, MARGIN * width
 
 
 def prepare(expert: Expert, image: Decoded) -> Prepared:
-    """An image for its expert; scales lead back to the file's pixels."""
+    """Prepare an image for its expert; its scales map back to the file's pixels."""
     pixels = image.turned(expert.pixels.orientation)
     left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
     prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)

@@ -1,6 +1,7 @@
-"""Sources of a request's pixels: an array, encoded bytes, a file, or a part of a frame that requests share.
+"""Sources of a request's pixels: an array, encoded bytes, a file, or a part of a shared frame.
 
-Guarantees: a frame is decoded once, when the first of its parts is prepared. Each part gets the frame's error.
+Guarantees: a frame is decoded once, when the first of its parts is prepared. An error of the frame is raised for each
+part.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class EncodedImage:
 
 
 class Frame:
-    """One image whose parts belong to several requests, in pixels as viewers show it. Thread-safe.
+    """Image whose parts belong to several requests, in upright pixels. Thread-safe.
 
-    ``size``: required (height, width), as its layout is for that size; None: any.
+    ``size``: (height, width) that its layout requires; None: any.
     """
 
     def __init__(self, image: EncodedImage, size: tuple[int, int] | None) -> None:
@@ -67,7 +68,7 @@ class Frame:
         return len(self._image.content) if self._pixels is None else 0
 
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
-        """uint8 RGB, (height, width, 3). Raises ImageError, the same one each time."""
+        """uint8 RGB, (height, width, 3). Raises ImageError, the same object each time."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -106,9 +107,9 @@ ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile | FramePart
 def decoded(
     image: ImageSource, name: str, room_for: RoomFor = nullcontext, least: tuple[int, int] | None = None
 ) -> Decoded:
-    """An image's pixels, or of a JPEG smaller ones where ``least`` are enough. Raises as ``decode_image`` does."""
+    """Pixels of an image; of a JPEG smaller ones if ``least`` suffices. Raises as ``decode_image`` does."""
     if isinstance(image, np.ndarray):
-        return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse others
+        return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse these
     if isinstance(image, FramePart):
         pixels = _cut(image, room_for)
         return Decoded(pixels, *pixels.shape[:2])
@@ -130,7 +131,7 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
 
 
 def stored_bytes(image: ImageSource) -> int | None:
-    """Bytes that decoding reads; None for a file, which is not opened here. Pixels count for scaling alone."""
+    """Bytes that decoding reads; None for a file, which is not opened here. Pixels count for scaling only."""
     if isinstance(image, np.ndarray):
         return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):

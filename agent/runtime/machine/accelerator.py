@@ -1,4 +1,4 @@
-"""Trial of the runtimes on this box: libraries that do not match fail at their first use."""
+"""Trial of the runtimes on this box: mismatched libraries fail at their first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_runtimes(box: Box) -> dict[str, str | None]:
-    """Fault of each runtime; None: it works."""
+    """Fault of each runtime; None: the runtime works."""
     from experts.backends.ort.session import try_runtime
 
     tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": try_runtime}
@@ -40,7 +40,7 @@ def _multiply(device: str) -> None:
 
 
 def _suppress_boxes() -> None:
-    """This operator is missing if torch and torchvision do not match."""
+    """Call an operator that is missing if torch and torchvision do not match."""
     import torch
     from torchvision.ops import nms
 

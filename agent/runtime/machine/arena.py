@@ -1,8 +1,8 @@
 """Arena: a fixed range of bytes, divided into spans. Offsets and sizes only; the caller owns the bytes.
 
-Guarantees: spans never overlap, and start at multiples of ``ALIGNMENT_BYTES``. After all spans were slid down, all free
-bytes are one gap. So a ledger may count bytes alone.
-Size classes would need no sliding, but each class would keep the room of its peak when the mix of experts changes.
+Guarantees: spans never overlap, and start at multiples of ``ALIGNMENT_BYTES``. After all spans slide down, the free
+bytes form one gap. So a ledger may count bytes only.
+Size classes would need no sliding, but each class would keep its peak size when the mix of experts changes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Box:
         return (HOST, DEVICE) if self.is_split else (HOST,)
 
     def pool_of(self, processor: str) -> str:
-        """Memory that a processor runs from. Raises BackendUnavailable for a processor that this box lacks."""
+        """Memory of a processor's experts. Raises BackendUnavailable for a processor that this box lacks."""
         if processor not in self.processors:
             raise BackendUnavailable(processor, f"this box has {', '.join(self.processors)}: name one of these")
         return DEVICE if self.is_split and processor != "cpu" else HOST
@@ -53,11 +53,11 @@ class Box:
 
 
 def torch_device(processor: str) -> str:
-    """Torch device of an executor. "integrated" is ``cpu:0``: the CPU for torch, a device of its own for bindings."""
+    """Torch device of an executor. "integrated" is ``cpu:0``: the CPU for torch, but a separate device for bindings."""
     return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(processor, "cpu")
 
 
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
-    """Each CPU executor's share of the cores, at least one; an executor of a device needs a single core."""
+    """Threads of each CPU executor: its share of the cores, at least one. An executor of a device needs one core."""
     on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
     return max(box.cores // max(on_cpu, 1), 1)

@@ -17,13 +17,13 @@ from experts.errors import BackendUnavailable
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated", "integrated")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and prefix of the class, of a PCI device
-EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
+EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, if no size is configured
 
 
 def detect(preference: str = "auto") -> Box:
-    """The box by ``preference``, one of PREFERENCES.
+    """Detect the box by ``preference``, one of PREFERENCES.
 
-    Raises BackendUnavailable, with the remedy, for a device that is not there.
+    Raises BackendUnavailable, with the remedy, for a missing device.
     """
     if preference not in PREFERENCES:
         raise BackendUnavailable(preference, f"no such device: choose one of {', '.join(PREFERENCES)}")
@@ -40,7 +40,7 @@ def detect(preference: str = "auto") -> Box:
 
 
 def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether the PCI bus has one, even without a driver."""
+    """True if the PCI bus has an NVIDIA GPU, even without a driver."""
     return any(
         _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(DISPLAY)
         for device in devices.glob("*")

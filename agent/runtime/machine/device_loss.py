@@ -1,8 +1,8 @@
 """Classification of errors: a lost accelerator, a lack of memory, or a failed batch or load.
 
-After some errors (an illegal access, an uncorrectable ECC error) the device fails for every expert, and only another
-process gets a context that works: such an error blames no expert, and ends the agent. An error that names such a cause
-is a loss; after any other error the device is probed.
+After some errors (an illegal access, an uncorrectable ECC error) the device fails for every expert, and only a new
+process gets a working context: such an error blames no expert, and ends the agent. An error that names such a cause is
+a loss; after any other error the device is probed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
 
 SPEAKERS = ("cuda error", "cuda failure", "cuda driver error", "hip error")  # torch, ONNX Runtime, torch again
-LOSSES = (  # in the words of cudaGetErrorString
+LOSSES = (  # texts of cudaGetErrorString
     "illegal memory access",
     "illegal instruction",
     "misaligned address",
@@ -42,13 +42,13 @@ OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Posted in the place of an answer: the agent cannot go on."""
+    """Posted instead of an answer: the agent must end."""
 
     error: Exception
 
 
 class DeviceWatch:
-    """``probe`` waits for the device and raises if it does not work; None without an accelerator."""
+    """``probe`` waits for the device and raises if the device fails; None without an accelerator."""
 
     def __init__(self, device: str = "cpu", probe: Callable[[], None] | None = None) -> None:
         self._device = device
@@ -92,5 +92,5 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """The first line: torch appends advice for programmers."""
+    """First line of an error: torch appends advice for programmers."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

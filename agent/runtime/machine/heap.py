@@ -1,6 +1,6 @@
-"""Bound on free memory that glibc's malloc keeps, which grew to a quarter of the experts' budget.
+"""Limit on free memory that glibc's malloc keeps, which grew to a quarter of the experts' budget.
 
-glibc has a heap per thread, up to eight per core. Without effect under another C library.
+glibc has a heap per thread, up to eight per core. No effect with another C library.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from contextlib import suppress
 from threading import Event, Thread
 
 HEAPS = 2  # large tensors have mappings of their own, and the GIL lets few threads allocate at once
-GIVEN_BACK_EVERY_S = 30.0  # a trim takes milliseconds, and pages needed again are zeroed again
-_M_ARENA_MAX = -8  # of malloc.h
+GIVEN_BACK_EVERY_S = 30.0  # a trim takes milliseconds, and pages taken again are zeroed again
+_M_ARENA_MAX = -8  # from malloc.h
 
 
 def bound_heaps() -> None:

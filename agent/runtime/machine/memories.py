@@ -1,10 +1,10 @@
-"""Memories that experts are loaded into. A Memory allocates Regions, contiguous ranges of bytes; it is thread-safe.
+"""Memories that experts are loaded into. A Memory is thread-safe, and allocates Regions: contiguous ranges of bytes.
 
-A region with a ``buffer`` is read into directly from the SSD. Other regions are parts of one arena, allocated at the
-start, and filled by copies from host memory: so a device never exceeds the ledger's budget. "emulated" is a split box
-without an accelerator: its device is an arena in host memory. Metal's arena was not run.
+The SSD is read directly into a region with a ``buffer``. Other regions are parts of one arena, allocated at the start,
+and filled by copies from host memory: so a device never exceeds the ledger's budget. "emulated" is a split box without
+an accelerator: its device is an arena in host memory. Metal's arena is untested.
 
-Both kinds keep one contract. Region: ``size_bytes`` as requested; ``tensor(device)``: one-dimensional uint8 over the
+Both kinds have one contract. Region: ``size_bytes`` as requested; ``tensor(device)``: one-dimensional uint8 over the
 bytes, for a torch device that the memory serves; ``close``, idempotent. Memory: ``allocate`` raises MemoryExceeded;
 ``fill`` copies host bytes (uint8, one-dimensional) to an offset of a region, usable on return.
 """
@@ -42,7 +42,7 @@ _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 
 @dataclass(slots=True)
 class HostRegion:
-    """``device_view``: the same memory for an integrated accelerator."""
+    """``device_view``: this memory as seen by an integrated accelerator."""
 
     buffer: AlignedBuffer
     is_registered: bool = False
@@ -70,7 +70,7 @@ class HostRegion:
 class HostMemory:
     """Page-aligned host memory. ``pinned``: registered with CUDA, so that copies to the device run at full speed.
 
-    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these very bytes.
+    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these bytes.
     """
 
     pool = HOST
@@ -105,7 +105,7 @@ class ArenaRegion:
     is_open: bool = True
 
     def tensor(self, device: str) -> Tensor:
-        """Tensor over the bytes. After a slide it shows other bytes."""
+        """Tensor over the bytes; invalid after a slide."""
         return self.memory.shown(self, device)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class ArenaRegion:
 class ArenaMemory:
     """Memory of a device for experts: one allocation, divided by an Arena.
 
-    ``allocate`` fails if the free bytes are enough but scattered. SlotStore, which knows the bindings, then slides
+    ``allocate`` fails if the free bytes suffice but are scattered. SlotStore, which has the bindings, then slides
     regions together.
     """
 
@@ -137,7 +137,7 @@ class ArenaMemory:
             return self.capacity_bytes - self._arena.free_bytes
 
     def allocate(self, size_bytes: int) -> ArenaRegion:
-        """New part of the arena. Raises MemoryExceeded; its ``free_bytes`` may be scattered."""
+        """Allocate a part of the arena. Raises MemoryExceeded; the error's ``free_bytes`` may be scattered."""
         with self._lock:
             span = self._arena.take(size_bytes)
             if span is None:
@@ -155,9 +155,9 @@ class ArenaMemory:
             return tuple(self._regions[span] for span in self._arena.taken)
 
     def slide(self, region: ArenaRegion) -> ArenaRegion:
-        """Move a region and its bytes down. Returns the moved region, or the same one if it stays.
+        """Move a region and its bytes down. Returns the moved region, or ``region`` if it stays.
 
-        The region must not be in use, and the old one never again.
+        The region must not be in use; after a move the old object must not be used.
         """
         with self._lock:
             span = self._arena.slide(region.span)
@@ -213,7 +213,7 @@ class EmulatedMemory(ArenaMemory):
 
 
 class CudaMemory(ArenaMemory):
-    """Memory of an NVIDIA GPU, filled over a copy stream of its own: copies run beside the executors.
+    """Memory of an NVIDIA GPU, filled over a separate copy stream, beside the executors.
 
     ``workspace_bytes`` bounds torch's allocator for batches beside the arena; None: no bound. A batch that does not fit
     is out of memory. torch.cuda.MemPool has no bound. The bound belongs to the process, and ends with ``close``. CUDA
@@ -251,13 +251,13 @@ class CudaMemory(ArenaMemory):
 
 
 def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
-    """Fraction of a device for torch's allocator: the arena, and workspaces as it rounds them."""
+    """Fraction of a device for torch's allocator: the arena, and workspaces with the allocator's rounding."""
     workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES
     return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
 class MpsMemory(ArenaMemory):
-    """Apple silicon's memory for Metal. Unified, but filled by copies: torch has no tensor over foreign pages."""
+    """Apple silicon's memory for Metal. Unified, but filled by copies: torch cannot wrap foreign pages."""
 
     pool = HOST
 
@@ -318,7 +318,7 @@ def _mapped_view(address: int, size_bytes: int) -> Tensor:
 
 
 def cuda_runtime() -> ctypes.CDLL:
-    """CUDA's runtime library that torch has loaded, for calls that torch's binding lacks. Raises BackendUnavailable."""
+    """CUDA runtime library of torch, for calls without a binding in torch. Raises BackendUnavailable."""
     major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError):
         loaded = re.search(rf"/\S*/libcudart\S*\.so\.{major}\S*", Path("/proc/self/maps").read_text())

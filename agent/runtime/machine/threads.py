@@ -1,15 +1,15 @@
-"""Threads of torch's operators: a count for each calling thread, no idle teams, and a core for an executor's second.
+"""Threads of torch's operators: a count per calling thread, no idle teams, and exclusive cores for executors of two.
 
-Guarantees: after ``use_threads`` no other thread's count changes the caller's. At a thread's first operator, torch
-itself takes the count that any thread set last.
+Guarantees: after ``use_threads`` no other thread's count changes the caller's. Without it, a thread's first
+operator takes the latest count of any thread.
 
 A thread keeps the OpenMP team of its operators. Once all teams have more threads than the box has cores, GNU's library
 lets none spin between operators (libgomp's throttled spin count): on two cores a model of 105M parameters writes 44
 tokens/s instead of 100. So all threads but executors call ``end_team`` after their work.
 
-After a pause of 10 ms, Linux wakes the second of two threads on the core of the first, with another core idle, and
-they take turns (6.18, 2 cores: a ResNet18 takes 17 ms instead of 4). So the second has a core (``Team``). Larger teams
-were not measured.
+After a pause of 10 ms, Linux wakes the second of two threads on the first one's core, though another core is idle, and
+they take turns (6.18, 2 cores: a ResNet18 takes 17 ms instead of 4). So the second thread has an exclusive core
+(``Team``). Larger teams were not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 GNU = "libgomp.so.1"
 LIBRARIES = (GNU, "libomp.so", "libomp.so.5", "libiomp5.so", "libomp.dylib", "libiomp5.dylib")
 KEPT_APART = 2  # threads of a team
-SOFT = 1  # omp_pause_soft: all that was set stays (OpenMP 5.0, section 3.2.44)
+SOFT = 1  # omp_pause_soft: settings stay (OpenMP 5.0, section 3.2.44)
 
 
 def use_threads(count: int) -> None:
@@ -42,16 +42,16 @@ def use_threads(count: int) -> None:
 
 
 def give_way() -> None:
-    """Run the calling thread at idle priority from now on, where the system has one."""
+    """Switch the calling thread to idle priority, if the system has one."""
     if hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):  # a sandbox that forbids it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def end_team() -> None:
-    """End the threads that the calling thread's operators ran on; its next operator starts them again (under 1 ms).
+    """End the operator threads of the calling thread; its next operator restarts them (under 1 ms).
 
-    Without effect before OpenMP 5.0.
+    No effect before OpenMP 5.0.
     """
     pause = _pause()
     if pause is not None:
@@ -59,9 +59,9 @@ def end_team() -> None:
 
 
 def teams(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, Team]:
-    """The team of each executor, of ``threads`` each. CPU executors of two threads get exclusive cores.
+    """Teams of the executors, of ``threads`` each. CPU executors of two threads get exclusive cores.
 
-    No executor gets exclusive cores if the calling thread may use fewer cores than the teams have threads.
+    No executor gets exclusive cores if the teams have more threads than the calling thread may use cores.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     on_cpu = [spec.id for spec in executors if torch_device(spec.processor) == "cpu"]
@@ -73,20 +73,20 @@ def teams(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, Team]:
 
 
 class Team:
-    """The threads of the calling thread's operators. Of two, the second stays on the second of ``cores``.
+    """Operator threads of the calling thread. In a team of two, the second is pinned to the second of ``cores``.
 
-    No thread is placed without cores, with a library that is not GNU's, or where OpenMP's variables or an affinity of
-    the process or the thread say otherwise.
+    No thread is pinned without ``cores``, with another library than GNU's, or against OpenMP's variables or an
+    affinity of the process or the thread.
     """
 
     def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
         self.threads = threads
         self.cores = tuple(cores)
-        self._second: int | None = None  # the system's number of the thread
+        self._second: int | None = None  # thread id of the system
         self._is_ours = len(cores) == KEPT_APART
 
     def keep(self) -> None:
-        """Place the second thread again before a batch, where the team was ended."""
+        """Pin the second thread again before a batch, if the team was ended."""
         if self._is_ours and not self._is_kept():
             self._second = None
             self._place()
@@ -97,7 +97,7 @@ class Team:
             return False
         try:
             self._is_ours = os.sched_getaffinity(self._second) == {self.cores[1]}
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             return False
         return True
 
@@ -124,13 +124,13 @@ _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @lru_cache
 def _gnu() -> ctypes.CDLL | None:
-    """GNU's library, if torch runs with it: no other is loaded."""
+    """GNU's OpenMP library, if no other is loaded."""
     loaded = [name for name in LIBRARIES if _loaded(name, "omp_get_thread_num") is not None]
     return _loaded(GNU, "GOMP_parallel") if loaded == [GNU] else None
 
 
 def _loaded(name: str, function: str) -> ctypes.CDLL | None:
-    """A library that this process has loaded, if it has this function."""
+    """Library loaded by this process, if it has this function."""
     try:
         library = ctypes.CDLL(name, os.RTLD_NOLOAD)
         getattr(library, function)
@@ -141,7 +141,7 @@ def _loaded(name: str, function: str) -> ctypes.CDLL | None:
 
 @lru_cache
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's omp_pause_resource_all, of the library that torch has loaded."""
+    """omp_pause_resource_all of torch's OpenMP library."""
     function = "omp_pause_resource_all"
     library = next((each for name in LIBRARIES if (each := _loaded(name, function)) is not None), None)
     return None if library is None else library.omp_pause_resource_all

@@ -1,1 +1,1 @@
-"""The runtime as a measuring instrument: times, footprints and workspaces over the path that the agent takes."""
+"""Measurements of times, footprints and workspaces over the agent's own path."""

@@ -1,4 +1,4 @@
-"""Times of loads and speeds of links: past the page cache, of files that were hashed before."""
+"""Times of loads and speeds of links, without the page cache, of files already hashed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LOADED_FILES = 4  # in turn, against a drive's own cache
 
 
 def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
-    """Median seconds of loading all bytes of a copy, by source: "ssd", and where memory is split "host".
+    """Median seconds of loading all bytes of a copy, by source: "ssd", and "host" for split memory.
 
-    Up to LOADED_FILES take turns; copies that cannot be loaded are left out. Leaves the rig empty. Raises ExpertError
-    when none can be loaded.
+    Up to LOADED_FILES alternate; copies that cannot be loaded are skipped. Leaves the rig empty. Raises ExpertError
+    if none can be loaded.
     """
     turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies, loads)), loads))
     times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
@@ -40,7 +40,7 @@ def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = 
 def measure_links(
     box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
 ) -> dict[str, float]:
-    """Bytes per second of "ssd", and where memory is split of "host". Empty when no copy can be loaded."""
+    """Bytes per second of "ssd", and of "host" for split memory. Empty if no copy can be loaded."""
     largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
     for copy in largest_first:
         in_turn = alike(copy, largest_first)
@@ -55,7 +55,7 @@ def measure_links(
 
 
 def alike(copy: ExpertCopy, copies: Iterable[ExpertCopy]) -> list[ExpertCopy]:
-    """A copy, and then others of its layout."""
+    """A copy, followed by others of its layout."""
     return [copy, *(each for each in copies if each is not copy and each.packed.layout == copy.packed.layout)]
 
 

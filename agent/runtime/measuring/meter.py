@@ -1,8 +1,8 @@
-"""Memory that running batches take, as the system counts it.
+"""Memory of running batches, by the system's counters.
 
 On Linux's CPUs: the high-water mark of this process's resident memory, without pages of files. On CUDA: the allocator's
-peak. Both count above what was held when the meter was made; what a runtime keeps for its next batch counts. Linux adds
-up resident pages of each core in bundles, so a mark may be too low by up to ``UNCOUNTED_BYTES``.
+peak. Both count bytes above those held when the meter was made, including memory that a runtime keeps for its next
+batch. Linux sums the resident pages of each core in bundles, so a mark may be too low by up to ``UNCOUNTED_BYTES``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 PROCESS = Path("/proc/self")
 RESET_PEAK = "5"  # written to clear_refs: VmHWM starts again from VmRSS
 TRIAL_BYTES = 128 * 1024 * 1024  # glibc's malloc keeps 32 MiB on its heap at most
-UNCOUNTED_BYTES = 32 * 1024 * 1024  # the most that a believable mark of a trial may lack
-TRIALS = 3  # other threads may give memory back during one
+UNCOUNTED_BYTES = 32 * 1024 * 1024  # tolerance of a trial's mark
+TRIALS = 3  # other threads may release memory during a trial
 
 
 class ResidentMeter:
-    """The resident memory of this process, with all of its threads. For one thread at a time."""
+    """Resident memory of this process, with all of its threads. For one thread at a time."""
 
     def __init__(self) -> None:
-        gc.collect()  # now, and not during a run
+        gc.collect()  # now, not during a run
         give_back_unused()
         self._held_bytes = _status_bytes("RssAnon")
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """The most bytes held during this run, above those held when the meter was made."""
+        """Peak bytes of this run, above those held when the meter was made."""
         give_back_unused()
         (PROCESS / "clear_refs").write_text(RESET_PEAK)
         run()
@@ -63,7 +63,7 @@ WorkspaceMeter: TypeAlias = ResidentMeter | CudaMeter
 
 
 def meter_for(processor: str) -> WorkspaceMeter | None:
-    """A meter of the memory that a processor's batches run in; None where it cannot be measured."""
+    """Meter of the memory of a processor's batches; None if unmeasurable."""
     device = torch_device(processor)
     if device == "cuda":
         return CudaMeter()
@@ -72,7 +72,7 @@ def meter_for(processor: str) -> WorkspaceMeter | None:
 
 @cache
 def sees_allocations() -> bool:
-    """Whether the mark shows memory that was taken and given back twice: some allocators keep it."""
+    """True if the mark shows memory allocated and released twice: some allocators keep it."""
     return any(min(trial_peaks()) >= TRIAL_BYTES - UNCOUNTED_BYTES for _ in range(TRIALS))
 
 

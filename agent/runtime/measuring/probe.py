@@ -1,4 +1,4 @@
-"""Probe: a rough performance matrix in seconds, at start, until a full device profile exists.
+"""Probe: a rough performance matrix within seconds, at start, until a full device profile exists.
 
 One expert of each kind is loaded and run on each processor, alone and in one larger batch: two points give K and B
 (CoServe, section 4.2). Footprints are exact, workspaces estimated from shapes, load times computed from link speeds.
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8)
-REPEATS = 2  # each after a run to warm up
+REPEATS = 2  # after one run to warm up
 KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
-PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
-LEAST_MAX_BATCH = 4  # images of one batch are decoded at the same time
+PLATEAU = 1.02  # a larger batch must save at least this part of an image's time
+LEAST_MAX_BATCH = 4  # images of one batch are decoded concurrently
 UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """``failed``: experts of kinds that could not be run, and why."""
+    """``failed``: experts of kinds that could not be run, with the reason."""
 
     matrix: PerformanceMatrix
     failed: Mapping[str, str]
@@ -51,7 +51,7 @@ def probe(
     usage: Mapping[str, float],
     threads: int,
 ) -> Probed:
-    """Measure a line. ``copies`` by processor; ``threads``: of each of its executors. Raises BackendUnavailable.
+    """Measure a line. ``copies`` by processor; ``threads``: of each executor. Raises BackendUnavailable.
 
     Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it.
     """
@@ -81,7 +81,7 @@ def probe(
 def estimated_matrix(
     box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
-    """A matrix before any load, for asking what fits: times are one second, batches of one image."""
+    """Matrix before any load, to check what fits: all times are one second, batches of one image."""
     experts = {
         processor: {
             copy.expert.id: matrix_row(copy, performance_of(copy, 1.0, 1.0, 1), UNMEASURED, box.pool_of(processor))
@@ -93,7 +93,7 @@ def estimated_matrix(
 
 
 def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, float], pool: str) -> ExpertProfile:
-    """An expert's row. Loads are counted by its own bytes: shared ones are usually there."""
+    """Row of an expert. Load times count its own bytes: shared ones are usually resident."""
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
     load_s = {source: copy.loaded_bytes / links[source] for source in sources}
     return ExpertProfile(copy.name, performance, copy.footprint, load_s, prepared=prepared_form(copy.expert))
@@ -108,14 +108,14 @@ def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
 
 
 def plateau(per_image_s: float, fixed_s: float) -> int:
-    """The smallest batch beyond which an image gets hardly cheaper."""
+    """Smallest batch beyond which an image gets hardly cheaper."""
     best_s = per_image_s + fixed_s / BATCH_SIZES[-1]
     enough = next(size for size in BATCH_SIZES if per_image_s + fixed_s / size <= PLATEAU * best_s)
     return max(enough, LEAST_MAX_BATCH)
 
 
 def larger_batch(alone_s: float, limit_s: float) -> int:
-    """The largest batch whose runs surely fit into the time."""
+    """Largest batch whose runs surely fit into the time."""
     runs = 2 * REPEATS
     return max((size for size in BATCH_SIZES if runs * (size + 1) * alone_s <= limit_s), default=1)
 
@@ -123,7 +123,7 @@ def larger_batch(alone_s: float, limit_s: float) -> int:
 def _measure_first(
     box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int, broken: dict[str, str]
 ) -> Performance | None:
-    """Measured on the first expert that can be run, else None; ``broken`` gets those before it."""
+    """Measure the first expert that runs, else None; ``broken`` collects the experts before it."""
     with MeasuringRig(box, processor, copies, segments, threads).opened() as rig:
         for copy in copies:
             try:
@@ -152,7 +152,7 @@ def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
 
 
 def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:
-    """These times, and bytes as the backend computes them from shapes."""
+    """Performance from these times, and from bytes that the backend computes by shapes."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
     per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one

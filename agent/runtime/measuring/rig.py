@@ -1,6 +1,6 @@
 """MeasuringRig: real memories, transfers and executors, just large enough to measure experts over the agent's path.
 
-Guarantees: a load is timed with its staging and binding, a batch with its handing over and without decoding its images.
+Guarantees: times of loads include staging and binding; times of batches include the hand-over, but no decoding.
 A failed measurement raises LoadError with the expert's id, a lost device DeviceLost. One thread uses a rig.
 """
 
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
     from experts.packed.weights import SegmentStore
 
     Answered = Loaded | LoadFailed | Finished | Progressed | BatchFailed
-    Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, before it, or already
+    Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, or already
 
-LEAST_S = 1e-4  # handing work over: neither a load, nor K, nor B takes less
+LEAST_S = 1e-4  # a hand-over of work: lower bound of a load, of K and of B
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBatch:
-    """One batch: an answer per image, in order, and the seconds from its start to its answer."""
+    """Batch with one answer per image, in order, and the seconds from its start to its answer."""
 
     results: tuple[Prediction | Rejected, ...]
     seconds: float
 
 
 class MeasuringRig:
-    """Memories for one expert per executor, and what loads and runs them there, as the agent does.
+    """Memories for one expert per executor, with the agent's transfers and executors.
 
-    ``executors`` of one processor run at once, each with ``threads``. The copies are those that may be loaded.
+    ``executors`` of one processor run at once, each with ``threads``. Only these copies can be loaded.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MeasuringRig:
                 store.close()
 
     def bring(self, copy: ExpertCopy) -> None:
-        """Load a copy to where the processor runs from. Raises LoadError."""
+        """Load a copy into the processor's memory. Raises LoadError."""
         self.load(copy, HOST)
         if self.target != HOST:
             self.load(copy, self.target)
@@ -146,7 +146,7 @@ class MeasuringRig:
             yield model_of(slot.skeleton(self.device))
 
     def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
-        """Images as a copy's expert sees them, each in memory of its own. Raises MemoryError."""
+        """Prepared images for a copy's expert, each in separate memory. Raises MemoryError."""
         tasks = [
             DueTask.done(image)
             if isinstance(image, Prepared | Rejected)
@@ -156,25 +156,25 @@ class MeasuringRig:
         return [task.future.result() for task in tasks]
 
     def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
-        """The fastest of a few batches of noise, after one to warm up. Raises LoadError."""
+        """Seconds of the fastest of a few batches of noise, after one to warm up. Raises LoadError."""
         images = self.prepared(copy, [noise(copy)] * size)
         return min([self.timed_s(copy, images) for _ in range(1 + repeats)][1:])
 
     def timed_s(self, copy: ExpertCopy, images: Sequence[Shown]) -> float:
-        """Seconds of one batch. Raises LoadError unless every image of it was judged."""
+        """Seconds of one batch. Raises LoadError unless every image was judged."""
         batch = self.run(copy, images)
         _require_judged(copy, batch.results)
         return batch.seconds
 
     def run(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch:
-        """One batch on the first executor. Raises LoadError when it fails as a whole."""
+        """Run one batch on the first executor. Raises LoadError if the whole batch fails."""
         answer = self.attempt(copy, images)
         if isinstance(answer, BatchFailed):
             raise errors.LoadError(copy.expert.id, answer.reason)
         return answer
 
     def attempt(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch | BatchFailed:
-        """One batch on the first executor, or how it failed."""
+        """Run one batch on the first executor; returns the batch or its failure."""
         try:
             ready = self.prepared(copy, images)
         except MemoryError as error:
@@ -186,11 +186,11 @@ class MeasuringRig:
         return TimedBatch(answer.results, seconds) if isinstance(answer, Finished) else answer
 
     def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[Shown]]) -> float:
-        """Seconds until all these batches are done, each executor taking the next one as it comes free.
+        """Seconds until all these batches are done; each idle executor takes the next one.
 
         Executor n runs ``copies[n % len(copies)]``. Raises LoadError unless every image was judged.
         """
-        ready = [self.prepared(copies[0], images) for images in works]  # of one kind: all take the same input
+        ready = [self.prepared(copies[0], images) for images in works]  # one kind, so one input for all
         started = time.monotonic()
         waiting = list(enumerate(ready))[::-1]
         free = list(range(len(self._executors)))[::-1]
@@ -226,13 +226,13 @@ class MeasuringRig:
 
 
 def noise(copy: ExpertCopy) -> np.ndarray:
-    """An image of the expert's own size, always the same."""
+    """Random image of the expert's input size, equal at each call."""
     shape = (copy.expert.pixels.height, copy.expert.pixels.width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
 def _answering(expert: Expert) -> Expert:
-    """An anomaly expert is measured with any threshold."""
+    """Give an anomaly expert a threshold: any value serves for measuring."""
     return replace(expert, threshold=0.0) if expert.task is Task.ANOMALY and expert.threshold is None else expert
 
 

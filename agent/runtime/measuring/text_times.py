@@ -1,7 +1,7 @@
-"""Times of a language model's iterations: those that read a prompt, and those that write a token of several texts.
+"""Times of a language model's iterations: reading a prompt, and writing a token of several texts.
 
-Guarantees: the model runs over the memory that a rig has loaded it into, with keys and values as an agent keeps them,
-on a thread like an executor's. NaN or infinity raises LoadError with the expert's id. Prompts are random.
+Guarantees: the model runs in a rig's memory, with keys and values in the agent's layout, on a thread like an
+executor's. NaN or infinity raises LoadError with the expert's id. Prompts are random.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
-LONG_TOKENS, SHORT_TOKENS = 128, 16  # prompts, as far as the model's context goes
-FULL_TOKENS = 512  # of prompts, as many as an iteration reads at most
+LONG_TOKENS, SHORT_TOKENS = 128, 16  # tokens of prompts, limited by the model's context
+FULL_TOKENS = 512  # tokens of prompts, at most an iteration's
 OVERHEAD_TOKENS = 12
-ROUNDED_TOKENS = 4096  # that extents may add to a request: a page for each head
-HELD_TOKENS = 64  # of each text that writes
-AT_ONCE = 4  # texts that run together, as predictions count
+ROUNDED_TOKENS = 4096  # overhead of a request's extents: a page per head
+HELD_TOKENS = 64  # tokens of each text that writes
+AT_ONCE = 4  # concurrent texts assumed by predictions
 FEW_ROWS = (1, 2, 4, 8, 16)
-PLATEAU = 1.02  # more texts have to make a token at least this much cheaper
+PLATEAU = 1.02  # more texts must save at least this part of a token's time
 
 
 @dataclass(frozen=True, slots=True)
 class TextTimes:
     """Seconds of iterations, one per repeat; the low median counts. ``read_s``: by tokens of a prompt; ``write_s``: by
-    texts that write. ``overhead_s``: of an engine, beside the model. ``most_rows``: texts at once, given enough time.
+    texts that write. ``overhead_s``: of the engine, without the model. ``most_rows``: texts at once, given enough time.
     """
 
     read_s: Mapping[int, tuple[float, ...]]
@@ -65,13 +65,13 @@ class TextTimes:
 
     @property
     def per_output_token_s(self) -> float:
-        """A token's part of an iteration of AT_ONCE texts, or fewer."""
+        """Seconds per token, in an iteration of AT_ONCE texts or fewer."""
         rows = max(rows for rows in self.write_s if rows <= AT_ONCE)
         return max(self._writing_s(rows) / rows, LEAST_TOKEN_S)
 
     @property
     def fixed_s(self) -> float:
-        """An iteration that writes a single token, less that token."""
+        """Seconds of an iteration of a single token, less that token."""
         return max(self._writing_s(1) - self.per_output_token_s, LEAST_TOKEN_S)
 
     @property
@@ -111,9 +111,9 @@ class TextTimer:
         self._chance = random.Random(0)
 
     def times(self, repeats: int) -> TextTimes:
-        """``repeats`` of each size after one to warm up, or that one where it takes long. Raises LoadError.
+        """Time ``repeats`` of each size after one to warm up, or only that one if slow. Raises LoadError.
 
-        AT_ONCE texts are always tried, more while there is time.
+        Always tries AT_ONCE texts; more while there is time.
         """
         lengths = {min(length, self._longest) for length in (SHORT_TOKENS, LONG_TOKENS)}
         read_s = {length: self._repeated(self.read_s, length, repeats) for length in sorted(lengths)}
@@ -134,7 +134,7 @@ class TextTimer:
             return self._run(self._writing(rows, arena), arena)
 
     def overhead_s(self) -> float:
-        """Seconds of an engine in an iteration, beside the model. Raises LoadError."""
+        """Seconds of the engine in an iteration, without the model. Raises LoadError."""
         new = min(OVERHEAD_TOKENS, self._longest - 1)
         with self._holding({}) as arena:
             engine = LlmEngine(arena)
@@ -148,7 +148,7 @@ class TextTimer:
         return engine.statistics().overhead_s
 
     def full_iteration(self, rows: int) -> int:
-        """Run the largest iteration with ``rows`` texts that write. Returns the bytes of its keys and values."""
+        """Run the largest iteration with ``rows`` writing texts. Returns the bytes of its keys and values."""
         prompt = min(FULL_TOKENS, self._longest)
         with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
             writing = self._writing(rows, arena)
@@ -193,7 +193,7 @@ class TextTimer:
 
     @contextmanager
     def _holding(self, tokens: Mapping[int, int]) -> Iterator[ExtentArena]:
-        """An arena with room for these tokens of each request, and for one more text."""
+        """Arena with room for these tokens of each request, and for one more text."""
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
         try:
             arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)

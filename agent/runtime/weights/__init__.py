@@ -1,1 +1,1 @@
-"""Weights of experts: slots of a memory, loads into them, skeletons bound to them."""
+"""Weights of experts: slots of a memory, loads into slots, skeletons bound to slots."""

@@ -1,4 +1,4 @@
-"""Drive: packed weights, and the link that they are read over."""
+"""Drive: packed weights, and the link that reads them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class PacedLink:
-    """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
+    """Limits a link to a rate, one reservation after another. None: no limit.
 
-    Unused time is lost: no burst after a pause. Background loads start only if the link is not ``is_demanded``.
+    Unused time is lost: no burst after a pause. Background loads wait while the link ``is_demanded``.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -43,7 +43,7 @@ class PacedLink:
                 self._demands -= 1
 
     def reserve(self, size_bytes: int) -> float:
-        """Monotonic time at which a link of this rate delivers these bytes, behind all earlier reservations."""
+        """Monotonic time at which the link delivers these bytes, after all earlier reservations."""
         now = time.monotonic()
         if self.bytes_per_s is None:
             return now
@@ -54,7 +54,7 @@ class PacedLink:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """``staging``: memory of the buffers that a device's bytes pass through."""
+    """``staging``: memory of the buffers for loads into a device."""
 
     segments: SegmentStore
     staging: HostMemory
@@ -62,7 +62,7 @@ class Drive:
 
 
 class StagingBuffers:
-    """Host buffers of one size, allocated as they are needed and kept for the next load."""
+    """Host buffers of one size, allocated on demand and kept for the next load."""
 
     def __init__(self, memory: HostMemory, size_bytes: int) -> None:
         self._memory = memory

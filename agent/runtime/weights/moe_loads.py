@@ -1,8 +1,8 @@
-"""Loads of moe_experts into copies that do not hold all of them: from packed files, while the copy runs.
+"""Loads of moe_experts into copies that hold only some of them: from packed files, while the copy runs.
 
-Guarantees: blocks share the link with all loads, and loads ahead wait for the Engine's. Each block is checked as packed
-files are. Between two batches no thread fills a place, so a region may be moved. Usage probabilities, counted while
-serving, are kept in a file of each copy between starts: written whole, for these very weights.
+Guarantees: blocks share the link with all loads, and prefetched blocks wait for the Engine's loads. Each block is
+verified like a packed file. Between two batches no thread fills a place, so a region may be moved. Usage probabilities,
+counted while serving, are kept between starts in one file per copy: written atomically, bound to its weights.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 USAGE_FOLDER = "moe-usage"
-LOADS_AT_ONCE = 2  # the drive reads one block while another is checked
+LOADS_AT_ONCE = 2  # one block is read while another is verified
 
 
 @dataclass(slots=True, eq=False)
 class MoeLoads:
-    """The loads of one agent. ``kept``: folder of learned usage; None: it is not kept.
+    """Loads of one agent. ``kept``: folder of learned usage; None: not kept.
 
-    ``usage``: prior by copy, used where nothing was learned.
+    ``usage``: prior by copy, until usage has been learned.
     """
 
     drive: Drive
@@ -64,7 +64,7 @@ class MoeLoads:
         return OffloadedCopy(copy, region, memory, self, learned or self.usage.get(copy.name, {}))
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
-        """Read one block. Raises as reading does, LoadError when the agent ends meanwhile."""
+        """Read one block. Raises as reading does, and LoadError if the agent ends meanwhile."""
         segment = layers_of(copy)[moe_expert.layer]
         delivered_at_s = self.drive.link.reserve(copy.block_bytes)
         self.drive.segments.read_block(segment, moe_expert.number, target, copy.expert.id)
@@ -72,12 +72,12 @@ class MoeLoads:
             raise LoadError(copy.expert.id, "the agent is stopping")
 
     def close(self) -> None:
-        """End loads that wait. Idempotent."""
+        """Cancel waiting loads. Idempotent."""
         self._ending.set()
 
 
 class OffloadedCopy:
-    """moe_experts of a copy in its slot: places behind the copy's own bytes, and the threads that fill them."""
+    """moe_experts of a copy in its slot: places after the copy's own bytes, and the threads that fill them."""
 
     def __init__(
         self,

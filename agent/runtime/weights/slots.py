@@ -1,12 +1,12 @@
 """SlotStore: the bytes of one memory, cut into slots that experts are loaded into, and the skeletons bound to them.
 
-Guarantees: slots and shared parts hold the bytes that the Engine's ledger counts, and with spare regions never exceed
-the budget. A shared part is held once. A load finds room wherever the ledger counts some: spares are closed first, then
+Guarantees: slots and shared parts have the bytes that the Engine's ledger counts, and with spare regions never exceed
+the budget. A shared part is stored once. A load finds the room that the ledger counts: spares are closed first, then
 an arena's regions slide together, each while no batch uses it. Loading an expert over another of its layout moves bytes
-only: its skeleton stays bound.
+only: the skeleton stays bound.
 
-Assumes: ``reserve`` and ``evict`` come in the order of the Engine's effects, from one thread; ``materialise``,
-``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any.
+Assumes: ``reserve`` and ``evict`` are called in the order of the Engine's effects, from one thread; ``materialise``,
+``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any thread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 MOVE_S = 60.0  # a copy within one memory takes milliseconds
 MOVE_ADVICE = "look for errors of the device and of its driver in dmesg"
-SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); to make one anew takes 10 to 80 ms
+SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); constructing one takes 10 to 80 ms
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory. Counters run since the start. ``moe_experts``: of copies that hold only some of theirs."""
+    """One memory. Counters run since the start. ``moe_experts``: of copies that hold only some."""
 
     pool: str
     used_bytes: int
@@ -54,20 +54,20 @@ class SlotStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BoundSkeleton:
-    """A skeleton bound to a region and to the regions of its shared parts."""
+    """Skeleton bound to a region and to the regions of its shared parts."""
 
     packed: PackedExpert
     skeleton: Skeleton
     shared_regions: tuple[Region, ...]
 
     def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
-        """True where overwriting the bytes suffices to run this expert."""
+        """True if overwriting the bytes suffices to run this expert."""
         return self.packed.layout == packed.layout and [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
 
 
 @dataclass(slots=True, eq=False)
 class Housing:
-    """A region with the skeletons bound to it, one for each torch device; a shared part's has none."""
+    """Region with its bound skeletons, one per torch device; a shared part's region has none."""
 
     region: Region
     bindings: dict[str, BoundSkeleton] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Housing:
 
 @dataclass(slots=True, eq=False)
 class SharedSegment:
-    """A segment that several slots share. The loading thread takes ``filling``; other threads wait for it."""
+    """Segment shared by several slots. The loading thread holds ``filling``; other threads wait for the lock."""
 
     segment: Segment
     holders: int = 0
@@ -90,7 +90,7 @@ class SharedSegment:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One copy's place in a memory: its own region and the parts it shares."""
+    """Place of one copy in a memory: its own region and its shared parts."""
 
     copy: ExpertCopy
     parts: tuple[SharedSegment, ...]
@@ -119,7 +119,7 @@ class Slot:
         return next(part.region for part in self.parts if part.segment.sha256 == segment.sha256)
 
     def skeleton(self, device: str) -> Skeleton:
-        """The module that runs this copy on a torch device. Raises LoadError when this pool binds none for it."""
+        """Module that runs this copy on a torch device. Raises LoadError if the store binds none for that device."""
         binding = _housed(self.housing).bindings.get(device)
         if binding is None:
             raise LoadError(self.copy.expert.id, f"its copy in this memory is not bound for {device}")
@@ -132,7 +132,7 @@ def _housed(housing: Housing | None) -> Housing:
 
 
 class SkeletonShelf:
-    """At most SPARE_SKELETONS unbound skeletons, oldest dropped first; the only place where one is constructed."""
+    """At most SPARE_SKELETONS unbound skeletons, oldest dropped first; only this class constructs skeletons."""
 
     def __init__(self, segments: SegmentStore) -> None:
         self._segments = segments
@@ -141,7 +141,7 @@ class SkeletonShelf:
         self.constructed = 0
 
     def take(self, copy: ExpertCopy, device: str) -> Skeleton:
-        """A spare of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
+        """Spare skeleton of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
         packed = copy.packed
         with self._lock:
             for place, spare in enumerate(self._spares):
@@ -162,9 +162,9 @@ class SkeletonShelf:
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: torch devices that run from it; none for a cache.
+    """Slots of one memory. ``devices``: torch devices that run from the memory; none for a cache.
 
-    ``moe_loads``: for copies that do not hold all of their moe_experts; None without such copies.
+    ``moe_loads``: for copies that hold only some of their moe_experts; None without such copies.
     """
 
     def __init__(
@@ -174,18 +174,18 @@ class SlotStore:
         self.memory = memory
         self.pool = memory.pool
         self._budget_bytes = budget_bytes
-        self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # for which a copy is bound
+        self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # devices that a copy is bound for
         self._shelf = shelf
         self._moe_loads = moe_loads
         self._moe_of_gone = MoeStatistics()
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedSegment] = {}
         self._spares: list[Housing] = []  # oldest first
-        self._lock = Lock()  # guards all of the above
-        self._calm = Condition(self._lock)  # notified when a use, move or load of a slot has ended
-        self._stilled: Region | None = None  # region to be moved: no use of it begins
+        self._lock = Lock()  # guards all fields above
+        self._calm = Condition(self._lock)  # notified at the end of a use, move or load of a slot
+        self._stilled: Region | None = None  # region to be moved: no new use may begin
         self._is_moving = False
-        self._changing = Lock()  # held while regions are allocated, closed or bound
+        self._changing = Lock()  # taken while regions are allocated, closed or bound
         self._held_bytes = 0
         self._regions_allocated = self._regions_moved = self._binds = 0
 
@@ -200,7 +200,7 @@ class SlotStore:
             self._changing.release()
 
     def reserve(self, copy: ExpertCopy) -> Slot:
-        """A place for a copy, without memory yet. Raises IllegalMove for one that is here already."""
+        """Place for a copy, without memory yet. Raises IllegalMove for a copy that already has one."""
         with self._lock:
             present = self._slots.get(copy.name)
             if present is not None:
@@ -212,7 +212,7 @@ class SlotStore:
             return slot
 
     def materialise(self, slot: Slot) -> None:
-        """Give a reserved slot its memory and its skeletons; the bytes are the caller's to fill.
+        """Allocate the memory of a reserved slot and bind its skeletons; the caller fills the bytes.
 
         Raises MemoryExceeded, BackendUnavailable, WeightsError; the slot must then be abandoned.
         """
@@ -239,9 +239,9 @@ class SlotStore:
             self._calm.notify_all()
 
     def evict(self, copy: str) -> None:
-        """Let go of a copy at once.
+        """Release a copy at once.
 
-        Raises IllegalMove for a copy that is absent, loading or in use, WorkOverdue for one that moves for MOVE_S.
+        Raises IllegalMove for a copy that is absent, loading or in use, WorkOverdue if a move takes longer than MOVE_S.
         """
         with self._calm:
             if not self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)), MOVE_S):
@@ -257,13 +257,13 @@ class SlotStore:
 
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
-        """A copy that is not evicted meanwhile. Raises IllegalMove unless it is ready."""
+        """Context in which a copy is not evicted. Raises IllegalMove unless the copy is ready."""
         with self.using_together((copy,)) as slots:
             yield slots[copy]
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """``using`` for several copies at once: one by one, they could deadlock with a load that moves their part."""
+        """``using`` for several copies at once: one by one could deadlock with a load that moves their shared part."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy, "use") for copy in copies}
@@ -299,7 +299,7 @@ class SlotStore:
             )
 
     def close(self) -> None:
-        """Give everything back. Nothing may be loading or in use."""
+        """Release all memory. No copy may be loading or in use."""
         with self._changing, self._lock:
             for slot in self._slots.values():
                 if slot.moe is not None:
@@ -355,7 +355,7 @@ class SlotStore:
         return reused
 
     def _reused(self, size_bytes: int, merit: Callable[[Housing], int]) -> Housing | None:
-        """Take the best spare of this size, the oldest of equals."""
+        """Take the closest spare of this size, the oldest among equals."""
         with self._lock:
             fitting = [each for each in self._spares if each.region.size_bytes == size_bytes]
             best = max(fitting, key=merit, default=None)
@@ -364,7 +364,7 @@ class SlotStore:
             return best
 
     def _allocate(self, slot: Slot, size_bytes: int) -> Housing:
-        """A new region for a slot; spares make way first, the oldest before others."""
+        """New region for a slot; closes spares for it, oldest first."""
         while self._held_bytes + size_bytes > self._budget_bytes and (housing := self._oldest_spare()) is not None:
             self._drop(housing)
         while (region := self._region_in_one_piece(size_bytes)) is None and (spare := self._oldest_spare()) is not None:
@@ -378,7 +378,7 @@ class SlotStore:
         return Housing(region)
 
     def _region_in_one_piece(self, size_bytes: int) -> Region | None:
-        """None where an arena's free bytes are scattered. Raises MemoryExceeded where too few are free."""
+        """New region; None if an arena's free bytes are scattered. Raises MemoryExceeded if too few are free."""
         try:
             return self.memory.allocate(size_bytes)
         except MemoryExceeded as error:
@@ -387,7 +387,7 @@ class SlotStore:
             return None
 
     def _slide_together(self, slot: Slot) -> None:
-        """Leave the arena's free bytes in one piece, behind all regions, for a load into ``slot``."""
+        """Slide all regions, so that the arena's free bytes become one gap, for a load into ``slot``."""
         assert isinstance(self.memory, ArenaMemory), "only an arena's bytes can be scattered"
         for region in self.memory.regions():
             with self._still(region, slot):
@@ -397,7 +397,7 @@ class SlotStore:
 
     @contextmanager
     def _still(self, region: Region, loading: Slot) -> Iterator[None]:
-        """Wait until no batch and no other load touches a region, and let none begin."""
+        """Wait until no batch and no other load uses a region, and block new uses."""
         with self._calm:
             self._stilled = region
             self._calm.wait_for(lambda: not self._is_touched(region, loading))
@@ -418,12 +418,12 @@ class SlotStore:
         return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
 
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
-        """Point slots and spares to the moved region: bind the slots' skeletons anew, shelve the spares'."""
+        """Point slots and spares to the moved region: rebind the slots' skeletons, shelve the spares'."""
         with self._lock:
             spare = [housing for housing in self._spares if housing.region is region]
             for housing in [*(each for each in self._housings() if each.region is region), *spare]:
                 housing.region = moved
-            self._stilled = moved  # until its skeletons show it, too
+            self._stilled = moved  # until its skeletons are rebound
             standing = [slot for slot in self._slots.values() if slot is not loading and slot.stands_on(moved)]
             self._regions_moved += 1
         for housing in spare:
@@ -444,7 +444,7 @@ class SlotStore:
             self._held_bytes -= size_bytes
 
     def _strip(self, housing: Housing) -> None:
-        """Shelve the skeletons; those still over a closed region are bound anew before they run."""
+        """Shelve the skeletons; a skeleton over a closed region is rebound before its next run."""
         for device, binding in housing.bindings.items():
             self._shelf.put(binding.packed, device, binding.skeleton)
         housing.bindings.clear()

@@ -1,6 +1,6 @@
 """Templates that skeletons are copied from, made before any batch runs.
 
-Constructing a module or a session takes up to a second of Python, and some runtimes patch the whole process meanwhile.
+Constructing a module or a session takes up to a second of Python, and some runtimes patch the whole process during it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OWN_PROGRAM_BYTES = 1024 * 1024  # ten times a graph without weights
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``held`` while skeletons may be made. ``failed``: expert -> why none of its copies can run."""
+    """``held`` while skeletons may be made. ``failed``: expert -> reason why no copy of it can run."""
 
     held: Mapping[Hashable, object]
     failed: Mapping[str, str]
 
     def after(self, new: Templates, copies: Mapping[str, Iterable[ExpertCopy]]) -> Templates:
-        """The templates of these copies, by processor: kept ones and ``new`` ones; the failures of ``new``."""
+        """Templates of these copies, by processor: kept ones and ``new`` ones, with the failures of ``new``."""
         forms = {_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed}
         held = {**self.held, **new.held}
         return Templates({form: template for form, template in held.items() if form in forms}, new.failed)
@@ -49,10 +49,10 @@ def make_templates(
     threads: int,
     progress: Callable[[int, int], None],
 ) -> Templates:
-    """Templates of all copies, by processor; ``threads``: for operators. ``progress``: number done, number of all.
+    """Templates of all copies, by processor; ``threads``: for operators. ``progress``: (number done, number of all).
 
-    A failing expert stops no other. Left to the load: packed files that cannot be read, and large programs of a single
-    copy, as quantised graphs with their weights: hundreds would be held beside all budgets.
+    A failing expert does not affect others. The load handles unreadable packed files, and large programs of a single
+    copy such as quantised graphs with weights: hundreds of templates would exceed the budgets.
     """
     formed = [(copy, _Form.of(copy, processor)) for processor, listed in copies.items() for copy in listed]
     count = Counter(form for _, form in formed)

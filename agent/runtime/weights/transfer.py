@@ -1,10 +1,10 @@
 """Transfers: carries out StartLoad, SSD -> host -> device, several in flight.
 
-Guarantees: every load is answered once: with Loaded when its bytes are in place and its skeleton is bound, with
-LoadFailed when its room is free again, or with a Breakdown when the device is lost. One of several loads moves a part
-that they share. A corrupt packed file is dropped and packed anew. With ``distrust``, an expert's source is hashed once,
-after its first load, on a thread that gives way.
-Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
+Guarantees: every load has one answer: Loaded after its bytes are in place and its skeleton is bound, LoadFailed after
+its room is free again, or a Breakdown if the device is lost. A part shared by several loads is moved once. A corrupt
+packed file is dropped and packed again. With ``distrust``, an expert's source is hashed once, after its first load, on
+a thread of low priority.
+Assumes: the Engine limits the loads in flight, and evicts only resident, unused copies.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHECK_WAITS_S = 1.0  # for loads, before each piece of a source that is hashed: arbitrary
-STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for each load that is being staged
+CHECK_WAITS_S = 1.0  # waits for loads, before hashing each piece of a source: arbitrary
+STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; one buffer per staged load
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TransferStatistics:
 
 
 class Transfers:
-    """The loads of one agent, on ``threads``. ``post`` takes the answers, from any thread."""
+    """Loads of one agent, on ``threads``. ``post`` takes the answers, from any thread."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Transfers:
         watch: DeviceWatch = NO_ACCELERATOR,
     ) -> None:
         self._stores = dict(stores)
-        self.mend: Callable[[str], None] | None = None  # packs an expert anew, later
+        self.mend: Callable[[str], None] | None = None  # repacks an expert later
         self.distrust: Callable[[str], None] | None = None  # called for experts whose source has changed
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
@@ -93,7 +93,7 @@ class Transfers:
         self._checked &= {name.rpartition("@")[0] for name in copies}
 
     def start_load(self, effect: StartLoad) -> None:
-        """Begin a load; the answer comes through ``post``."""
+        """Begin a load; its answer is posted."""
         with self._lock:
             self._counts["in_flight"] += 1
         try:
@@ -122,7 +122,7 @@ class Transfers:
             )
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the loads in flight, each with its answer; then the threads. False if that took longer."""
+        """End the loads in flight, each with its answer; then the threads. False after the timeout."""
         self._stopping.set()
         self._checks.stop(0.0)
         has_ended = self._threads.stop(timeout_s)
@@ -151,7 +151,7 @@ class Transfers:
             end_team()
 
     def _begin_check(self, effect: StartLoad) -> None:
-        with self._lock, suppress(RuntimeError, KeyError):  # stopping, or the expert has left the line
+        with self._lock, suppress(RuntimeError, KeyError):  # the agent stops, or the expert has left the line
             if self.distrust is not None and effect.expert not in self._checked:
                 self._checked.add(effect.expert)
                 self._checks.submit(self._check_source, effect.expert, self._copies[effect.copy])
@@ -233,11 +233,11 @@ class Transfers:
             self._segments.stream(segment, buffer, expert, copy_on)
 
     def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
-        """Check the packed files again, and drop corrupt ones. Returns the error to report instead."""
+        """Verify the packed files again, and drop corrupt ones. Returns the error to report."""
         expert, source = error.expert, copy.expert.weights
         try:
             gone = self._segments.discard_corrupt(copy.packed)
-        except (errors.LoadError, FileNotFoundError) as refusal:  # its drive has gone, and nothing is known
+        except (errors.LoadError, FileNotFoundError) as refusal:  # the drive has gone: the file's state is unknown
             away = errors.LoadError(expert, f"{error.message}; it cannot be looked at again: {refusal}")
             away.__cause__ = refusal.__cause__ or refusal
             return away
@@ -283,5 +283,5 @@ class Transfers:
 
 
 def load_threads(count: int, operator_threads: int) -> DaemonThreads:
-    """Threads of loads. ``operator_threads``: of an executor; some runtimes fix the number when a model is built."""
+    """Threads of loads. ``operator_threads``: of an executor; some runtimes fix it when a model is built."""
     return DaemonThreads(count, "transfer", lambda: use_threads(operator_threads))
