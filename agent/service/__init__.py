@@ -1,1 +1,1 @@
-"""`coserve serve`: ties intake, runtime and records together; start, drain, stop."""
+"""`coserve serve`: connects intake, runtime and records; start, drain, stop."""

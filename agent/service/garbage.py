@@ -1,8 +1,8 @@
-"""Python's garbage collector in a process that runs for months: what stays is not looked at again and again.
+"""Python's garbage collector in a process that runs for months: long-lived objects are not scanned repeatedly.
 
-A full collection stops the interpreter: beside torch, with 350,000 objects, for 0.2 s and more, and several times while
-modules are loaded. Guarantees: what is made later is collected as ever. A cycle of objects that are here now stays
-until the process ends.
+A full collection stops the interpreter: with torch, 350,000 objects, for 0.2 s and more, several times while modules
+are loaded. Guarantees: later objects are collected as usual. Cycles of objects frozen at the start stay until the
+process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def loading_modules() -> Iterator[None]:
 
 
 def keep_what_is_here() -> None:
-    """Collect once more, then freeze what is left. Takes as long as a full collection."""
+    """Collect once, then freeze the remaining objects. Takes as long as a full collection."""
     gc.unfreeze()
     gc.collect()
     _leave_out()

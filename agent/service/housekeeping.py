@@ -1,6 +1,6 @@
-"""A thread of what is due by time alone, one duty or several a step. Duties that may hang have each its own.
+"""Thread of periodic duties, one or several. A duty that may hang has a separate thread.
 
-Guarantees: a duty that raises is logged, shown by ``failing``, and tried again in the next step, after the others.
+Guarantees: a duty that raises is logged, shown by ``failing``, and retried in the next step; other duties still run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.5
-TOLD_AGAIN_STEPS = 120  # a minute: a duty that keeps failing is seen at the log's end, too
+TOLD_AGAIN_STEPS = 120  # a minute: a duty that keeps failing stays visible at the log's end
 
 
 class Housekeeper:
-    """Does every duty once a step: from ``start`` to ``stop`` on a thread of its own, every ``every_s`` seconds.
+    """Runs every duty once per step, on a separate thread, every ``every_s`` seconds from ``start`` to ``stop``.
 
-    ``failing``: duty -> why it failed in its last turn.
+    ``failing``: duty -> error of its last run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the step under way; False after ``timeout_s``: a step that hangs ends with the process."""
+        """Finish the current step; False after ``timeout_s``: a hanging step ends with the process."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -51,7 +51,7 @@ class Housekeeper:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step under way; 0 between steps. From any thread."""
+        """Seconds since the current step began; 0 between steps. For any thread."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -63,7 +63,7 @@ class Housekeeper:
     def _do(self, duty: str) -> str | None:
         try:
             self._duties[duty]()
-        except Exception as error:  # the boundary of the housekeeper's thread: it must outlive each of its duties
+        except Exception as error:  # boundary of the thread, which must outlive any failing duty
             failed = self._in_a_row[duty]
             self._in_a_row[duty] += 1
             if not failed % TOLD_AGAIN_STEPS:

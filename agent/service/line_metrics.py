@@ -1,6 +1,6 @@
-"""Metrics and health of a line, as ``agent.web`` reads them (``agent.web.readings``).
+"""Metrics and health of a line, for ``agent.web`` (``agent.web.readings``).
 
-Folders go by their number in the line file, from 1; cameras, experts and receivers by their names.
+Folders are labelled by their number in the line file, from 1; cameras, experts and receivers by name.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ RESULTS: Table[Path] = (
 
 
 class LineMetrics:
-    """Keeps ``agent.web.readings.Line``."""
+    """Implements ``agent.web.readings.Line``."""
 
     def __init__(self, parts: LineParts, upkeep: Upkeep) -> None:
         self._line = parts
         self._upkeep = upkeep
-        self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
+        self._dropped: Counter[str] = Counter()  # frames by camera: highest count seen
 
     def condition(self) -> Condition:
         line = self._line
@@ -198,7 +198,7 @@ class LineMetrics:
 
     def _cameras(self, seen: Mapping[str, SourceStatus]) -> Iterator[Metric]:
         yield from _each(CAMERA, "camera", seen)
-        for name, one in seen.items():  # one on its way counts as dropped, for a moment: a counter must not go back
+        for name, one in seen.items():  # a frame in transit briefly counts as dropped: a counter must not decrease
             self._dropped[name] = max(self._dropped[name], one.dropped)
         dropped = _by_name(self._dropped)
         yield Metric(COUNTER, "camera_dropped_frames", "Frames that gave way to later ones.", dropped, ("camera",))
@@ -232,7 +232,7 @@ def _shadows(seen: ShadowsView) -> Iterator[Metric]:
 
 
 def _loads(loop: LoopStatistics) -> Iterator[Metric]:
-    """The Engine names a replaced expert anew; a metric keeps the line's name."""
+    """Loads by the line file's name of each expert; the Engine renames a replaced expert."""
     loads: Counter[Labels] = Counter()
     for (expert, pool), count in loop.transfers.of_experts.items():
         loads[line_name(expert), pool] += count

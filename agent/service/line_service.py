@@ -1,7 +1,8 @@
-"""The composition root of ``coserve serve``: sources -> inspector -> verdicts -> boards, and everything ends in order.
+"""Composition root of ``coserve serve``: sources -> inspector -> verdicts -> boards, and their ordered end.
 
-Guarantees: on stop nothing new is taken, taken images are finished within ``DRAIN_S``, the rest waits for the next
-start: files in their folder's ``.work``, all else in the journal. After a crash nothing is taken and everything ends.
+Guarantees: on stop no new image is taken, taken images are finished within ``DRAIN_S``, the rest waits for the next
+start: files in their folder's ``.work``, all other images in the journal. After a crash no image is taken, and all
+ends.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 8.0  # with 8 s for callers, 5 s for what hangs in the agent, and all below, it ends within systemd's 40 s
+DRAIN_S = 8.0  # plus 8 s for callers, 5 s for hanging parts of the agent, and all limits below: within systemd's 40 s
 API_STOP_S = 5.0
-SOURCES_STOP_S = 2.0  # of all together; what hangs is left, or killed
+SOURCES_STOP_S = 2.0  # of all together; hanging threads are abandoned, hanging processes killed
 COMMIT_S = 2.0
 FILING_S = 2.0  # of all folders together
-STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
-IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
+STORE_CLOSE_S = 1.5  # and as long again for a commit in progress
+IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and have not moved yet; other files stay in place
 HOUSEKEEPER_STOP_S = 0.5
 KEEPER_STOP_S = 1.0
 
 
 class LineService:
-    """Served line. ``start`` and ``stop`` once. ``on_crash``: called from any thread; then ``stop``.
+    """Served line. Call ``start`` and ``stop`` once. ``on_crash``: called from any thread; then call ``stop``.
 
     ``clock``: monotonic seconds, by which boards age and warnings are spaced; ``wall``: dates of boards that expire.
     """
@@ -108,9 +109,9 @@ class LineService:
         self.web = self._web(LineMetrics(parts, self._upkeep)) if config.api.http else None
         self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
-        self._damaged: set[str] = set()  # experts, as the Engine calls them, that are to be packed anew
+        self._damaged: set[str] = set()  # experts to repack, by the Engine's names
         self._menders = DaemonThreads(1, "mend")
-        self._stale: dict[str, str] = {}  # experts, as the Engine calls them, whose source has other bytes; the alarm
+        self._stale: dict[str, str] = {}  # experts whose source differs, by the Engine's names -> alarm
         self.agent.loop.watch_weights(self._mend, self._distrust)
         self._housekeeper = Housekeeper(
             {
@@ -131,7 +132,7 @@ class LineService:
         return self.inspector.agent
 
     def status_line(self) -> str:
-        """Status in one line. Blocks unless the agent's loop makes progress: it feeds the watchdog."""
+        """Status in one line, for the watchdog: blocks while the agent's loop makes no progress."""
         status = self.desk.status()
         resident = {copy for pool in status.pools for copy in pool.experts}
         queued = sum(queue.requests for queue in status.queues)
@@ -143,7 +144,7 @@ class LineService:
         )
 
     def start(self) -> None:
-        """Take up open boards, start the agent, then open the doors. An address in use is retried, with an alarm."""
+        """Restore open boards, start the agent, sources and servers. An address in use is retried, with an alarm."""
         self.boards.take_up()
         self.agent.start()
         self._upkeep.start()
@@ -159,10 +160,10 @@ class LineService:
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
-        """Finish what was taken, store it, end; returns counts. Raises AgentCrashed, last, if it had crashed."""
+        """Finish and store taken images, then end; returns counts. Raises AgentCrashed, last, after a crash."""
         self._phase = "it stops: the next one will take work"
         for source in self.sources:
-            source.stop(0.0)  # they end while callers have their answers
+            source.stop(0.0)  # sources end while callers get their answers
         self._stop_api()
         _stop_all([source.stop for source in self.sources], SOURCES_STOP_S)
         self.inspector.take_no_more()
@@ -173,14 +174,14 @@ class LineService:
             ending.callback(_stop_all, [source.close for source in self.sources], FILING_S)
             ending.callback(self._wait_for_commits)
             ending.callback(self._shadows.flush)
-            ending.callback(self._upkeep.images.stop, KEEPER_STOP_S)  # before the store closes: verdicts wait for them
+            ending.callback(self._upkeep.images.stop, KEEPER_STOP_S)  # before the store closes: verdicts wait for it
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(lambda: self.agent.stop())  # a reload may replace it meanwhile
             for application in reversed(self._applications):
                 ending.callback(application.stop)
             if self.web is not None:
-                ending.callback(self.web.stop)  # until then it reports that no work is taken
+                ending.callback(self.web.stop)  # until then the web reports that no work is taken
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
@@ -196,7 +197,7 @@ class LineService:
         }
 
     def _open_web(self) -> None:
-        """Raises AddressUnusable; a later call may succeed. So does ``_open_api``."""
+        """Raises AddressUnusable, as ``_open_api`` does; a later call may succeed."""
         if self.web is not None and not self.web.addresses:
             self.web.start()
 
@@ -206,7 +207,7 @@ class LineService:
             api.start()
 
     def _web(self, metrics: LineMetrics) -> HttpServer:
-        """Imported only for a line with an address: saves time and memory. So is gRPC."""
+        """Import the web server only for a line with an address, as with gRPC: saves time and memory."""
         from agent.api.calls.orders import Orders
         from agent.api.openai.endpoint import OpenAiEndpoint
         from agent.http.server import HttpServer
@@ -217,7 +218,7 @@ class LineService:
         return HttpServer(self._config.api.http, self._applications, CONNECTION_S)
 
     def _stop_api(self) -> None:
-        """Refuse new callers; callers that wait get their answers while there is time."""
+        """Refuse new callers; waiting callers get their answers within the timeout."""
         deadline_s = time.monotonic() + API_STOP_S
         self._doorkeeper.stop(API_STOP_S)
         if self.api is not None and self.api.addresses and not self.api.stop(API_STOP_S):
@@ -245,7 +246,7 @@ class LineService:
         return found.trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
-        """Read the line file anew, one reload at a time. Requests are served as before until it succeeds."""
+        """Reload the line file, one reload at a time. The old line is served until the reload succeeds."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:
@@ -254,7 +255,7 @@ class LineService:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
         except OrderRefused:
             raise
-        except Exception as error:  # such as of the disk: the agent outlives it
+        except Exception as error:  # such as a disk error: the agent continues
             log.exception("reload_failed file=%s", self._config.document.file)
             reason = f"{type(error).__name__}: {error}"
             return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
@@ -267,9 +268,9 @@ class LineService:
         for source in self.sources:
             source.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
-        if not self.inspector.takes:  # it took long, and a stop came meanwhile
+        if not self.inspector.takes:  # a stop was requested meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
-        if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
+        if self.api is not None:  # only after all checks: a refused reload changes nothing
             self.api.reload(config.api)
         if self._openai is not None:
             self._openai.reload(config.api)
@@ -282,13 +283,13 @@ class LineService:
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
     def _mend(self, expert: str) -> None:
-        """Called on any thread: an expert's packed files are damaged or missing."""
+        """Callback, on any thread: an expert's packed files are damaged or missing."""
         if expert not in self._damaged:
             self._damaged.add(expert)
             self._menders.submit(self._pack_anew, expert)
 
     def _distrust(self, expert: str) -> None:
-        """Called on any thread: packed weights differ from their source, and judge no more."""
+        """Callback, on any thread: packed weights differ from their source; quarantine the expert."""
         name = line_name(expert)
         reason = "its weights file has other bytes than it was packed from: reload, and it is packed anew"
         log.error("packed_weights_stale expert=%s reason=%s", name, reason)
@@ -313,7 +314,7 @@ class LineService:
                     agent.loop.quarantine(expert, failure.message)
                 else:
                     log.error("not_packed_anew expert=%s reason=%s: it is tried again", name, failure.message)
-            except Exception:  # such as of the disk: the next load reports it again
+            except Exception:  # such as a disk error: the next load reports it again
                 log.exception("not_packed_anew expert=%s", name)
             finally:
                 self._damaged.discard(expert)
@@ -351,7 +352,7 @@ class LineService:
 
 
 def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
-    """Alarm of a GPU that should serve and does not: its driver was missing at boot, or is broken."""
+    """Alarm for a GPU that should serve and does not: its driver was missing at boot, or is broken."""
     if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
         return []
     alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
@@ -366,7 +367,7 @@ def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer:
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:
-    """Tell all to stop before waiting for any: those that hang take the time of one."""
+    """Stop all before waiting for any: hanging parts together take one timeout."""
     deadline_s = time.monotonic() + timeout_s
     for stop in stops:
         stop(0.0)

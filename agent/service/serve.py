@@ -1,8 +1,8 @@
-"""The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
+"""Process of ``coserve serve``: serves one line until a signal or a crash of its agent, and reports to systemd.
 
-Guarantees: a signal ends it at any time, also during a reload, and whichever thread receives it. A fault that ends a
-thread ends it as AgentCrashed. One agent serves a line. Under systemd, starts that end soon are spaced by growing
-pauses, a missing device or a held state by a steady one; the unit's status says why.
+Guarantees: a signal ends the process at any time, also during a reload, on any thread. A fault that ends a thread ends
+the process as AgentCrashed. One agent serves a line. Under systemd, short-lived starts are spaced by growing pauses, a
+missing device or a held state by a constant one; the unit's status gives the reason.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ log = logging.getLogger(__name__)
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOADING_SIGNAL = signal.SIGHUP
 PASSING = (DeviceMissing, AlreadyRunning, StateUnusable)
-PASSING_PAUSE_S = 20.0  # a process that found no device never finds it: the next one looks again
+PASSING_PAUSE_S = 20.0  # a process that found no device never finds it: a new one looks again
 MANY_STARTS = "earlier starts ended soon, and the log says why"
 NOTHING_DONE = MappingProxyType({"requests": 0, "threads_left_behind": False})
-TOLD = 0  # what is written where no signal is: no signal has this number
+TOLD = 0  # written by ``notify``: no signal has this number
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A pipe that says when to end: by a signal's number, or TOLD."""
+    """Pipe that carries the request to end: a signal's number, or TOLD."""
 
     reader: int
     writer: int
 
     def notify(self) -> None:
-        """Any thread, any moment."""
+        """Request the end. For any thread, at any moment."""
         with suppress(OSError):  # full of equal messages, or closed
             os.write(self.writer, bytes([TOLD]))
 
     def wait(self, reload: Callable[[], object]) -> None:
-        """Return after ``notify`` or an ending signal, even an earlier one; ``reload`` must not block."""
+        """Wait for ``notify`` or an ending signal, even an earlier one; ``reload`` must not block."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
@@ -63,7 +63,7 @@ class _End:
 
 @contextmanager
 def _threads_watched(notify: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
-    """A fault that ends a thread of the agent ends the agent; libraries' threads have numbers for names."""
+    """Context: a fault that ends a thread of the agent ends the agent. Libraries' threads are named by numbers."""
     crashes, before = list[AgentCrashed](), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
@@ -86,10 +86,10 @@ def _threads_watched(notify: Callable[[], None]) -> Iterator[list[AgentCrashed]]
 
 @contextmanager
 def _awaited_end() -> Iterator[_End]:
-    """While it is open every signal that Python handles writes to its pipe.
+    """Context in which every signal that Python handles writes to a pipe.
 
-    No Event or queue set by a handler: handlers run on the main thread, between two instructions. A signal that another
-    thread receives, or that comes just before the main thread blocks on a lock, would leave it blocked.
+    A handler that sets an Event or a queue would not do: handlers run on the main thread, between two instructions. A
+    signal received by another thread, or just before the main thread blocks on a lock, would leave it blocked.
     """
     reader, writer = os.pipe()
     try:
@@ -105,8 +105,9 @@ def _awaited_end() -> Iterator[_End]:
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
-    """Serve until SIGTERM or SIGINT; counts of what was done. SIGHUP reloads the line file. Raises ConfigError before
-    anything starts, AlreadyRunning, StateUnusable, AgentCrashed."""
+    """Serve until SIGTERM or SIGINT; returns counts of the work. SIGHUP reloads the line file.
+
+    Raises ConfigError before the start, AlreadyRunning, StateUnusable, AgentCrashed."""
     manager = service_manager()
     notifier, is_started_again = Notifier(manager), manager.notify_socket is not None
 
@@ -160,11 +161,11 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
 def _take_signals() -> dict[signal.Signals, Any]:
     """Leave signals to the pipe; returns the earlier handlers."""
     numbers = (*ENDING_SIGNALS, RELOADING_SIGNAL)
-    return {number: signal.signal(number, lambda *_: None) for number in numbers}  # the pipe is written to before that
+    return {number: signal.signal(number, lambda *_: None) for number in numbers}  # Python writes to the pipe first
 
 
 def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
-    """Pause, and report why; False after a signal to end. The earlier signal handlers return afterwards."""
+    """Pause, and report the reason; False after a signal to end. Restores the earlier signal handlers."""
     if seconds:
         log.error("waiting seconds=%.0f reason=%s", seconds, reason)
     until_s, before = time.monotonic() + seconds, _take_signals()
@@ -181,7 +182,7 @@ def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
 
 
 def _reload(service: LineService, notifier: Notifier) -> None:
-    """Handle SIGHUP: the old configuration stays if the new one is refused."""
+    """Handle SIGHUP: a refused line file leaves the old configuration in place."""
     notifier.reloading()
     try:
         done = service.desk.reload()

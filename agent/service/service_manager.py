@@ -1,8 +1,8 @@
-"""Messages to systemd: the agent starts, is ready, reloads, works, stops; and backoff between starts that end soon.
+"""Messages to systemd: the agent starts, is ready, reloads, works, stops; and backoff between short-lived starts.
 
 Guarantees: a message is one datagram, sent without waiting; a failure is one line in the log. Only progress of the
-agent feeds the watchdog, no timer. systemd starts the agent again without limit: the count of starts survives any end;
-it is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in the line file.
+agent feeds the watchdog, no timer. systemd restarts the agent without limit, so the count of starts survives any end.
+The count is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in the line file.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXTENSION_S = 120  # how long the next step of a start may take; a packing step writes one expert
+EXTENSION_S = 120  # time limit of the next step of a start; a packing step writes one expert
 EXTENDED_EVERY_S = 5.0
-JOURNAL_LEVELS = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))  # as syslog's
+JOURNAL_LEVELS = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))  # syslog's levels
 DEBUG_LEVEL = 7
-FED_PER_LIMIT = 3  # the watchdog is fed so often within its limit
-FREE_STARTS = 3  # without a pause: one for the failure, one for an image that ended the agent twice
+FED_PER_LIMIT = 3  # heartbeats per limit of the watchdog
+FREE_STARTS = 3  # without a pause: one after the failure, one for an image that ended the agent twice
 BACKOFF = Backoff(5.0, 300.0)
 HEALTHY_S = 120.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class JournalFormatter(logging.Formatter):
-    """Formats for the journal on stderr: a level before each line, no time."""
+    """Formats for systemd's journal on stderr: a level before each line, no time."""
 
     def __init__(self) -> None:
         super().__init__("%(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Traceback lines have the record's level too."""
+        """Format a record; lines of a traceback also get the record's level."""
         level = next((number for limit, number in JOURNAL_LEVELS if record.levelno >= limit), DEBUG_LEVEL)
         return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
@@ -68,14 +68,14 @@ class Notifier:
             self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=starting: {stage} {done}/{total}")
 
     def waiting(self, reason: str, left_s: float) -> None:
-        """Report a pause; call it every EXTENDED_EVERY_S."""
+        """Report a pause; call every EXTENDED_EVERY_S."""
         self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=waiting {left_s:.0f} s: {_one_line(reason)}")
 
     def ready(self, status: str) -> None:
         self._send_unless_ending(f"READY=1\nSTATUS={_one_line(status)}")
 
     def reloading(self) -> None:
-        """``ready`` must follow."""
+        """Report a reload; ``ready`` must follow."""
         microseconds = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send_unless_ending(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
 
@@ -108,13 +108,13 @@ class Notifier:
 
 
 def _one_line(status: str) -> str:
-    """In a message each line is a variable of its own."""
+    """Text without line breaks: each line of a message is a separate variable."""
     return " ".join(status.splitlines())
 
 
 @contextmanager
 def failures_reported(notifier: Notifier) -> Iterator[None]:
-    """Report errors as the unit's status."""
+    """Context: report errors as the unit's status."""
     try:
         yield
     except CoServeError as error:
@@ -123,12 +123,12 @@ def failures_reported(notifier: Notifier) -> Iterator[None]:
 
 
 def heartbeat(notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> Housekeeper:
-    """Feeds the watchdog while ``look`` returns a status; not when it hangs or raises."""
+    """Feed the watchdog while ``look`` returns a status; stop feeding if ``look`` hangs or raises."""
     return Housekeeper({"watchdog": lambda: notifier.alive(look())}, "heartbeat", (limit_s or 30.0) / FED_PER_LIMIT)
 
 
 class Starts:
-    """Starts of one line's agent since it last served for HEALTHY_S. An unwritable count costs the backoff."""
+    """Starts of one line's agent since it last served for HEALTHY_S. Without a writable count there is no backoff."""
 
     def __init__(self, state: Path, boot: Path = BOOT) -> None:
         self._file = state / "starts.json"
@@ -148,7 +148,7 @@ class Starts:
         return BACKOFF.pause_s(starts - FREE_STARTS)
 
     def served(self, now_s: float) -> None:
-        """Call it while serving: HEALTHY_S of it reset the count."""
+        """Call while serving: HEALTHY_S of service reset the count."""
         self._ready_s = now_s if self._ready_s is None else self._ready_s
         if now_s - self._ready_s >= HEALTHY_S:
             self.forget()

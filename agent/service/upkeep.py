@@ -1,7 +1,7 @@
 """Upkeep of stored verdicts: delivered, exported, kept with images, removed.
 
-Guarantees: nothing here delays a verdict or the agent's end. A refused step is retried, a step that hangs is
-left behind, both with alarms.
+Guarantees: upkeep delays neither a verdict nor the agent's end. A refused step is retried, a hanging step is
+abandoned, both with alarms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DELIVERIES_STOP_S = 3.0
 
 
 class Upkeep:
-    """Opens the store, which the caller closes. ``is_needed``: does a result's file still lie in a watched folder.
+    """Opens the store, which the caller closes. ``is_needed``: a result's file is still in a watched folder.
     Raises ConfigError for a receiver without its secret."""
 
     def __init__(self, config: LineConfig, is_needed: Callable[[str], bool], wall: Callable[[], datetime]) -> None:

@@ -1,1 +1,1 @@
-"""Answers to callers of a running line: images judged, status, explanations."""
+"""Answers to callers of a running line: verdicts, status, explanations."""

@@ -1,4 +1,4 @@
-"""Explains in sentences an expert's place, a component's route, a result's verdict."""
+"""Explains in sentences an expert's role, a component's route, a result's verdict."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
 
 
 def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]) -> str | None:
-    """For multilabel experts: labels that decided; None where the told label did."""
+    """Labels that decided, for multilabel experts; None if the reported label decided."""
     labels = {str(output["label"]): bool(output["holds"]) for output in outputs}
     failing = [label for label, holds in labels.items() if holds and label not in step.passing]
     lacking = [label for label, holds in labels.items() if not holds and label in step.passing]

@@ -1,6 +1,6 @@
 """The desk of a line: orders and queries while it runs (``agent.api.calls.desk``).
 
-Guarantees: answers about the agent are of one snapshot; those about results are stored.
+Guarantees: answers about the agent come from one snapshot; answers about results are stored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXPERT_PREFIX = "expert:"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineParts:
-    """Parts of a served line that its desk and metrics read. ``phase``: why no work is taken on purpose, or None."""
+    """Parts of a served line that its desk and metrics read. ``phase``: intended reason to take no work, or None."""
 
     inspector: Inspector
     admission: Admission
@@ -72,7 +72,7 @@ class LineParts:
 
 
 class LineDesk:
-    """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
+    """Implements ``agent.api.calls.desk.Desk``. For any thread."""
 
     def __init__(self, parts: LineParts) -> None:
         self._line = parts
@@ -210,7 +210,7 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
 
 
 def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
-    """Reasons of experts on probation or in quarantine, by the line's names."""
+    """Reasons of experts on probation or in quarantine, by name in the line file."""
     reasons = engine.on_probation | engine.quarantined
     served = {name: agent.expert(name) for name in agent.config.catalog.experts}
     return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}

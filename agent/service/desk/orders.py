@@ -1,6 +1,6 @@
-"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered (``agent.api.calls.desk``).
+"""Orders of the APIs' callers: admitted, journaled if kept, judged, answered (``agent.api.calls.desk``).
 
-Guarantees: an order that is not kept is answered from memory; every admission is given back.
+Guarantees: an order that is not kept is answered from memory; every admission is released.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """Keeps ``CallerTicket``; called once, when its last piece ends. ``leave`` gives back the admission of pieces."""
+    """Implements ``CallerTicket``; called once, when its last piece ends. ``leave`` releases pieces' admission."""
 
     listener: Listener
     order: ImageOrder
@@ -91,7 +91,7 @@ class _Gathering:
 
 
 class OrderTaker:
-    """For any thread."""
+    """Takes orders. For any thread."""
 
     def __init__(self, inspector: Inspector, journaled: JournaledImages, admission: Admission) -> None:
         self._inspector = inspector
@@ -111,7 +111,7 @@ class OrderTaker:
         held = order.image if content is None else content
         size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
         if size is not None:
-            size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
+            size_bytes += size[0] * size[1] * 3  # a frame stays decoded until its last part is judged
         leave = self._admission.enter(len(parts), size_bytes)
         gathering = _Gathering(listener, order, tuple(part.key for part in parts), leave)
         try:
@@ -127,7 +127,7 @@ class OrderTaker:
         return gathering
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
-        """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
+        """Cancel, but keep the admission until the journal answers: else cancelled orders fill the memory."""
         sending.cancel()
         if gathering.is_accepted:
             gathering.leave(len(gathering.wanted))
@@ -162,7 +162,7 @@ class OrderTaker:
         gathering.add(subject.key, part)
 
     def _subject(self, order: ImageOrder, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
-        """Subject of the order, and the layout that cuts an image of a whole board. Raises OrderRefused."""
+        """Subject of the order, and the layout for an image of a whole board. Raises OrderRefused."""
         asked = order.subject
         ref = checked_name(asked.ref, "ref")
         key = CALLER_PREFIX + (checked_name(asked.key, "key") or uuid.uuid4().hex)
@@ -181,7 +181,7 @@ class OrderTaker:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no expert {asked.expert!r}")
             if catalog.experts[asked.expert].takes_texts:
                 raise OrderRefused(Refusing.INVALID, f"{asked.expert} takes texts, not images")
-            return replace(subject, board_type=None), None  # one expert's answer is no verdict for a board
+            return replace(subject, board_type=None), None  # the answer of a single expert is not a board's verdict
         layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:
             raise OrderRefused(
@@ -211,7 +211,7 @@ def _asked_sha256(subject: Subject, content: bytes, layout: LayoutSections | Non
 
 
 def _encoded(image: bytes | np.ndarray) -> bytes:
-    """Pixels as BMP, which is the cheapest to write."""
+    """Pixels as BMP, the cheapest format to write."""
     if isinstance(image, bytes):
         return image
     file = io.BytesIO()
@@ -220,7 +220,7 @@ def _encoded(image: bytes | np.ndarray) -> bytes:
 
 
 def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
-    """Raises OrderRefused for a frame of another size than the layout's. Decoding reports an invalid image."""
+    """Raises OrderRefused for a frame of another size than the layout's. Decoding reports invalid images later."""
     if isinstance(image, bytes):
         try:
             with Image.open(io.BytesIO(image)) as opened:

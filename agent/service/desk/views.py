@@ -1,4 +1,4 @@
-"""Stored results and boards as callers of the APIs see them."""
+"""Views of stored results and boards for callers of the APIs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Limits of callers: so many images and texts, of so many bytes, under way together; more is refused at once.
+"""Limits of callers: number and bytes of images and texts in flight; any excess is refused at once.
 
-Guarantees: what is admitted never exceeds the limits; a refusal says when to retry, by the recent rate.
+Guarantees: admitted orders never exceed the limits; a refusal names the time to retry, by the recent rate.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 SHORTEST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
-USUAL_RETRY_S = 0.5  # while nothing is known of how fast images end
+USUAL_RETRY_S = 0.5  # before the rate of ended images is known
 
 
 class Admission:
-    """``ended_per_s``: images that ended per second, recently."""
+    """``ended_per_s``: recent rate of ended images."""
 
     def __init__(self, limits: ApiLimitsSection, ended_per_s: Callable[[], float]) -> None:
         self._limits = limits
@@ -33,9 +33,9 @@ class Admission:
         self.size_bytes = 0
 
     def enter(self, images: int, size_bytes: int) -> Callable[[int], None]:
-        """Let in an image of so many requests, or a text. Raises OrderRefused: TOO_LARGE, QUEUE_FULL.
+        """Admit an image of so many requests, or a text. Raises OrderRefused: TOO_LARGE, QUEUE_FULL.
 
-        Returned: give back so many requests, and the bytes with the last; idempotent beyond that.
+        Returns a function that releases so many requests, with the last one the bytes; idempotent after that.
         """
         if images > self._limits.requests or size_bytes > self._limits.memory:
             raise OrderRefused(

@@ -1,7 +1,7 @@
 """Usage drift: distance of the experts' shares in a line's requests from those in its device profile. Pure.
 
-The measure is the total variation distance between the experts' shares of the counted steps and of usage probability:
-0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as soon after a year as
+The measure is the total variation distance between the experts' shares of the counted steps and of usage probability: 0
+as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is detected as fast after a year as
 after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this sample size
 (``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of w^2.
 """
@@ -34,7 +34,7 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """``experts``: whose shares moved most, the largest first. ``steps``: sample size."""
+    """``experts``: with the most changed shares, largest change first. ``steps``: sample size."""
 
     steps: int
     distance: float
@@ -51,14 +51,14 @@ class DriftStatistics:
 
 
 class UsageDrift:
-    """Counts steps against usage of any sum. Not thread-safe: compute the statistics of a ``sample``."""
+    """Counts steps to compare with usage, of any sum. Not thread-safe: compute statistics of a ``sample``."""
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
         self._expected = {expert: probability / total for expert, probability in usage.items()}
-        self._seen: defaultdict[str, float] = defaultdict(float)  # the weight of each expert's steps
-        self._weight = 0.0  # of all steps together
-        self._squares = 0.0  # the squares of each step's weight
+        self._seen: defaultdict[str, float] = defaultdict(float)  # weight of each expert's steps
+        self._weight = 0.0  # total weight
+        self._squares = 0.0  # sum of the squares of the weights
 
     def count(self, experts: Iterable[str]) -> None:
         for expert in experts:
@@ -72,13 +72,13 @@ class UsageDrift:
                 self._squares /= 4
 
     def sample(self) -> UsageDrift:
-        """A copy, which later counts leave as it is."""
+        """Copy that later counts do not change."""
         copied = copy(self)
         copied._seen = self._seen.copy()
         return copied
 
     def statistics(self) -> DriftStatistics:
-        """Slow: a fraction of a millisecond for hundreds of experts."""
+        """Compute the statistics. Slow: a fraction of a millisecond for hundreds of experts."""
         steps = round(self._weight**2 / self._squares) if self._squares else 0
         shares = [
             ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen.get(expert, 0.0) / (self._weight or 1.0))
@@ -91,13 +91,13 @@ class UsageDrift:
 
 
 class DriftAlarm:
-    """Warns when usage has drifted, at first and then once an hour."""
+    """Warns of drifted usage: at once, then every hour."""
 
     def __init__(self) -> None:
         self._warned_s: float | None = None
 
     def due_warning(self, now_s: float, measure: Callable[[], DriftStatistics]) -> DriftStatistics | None:
-        """``now_s``: monotonic; ``measure`` is slow, and called only where a warning is due."""
+        """Warning to log now, or None. ``now_s``: monotonic; ``measure`` is slow, and called only when due."""
         if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
             return None
         if not (found := measure()).has_drifted:
@@ -107,7 +107,7 @@ class DriftAlarm:
 
 
 def chance_distance(probabilities: Iterable[float], draws: int) -> float:
-    """The total variation distance to expect of so many independent draws from exactly these probabilities.
+    """Expected total variation distance of so many independent draws from these probabilities.
 
     By De Moivre's formula: E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
     """

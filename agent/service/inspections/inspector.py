@@ -1,8 +1,8 @@
-"""The agent of a line behind a gate: an image goes in under a key, and its outcome comes out, once.
+"""The agent of a line behind a gate: submits images under keys, and delivers each outcome once.
 
 Guarantees: an image that was being judged when the agent ended is judged alone at the next start, and refused after the
-second time (``attempts``). A cancelled image that was not let in never reaches the agent. After a crash nothing is
-taken, and open images have no outcome: the next start offers them again.
+second time (``attempts``). An image cancelled at the gate never reaches the agent. After a crash no image is taken, and
+open images have no outcome: the next start offers them again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
+ATTEMPTS_MAXIMUM = 2  # an image that was being judged at so many ends of the agent is refused
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file behind each step."""
+    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file of each step."""
 
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -54,7 +54,7 @@ class Course:
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """An image or a text on its way through the agent. ``ended`` runs on the agent's thread, once.
+    """Image or text submitted to the agent. ``ended`` runs once, on the agent's thread.
 
     ``is_counted``: attempts are logged, as the next start offers the subject again.
     """
@@ -64,7 +64,7 @@ class Submission:
     ended: Callable[[Outcome, Course], None]
     is_counted: bool = True
     precedence: Precedence = Precedence.LINE
-    number: int | None = None  # the agent's; None until it was let in
+    number: int | None = None  # the agent's number; None before admission
     is_cancelled: bool = False
     let_in_s: float = 0.0
     batch_since_s: float | None = None
@@ -84,8 +84,8 @@ class JudgedWatch:
 class Gate:
     """Gate before the agent: a suspect, which was being judged when the agent ended, is judged alone.
 
-    Guarantees: each submission is let in exactly once, in the order of its kind, suspects first: so the one that ends
-    the agent is known. For any thread. ``let_in`` never blocks or raises; True: the submission will ``leave``.
+    Guarantees: each submission is admitted exactly once, suspects first, in order of arrival within its kind: so the
+    image that ends the agent is known. For any thread. ``let_in`` never blocks or raises; True: it will ``leave``.
     """
 
     def __init__(self, let_in: Callable[[Submission], bool]) -> None:
@@ -111,7 +111,7 @@ class Gate:
             self._is_alone = False
 
     def _open(self) -> None:
-        """A loop, not recursion: any number of submissions may turn back."""
+        """Admit all possible submissions; a loop, as any number may be rejected in turn."""
         while (submission := self._next()) is not None:
             if not self._let_in(submission):
                 self._left()
@@ -131,19 +131,19 @@ class Gate:
 
 
 class Inspector:
-    """The agent of a line, which the line starts and stops, and its gate. For any thread, ``on_crash`` too."""
+    """Agent of a line, started and stopped by the line, and its gate. For any thread; ``on_crash`` runs on any."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
         self._submissions: dict[int, Submission] = {}
-        self._guard = threading.Lock()  # over _submissions: a request may end before its number is known here
+        self._guard = threading.Lock()  # guards _submissions: a request may end before its number is known here
         self._stopping = threading.Event()
         self.agent: Agent = build_agent(config, self._judged, progress)
-        self._models = models_of(self.agent)  # of earlier lines' experts, too: their requests may be under way
-        self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
+        self._models = models_of(self.agent)  # also of earlier lines' experts: their requests may be in flight
+        self._drift_guard = threading.Lock()  # the loop's thread takes this lock: compute nothing under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._gate = Gate(self._let_in)
-        self.ended_per_s = 0.0  # images judged per second, recently; for retry hints
+        self.ended_per_s = 0.0  # recent rate of judged images, for retry hints
         self._rate_since_s, self._ended_since = time.monotonic(), 0
         self.watch = JudgedWatch()
         self.shadow_counts: Callable[[], ShadowsView] = ShadowsView
@@ -165,7 +165,7 @@ class Inspector:
 
     @property
     def takes(self) -> bool:
-        """False while it stops, and after a crash."""
+        """False while the agent stops, and after a crash."""
         return not self._stopping.is_set() and self.crash is None
 
     @property
@@ -177,14 +177,14 @@ class Inspector:
         return self._attempts.attempts(key)
 
     def reason_to_spare(self, keys: Iterable[str], what: str = "it") -> str | None:
-        """Reason not to judge an image that ended the agent, or a part of which did; None to judge it."""
+        """Reason to refuse an image that, or a part of which, ended the agent; None to judge it."""
         attempts = max(self._attempts.attempts(key) for key in keys)
         if attempts < ATTEMPTS_MAXIMUM:
             return None
         return f"ended the agent: {what} was being judged each of the {attempts} times that the agent was ended"
 
     def forget_attempts(self, key: str) -> None:
-        """The verdict of the key is on the disk."""
+        """Drop the count of a key whose verdict is on the disk."""
         self._attempts.settled(key)
 
     def submit_subject(self, submission: Submission) -> None:
@@ -203,7 +203,7 @@ class Inspector:
 
     @contextmanager
     def counted(self, key: str) -> Iterator[None]:
-        """An end of the agent inside counts against this key."""
+        """Context: an end of the agent inside counts against this key."""
         self._attempts.begun([key])
         try:
             yield
@@ -233,17 +233,17 @@ class Inspector:
         return sample.statistics()
 
     def take_no_more(self) -> None:
-        """Let nothing more in: waiting images are left to the next start."""
+        """Admit nothing more: waiting images remain for the next start."""
         with self._guard:
             self._stopping.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what was taken; False after ``timeout_s``."""
+        """Finish admitted images; False after ``timeout_s``."""
         self.agent.loop.drain()
         return self.agent.loop.wait_until_drained(timeout_s)
 
     def forgive(self) -> None:
-        """A requested end does not count against images under way."""
+        """Do not count a requested end against images in flight."""
         if self.crash is None:
             self._attempts.forgive()
 
@@ -251,10 +251,10 @@ class Inspector:
         self._attempts.close()
 
     def _let_in(self, submission: Submission) -> bool:
-        """True if the agent has the submission; False if it was cancelled, and has ended."""
+        """True if the agent took the submission; False if the submission was cancelled, and has ended."""
         with self._guard:
             if not self.takes:
-                return True  # it came during the end: the next start offers it again
+                return True  # arrived during the stop: the next start offers it again
             if not submission.is_cancelled:
                 submission.let_in_s = time.monotonic()
                 subject = submission.subject
@@ -269,7 +269,7 @@ class Inspector:
 
     @contextmanager
     def _preparing(self, number: int) -> Iterator[None]:
-        """Decoding ahead of a batch may end the agent too."""
+        """Context for decoding ahead of a batch, which may also end the agent."""
         with self._guard:
             submission = self._submissions.get(number)
         is_counted = submission is not None and submission.is_counted
@@ -301,7 +301,7 @@ class Inspector:
             self._rate_since_s, self._ended_since = now_s, 0
 
     def _batch_given(self, requests: Sequence[int]) -> None:
-        """Called before an executor holds the batch: it may end the agent from then on."""
+        """Called before an executor receives the batch, which may end the agent from then on."""
         self._attempts.begun(
             [submission.subject.key for submission in self._submissions_of(requests) if submission.is_counted]
         )

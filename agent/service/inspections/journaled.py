@@ -1,4 +1,4 @@
-"""Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
+"""Images of cameras and callers: journaled, judged, stored, answered.
 
 Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, also after
 a crash. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REREAD_S = 0.5  # between two tries where the disk refuses
+REREAD_S = 0.5  # between two tries after a disk error
 UNJUDGED = Course()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVerdict:
-    """A stored verdict, and where its time went (0: of an earlier run). ``is_repeat``: judged for another sender."""
+    """Stored verdict, with its times (0: of an earlier run). ``is_repeat``: judged for another sender."""
 
     result: Result
     seq: int
@@ -56,13 +56,13 @@ class Sender(Protocol):
     """Sender of an image. Called on the store's thread; does not wait."""
 
     def accepted(self) -> None:
-        """Its requests are durable. Called once."""
+        """The image's requests are durable. Called once."""
 
     def judged(self, judgement: StoredVerdict) -> None:
-        """A request has its verdict. Called once for each."""
+        """A request has its verdict. Called once per request."""
 
     def refused(self, key: str) -> None:
-        """Another request has this key: the image will have no verdict."""
+        """Another request has this key: the image gets no verdict."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,15 +84,15 @@ class _Open:
 
     subject: Subject
     image: ImageSource | None
-    maker: Sending | None = None  # for whom it is judged; None: of an earlier run
+    maker: Sending | None = None  # None: accepted by an earlier run
     content: bytes | None = None
     waiting: list[Sending] = field(default_factory=list)
-    is_wanted: bool = True  # by the journal, without a sender: it is of an earlier run
+    is_wanted: bool = True  # restored from the journal without a sender, of an earlier run
     submission: Submission | None = None
 
 
 class JournaledImages:
-    """``take_up`` first; then for any thread."""
+    """Journaled images of a line. Call ``take_up`` first; then for any thread."""
 
     def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
         self._inspector = inspector
@@ -101,7 +101,7 @@ class JournaledImages:
         self._images = images
         self._reader = JournalReader(store.path)
         self._open: dict[str, _Open] = {}
-        self._lock = threading.Lock()  # over _open and what is in it
+        self._lock = threading.Lock()  # guards _open and its values
         self._reserved: dict[str, str] = {}
         self._reserving = threading.Lock()
         self.left_overs: tuple[LeftOver, ...] = ()
@@ -111,7 +111,7 @@ class JournaledImages:
         return len(self._open)
 
     def take_up(self) -> None:
-        """Know what an earlier run accepted and did not finish: ``left_overs``, oldest first."""
+        """Read the unfinished requests of an earlier run: ``left_overs``, oldest first."""
         by_image: dict[int, list[Subject]] = {}
         for each in self._reader.unfinished():
             by_image.setdefault(each.image, []).append(each.subject)
@@ -121,13 +121,13 @@ class JournaledImages:
             log.warning("journal_taken_up requests=%d: accepted by an earlier run, and not judged", len(self._open))
 
     def image_bytes(self, number: int) -> bytes | None:
-        """A left-over's image; None if it has ended. Raises sqlite3.Error and OSError."""
+        """Image of a left-over; None if it has ended. Raises sqlite3.Error and OSError."""
         return self._reader.content(number)
 
     def resume(
         self, sender: Sender, subjects: Sequence[Subject], image: EncodedImage, frame_size: tuple[int, int] | None
     ) -> None:
-        """Judge a left-over: its subjects are journaled already."""
+        """Judge a left-over, whose requests are journaled already."""
         sending = Sending(sender, tuple(subjects), image, frame_size)
         frame = Frame(image, frame_size)
         keys = [subject.key for subject in subjects]
@@ -147,14 +147,14 @@ class JournaledImages:
         image: EncodedImage,
         frame_size: tuple[int, int] | None = None,
     ) -> Sending:
-        """Journal and judge the requests of one image; does not wait. ``frame_size``: the layout's (height, width)."""
+        """Journal and judge the requests of one image; does not wait. ``frame_size``: (height, width) of the layout."""
         sending = Sending(sender, tuple(subjects), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._journal(sending, sending.subjects)
         return sending
 
     def reserve_key(self, key: str, asked: str) -> bool:
-        """Keep a key until ``release_key``; False: the same request had it. Raises OrderRefused for another request."""
+        """Reserve a key until ``release_key``; False: an equal request had it. Raises OrderRefused for another."""
         with self._reserving:
             try:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
@@ -168,7 +168,7 @@ class JournaledImages:
             return not known
 
     def release_key(self, key: str) -> None:
-        """Call it once what was sent under this key is durable, or nothing was sent."""
+        """Release a key once its request is durable, or if none was sent."""
         self._reserved.pop(key, None)
 
     def _journal(self, sending: Sending, subjects: Sequence[Subject]) -> None:
@@ -208,11 +208,11 @@ class JournaledImages:
     def _send_known(self, sending: Sending, subject: Subject) -> None:
         try:
             known = self._store.find_with_maps(subject.key)
-        except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
+        except (sqlite3.Error, OSError) as error:  # perhaps transient: read again after the next commit
             log.warning("results_not_read key=%s reason=%s: tried again", subject.key, error)
             self._store.write(lambda _: None, lambda _: self._send_known(sending, subject))
             return
-        if known is None:  # its row went meanwhile, with the file or by its age
+        if known is None:  # the row was removed meanwhile, with the file or by its age
             self._journal(sending, (subject,))
         elif subject.asked_sha256 not in (None, known.result.subject.asked_sha256):  # stored since, in a new file
             _send(sending, None)
@@ -220,7 +220,7 @@ class JournaledImages:
             _send(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _submit(self, request: _Open, reason: str | None) -> None:
-        """``reason``: why the image is UNKNOWN without being judged."""
+        """Submit a request. ``reason``: end it UNKNOWN without judging."""
         subject = request.subject
         if reason is not None:
             self._keep_and_commit(request, unknown(f"{subject.name}: {reason}"), UNJUDGED)
@@ -230,11 +230,11 @@ class JournaledImages:
         request.submission = Submission(subject, request.image, ended)
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # cancelled before it was submitted: it does not run
+        if is_unwanted:  # cancelled before submission: it does not run
             self._inspector.cancel_subject(request.submission)
         self._inspector.submit_subject(request.submission)
 
-    # -- not wanted any more: on any thread --
+    # -- cancelled: on any thread --
 
     def _cancel(self, sending: Sending) -> None:
         with self._lock:
@@ -259,7 +259,7 @@ class JournaledImages:
             self._keep_and_commit(request, outcome, course)
 
     def _request_withdrawn(self, request: _Open) -> None:
-        """Senders that came meanwhile have the request accepted anew."""
+        """A request was withdrawn; accept it again for senders that arrived meanwhile."""
         with self._lock:
             self._close(request)
             waiting = list(request.waiting)
@@ -268,12 +268,12 @@ class JournaledImages:
             self._journal(sending, (request.subject,))
 
     def _close(self, request: _Open) -> None:
-        """Call under the lock. A new results file may have accepted the same key again."""
+        """Close a request; call under the lock. A new results file may have accepted the key again."""
         if self._open.get(request.subject.key) is request:
             del self._open[request.subject.key]
 
     def _keep_and_commit(self, request: _Open, outcome: Outcome, course: Course) -> None:
-        """Store the image, where such images are kept, then the verdict."""
+        """Store the image if such images are kept, then the verdict."""
         subject = request.subject
         result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
         if request.content is not None and self._images.archive.wants(result.verdict):
@@ -293,7 +293,7 @@ class JournaledImages:
         with self._lock:
             self._close(request)
             waiting = list(request.waiting)
-        if not recorded.is_new:  # judged under this key before: what is stored decides
+        if not recorded.is_new:  # judged under this key before: the stored verdict counts
             for sending in waiting:
                 self._send_known(sending, request.subject)
             return
@@ -308,13 +308,13 @@ def key_reused(key: str) -> OrderRefused:
 
 
 def _send(sending: Sending, verdict: StoredVerdict | None) -> None:
-    """``verdict`` None: the key was given for something else."""
+    """Answer the senders. ``verdict`` None: the key belongs to another request."""
     try:
         if verdict is None:
             sending.sender.refused(sending.subjects[0].key)
         else:
             sending.sender.judged(verdict)
-    except Exception:  # one sender's mistake is not the others'
+    except Exception:  # an error of one sender must not affect others
         log.exception("sender_failed key=%s", sending.subjects[0].key)
 
 

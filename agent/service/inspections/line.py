@@ -1,9 +1,9 @@
-"""The line as its sources see it (``agent.sources.base.Line``): images come in, verdicts go back to their source.
+"""The line for its sources (``agent.sources.base.Line``): accepts images, returns verdicts to their source.
 
-An image that its source keeps is judged here, part by part; all others go to the journal.
-Guarantees: each part has its row: after a crash only parts without one are judged. The source gets the worst part,
+An image kept by its source is judged here, part by part; all others go to the journal.
+Guarantees: each part has its row: after a crash only parts without a row are judged. The source gets the worst part,
 once all are stored. The first stored part fixes the parts of an image. With ``skips_duplicates`` only an
-OK or NG under the served line file has duplicates; of simultaneous ones the first is judged.
+OK or NG under the served line file counts as original; of simultaneous duplicates the first is judged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from agent.sources.base import Arrival, LeftOver, Source
     from agent.subject import Subject
 
-    Content: TypeAlias = tuple[str | None, ...]  # digests of the bytes and the line file, and the part that they show
+    Content: TypeAlias = tuple[str | None, ...]  # digests of bytes and line file, and the part
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ NO_LAYOUT = "the line file has no layout any more of its board's type - put it b
 
 @dataclass(slots=True, eq=False)
 class _Image:
-    """Image that its source keeps. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame that is
-    cut; ``content``: what its duplicates have in common."""
+    """Image kept by its source. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame to
+    cut; ``content``: key shared with its duplicates."""
 
     subject: Subject
     source: Source
@@ -57,14 +57,14 @@ class _Image:
     size: tuple[int, int] | None = None
     verdicts: dict[str, tuple[Verdict, str | None]] = field(default_factory=dict)  # committed, by the part's key
     content: Content | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # over the verdicts
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards the verdicts
 
     @property
     def is_stored(self) -> bool:
         return bool(self.verdicts) and self.parts.keys() <= self.verdicts.keys()
 
     def worst(self) -> tuple[Verdict, str | None]:
-        """The verdict that the source gets, with the reason of an UNKNOWN."""
+        """Verdict for the source, with the reason of an UNKNOWN."""
         verdict = max((verdict for verdict, _ in self.verdicts.values()), key=SEVERITY.__getitem__)
         reasons = {key: reason for key, (each, reason) in self.verdicts.items() if each is verdict}
         key, reason = next(iter(reasons.items()))
@@ -75,7 +75,7 @@ class _Image:
 
 
 class SourceLine:
-    """For any thread. ``sources``: of this line; ``limit``: files that folders hold together."""
+    """``sources`` of this line; ``limit``: files that all folders hold together. For any thread."""
 
     def __init__(
         self, inspector: Inspector, verdicts: Verdicts, journaled: JournaledImages, results: ResultReader, limit: int
@@ -86,8 +86,8 @@ class SourceLine:
         self._results = results
         self._limit = limit
         self.sources: Sequence[Source] = ()
-        self._guard = threading.Lock()  # over the duplicates
-        self._duplicates: dict[Content, list[tuple[Arrival, Source]]] = {}  # they wait for the first
+        self._guard = threading.Lock()  # guards the duplicates
+        self._duplicates: dict[Content, list[tuple[Arrival, Source]]] = {}  # duplicates that wait for the first image
 
     # -- the contract --
 
@@ -124,7 +124,7 @@ class SourceLine:
             return
         image = _Image(subject, source, {subject.key: subject})
         if subject.shows_board:
-            image = self._image(subject, source)  # its rows could not be read when it came, or its layout has gone
+            image = self._image(subject, source)  # rows unreadable at arrival, or its layout was removed
             if image.is_stored or not image.parts:
                 self._report_image(image)
                 return
@@ -186,7 +186,7 @@ class SourceLine:
     # -- images that their source keeps --
 
     def _image(self, subject: Subject, source: Source) -> _Image:
-        """State of an image by its stored rows. Parts with unreadable rows are judged again; the rows stay."""
+        """State of an image by its stored rows. Parts with unreadable rows are judged again; those rows stay."""
         known = self._stored(subject.key)
         if known is not None:
             if known.verdict is Verdict.UNKNOWN:
@@ -210,7 +210,7 @@ class SourceLine:
     def _stored(self, key: str) -> Result | None:
         try:
             known = self._results.find(key)
-        except (sqlite3.Error, OSError) as error:  # the file may have been moved: the store begins a new one
+        except (sqlite3.Error, OSError) as error:  # the file may have been moved: the store creates a new one
             log.error("results_not_read key=%s reason=%s: judged again", key, error)
             return None
         return None if known is None else known.result
@@ -223,7 +223,7 @@ class SourceLine:
             return []
 
     def _is_first(self, content: Content, arrival: Arrival, source: Source) -> bool:
-        """True: judge this image. False: it waits for the verdict of an equal one."""
+        """True: judge this image. False: wait for the verdict of an equal image."""
         with self._guard:
             if content in self._duplicates:
                 self._duplicates[content].append((arrival, source))
@@ -260,7 +260,7 @@ class SourceLine:
 
     def _part_committed(self, image: _Image, part: Subject, result: Result, recorded: Recorded) -> None:
         self._inspector.forget_attempts(part.key)
-        if not recorded.is_new:  # a row that could not be read when its file came: it decides
+        if not recorded.is_new:  # a row that was unreadable at arrival: the stored verdict counts
             result = self._stored(part.key) or result
         with image.lock:
             image.verdicts[part.key] = (result.verdict, result.reason)
@@ -269,7 +269,7 @@ class SourceLine:
             self._report_image(image)
 
     def _report_image(self, image: _Image) -> None:
-        """Tell the source; without any verdict the board has no layout, and the image gets one row."""
+        """Report to the source; without any verdict the board has no layout, and the image gets one row."""
         if not image.verdicts:
             self._commit_unknown(replace(image, parts={image.subject.key: image.subject}), NO_LAYOUT)
             return
@@ -282,7 +282,7 @@ class SourceLine:
 
 
 class _SourceSender:
-    """Keeps ``Sender`` for one image of a source."""
+    """Implements ``Sender`` for one image of a source."""
 
     def __init__(self, source: Source, subject: Subject, parts: int) -> None:
         self._source = source
@@ -298,7 +298,7 @@ class _SourceSender:
             self._source.verdict_committed(self._subject, verdict.result.verdict, verdict.result.reason)
 
     def refused(self, key: str) -> None:
-        """Happens only if the results file was replaced after the key was looked up."""
+        """Only if the results file was replaced after the lookup of the key."""
         reason = f"the key {key!r} was given for something else"
         log.error("image_refused source=%s reason=%s", self._source.name, reason)
         self._source.image_accepted(self._subject)
@@ -306,10 +306,10 @@ class _SourceSender:
 
 
 def shares_room(own: int, held: Sequence[int], limit: int) -> bool:
-    """True if a folder that holds ``own`` files may take one more; ``held``: what each folder holds, this one too.
+    """True if a folder that holds ``own`` files may take one more; ``held``: files of each folder, including this one.
 
-    Half of the limit is kept for the folders, the same for each and at least one; the other half is shared. A
-    folder alone may hold all but what is kept for the others. More than ``limit`` are held only by more folders.
+    Half of the limit is reserved in equal parts, at least one file per folder; the other half is shared. A
+    single busy folder may hold all but the others' reserve. More folders than ``limit`` exceed it.
     """
     kept = max(limit // (2 * len(held)), 1)
     common = limit - kept * len(held)

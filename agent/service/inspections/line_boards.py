@@ -1,7 +1,7 @@
-"""Boards of a served line: their verdicts, and the way of these to the store.
+"""Boards of a served line: decides and stores their verdicts.
 
-Guarantees: verdicts reach the store in the order of decision, so that a late NG is never overwritten; one that the
-store did not take is retried before the next; no step of the wall clock closes a board.
+Guarantees: verdicts reach the store in the order of decision, so a late NG is never overwritten; a verdict that the
+store refused is retried before the next; no step of the wall clock closes a board.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wall_clock() -> datetime:
 
 
 class LineBoards:
-    """Counts results on boards, records closed ones. For any thread. ``clock``: boards' age; ``wall``: their dates."""
+    """Counts results on boards, records closed boards. For any thread. ``clock``: for ages; ``wall``: for dates."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class LineBoards:
         self._store = store
         self._clock = clock
         self._wall = wall
-        self._guard = threading.Lock()  # held while a verdict is decided and until the store has it
-        self._decided: deque[BoardVerdict] = deque()  # and not yet taken by the store
+        self._guard = threading.Lock()  # held from the decision of a verdict until the store has it
+        self._decided: deque[BoardVerdict] = deque()  # not yet taken by the store
         self._notify: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
     def change(self, boards: Mapping[str, BoardSection]) -> None:
@@ -58,7 +58,7 @@ class LineBoards:
             self._ledger.change(manifests)
 
     def when_stored(self, notify: Callable[[BoardVerdict, Recorded], None]) -> None:
-        """Call ``notify`` on the store's thread, for every new board verdict."""
+        """Set ``notify``, called on the store's thread for every new board verdict."""
         self._notify = notify
 
     def take_up(self) -> None:
@@ -74,7 +74,7 @@ class LineBoards:
             self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
 
     def count(self, result: Result) -> None:
-        """Count a stored result on its board, if that is open or of a configured type."""
+        """Count a stored result on its board, if the board is open or of a configured type."""
         inspection = inspection_of(result)
         if inspection is None:
             return

@@ -1,4 +1,4 @@
-"""Rows of a line's results, and what boards count of them."""
+"""Rows of a line's results, and their values for boards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def judged_result(
     models: Sequence[str] = (),
     detail: Mapping[str, object] | None = None,
 ) -> Result:
-    """Row of a subject with an outcome. ``models``: sha256 of the weights of each step; ``detail``: more of it."""
+    """Row of a subject with an outcome. ``models``: sha256 of each step's weights; ``detail``: further details."""
     now = datetime.now(UTC).astimezone()
     steps = [
         {
@@ -64,7 +64,7 @@ def judged_result(
 
 
 def duplicate_result(config: LineConfig, subject: Subject, first: Result) -> Result:
-    """Row of an image judged before under another key. No board type: it opens no new run of its board."""
+    """Row of an image judged before under another key. No board type, so it opens no new run of a board."""
     now = datetime.now(UTC).astimezone()
     key = first.subject.key
     return Result(
@@ -92,7 +92,7 @@ def _of_its_task(prediction: Prediction) -> dict[str, object]:
 
 
 def maps_of(outcome: Outcome) -> tuple[KeptMap, ...]:
-    """Pictures of where an image is anomalous."""
+    """Anomaly maps of an image, as pictures."""
     measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))
     return tuple(
         KeptMap(number, step.expert, map_png(anomaly.map))

@@ -1,10 +1,10 @@
 """ShadowSource: offers judged images to the shadows of their experts while the line is idle, and keeps the answers.
 
-A shadow is another version of an expert, on no route. It gets requests of idle precedence, one at a time.
+A shadow is another version of an expert, on no route. Its requests have idle precedence, one at a time.
 
-Guarantees: no verdict is changed or delayed. Each image that an expert with a shadow judged counts exactly once: as
-compared, with what both said and how long each took; as failed, with the reason; or as dropped. At most WAITING_MAXIMUM
-images wait, of parts of a frame the part alone, and at most MOST_BYTES of them: the oldest are dropped beyond that. A
+Guarantees: no verdict is changed or delayed. Each image judged by an expert with a shadow counts exactly once: as
+compared, with both answers and times; as failed, with the reason; or as dropped. At most WAITING_MAXIMUM images and
+MOST_BYTES wait, cut to the part of a frame: beyond that the oldest are dropped. A
 shadow that ran at ENDINGS_MAXIMUM endings of the agent gets no more requests. All methods but the constructor,
 ``refuse_enders``, ``counts`` and ``flush`` run on the loop's thread.
 """
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDINGS_MAXIMUM = 2
-DROPS_TOGETHER = 100  # written in one row: a line without time to spare drops as many images as it judges
+DROPS_TOGETHER = 100  # counted in one write: a line without idle time drops as many images as it judges
 WAITING_MAXIMUM = 64  # arbitrary
 MOST_BYTES = 64 * 1024 * 1024  # arbitrary: 64 crops take a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A judged image. ``expert``, ``shadow``: the Engine's names; ``side``: what the expert said."""
+    """Judged image. ``expert``, ``shadow``: the Engine's names; ``side``: the expert's answer."""
 
     subject: Subject
     image: ImageSource
@@ -59,7 +59,7 @@ class _Waiting:
 
 
 class ShadowSource:
-    """One for each line. Construct it before the agent starts."""
+    """Shadows of one line. Construct before the agent starts."""
 
     def __init__(self, inspector: Inspector, store: ResultStore) -> None:
         self._inspector = inspector
@@ -67,7 +67,7 @@ class ShadowSource:
         self._waiting: deque[_Waiting] = deque()  # oldest first
         self._waiting_bytes = 0
         self._asked: _Waiting | None = None
-        self._lacks_room = False  # until the line has judged another image
+        self._lacks_room = False  # pause until the line has judged another image
         self._ran_on: dict[int, dict[str, tuple[float, int]]] = {}  # request -> expert -> seconds and executor
         self._unwritten: Counter[Pair] = Counter()  # dropped images
         self._counts = ShadowsView()
@@ -106,7 +106,7 @@ class ShadowSource:
     # -- judged images --
 
     def _ran(self, batch: Batch, seconds: float) -> None:
-        """Note the share of each image in its batch's seconds."""
+        """Record each image's share of its batch's seconds."""
         if batch.quantum_s is None and (batch.expert in self._graph.shadows or self._asked is not None):
             for request in batch.requests:
                 ran = (seconds / len(batch.requests), batch.executor)
@@ -127,7 +127,7 @@ class ShadowSource:
                 self._keep(submission.subject, submission.image, step.expert, side)
 
     def _keep(self, subject: Subject, source: ImageSource, expert: str, side: Side) -> None:
-        """Keep an image, of a part of a frame the part alone: its frame may be a hundred times as large."""
+        """Keep an image; of a frame only the part: the frame may be a hundred times as large."""
         image = decoded(source, source.name).pixels if isinstance(source, FramePart) else source
         self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, self._graph.shadows[expert], side))
         self._waiting_bytes += self._waiting[-1].size_bytes
@@ -142,7 +142,7 @@ class ShadowSource:
     # -- requests --
 
     def _offer(self) -> None:
-        """Ask a shadow about the oldest image; images of pairs that are no more are dropped."""
+        """Submit the oldest image to its shadow; images of removed pairs are dropped."""
         if self._asked is not None or self._lacks_room:
             return
         while self._waiting:
@@ -212,11 +212,11 @@ class ShadowSource:
 
 
 def _nothing(_: Outcome, __: Course) -> None:
-    """The outcome was taken before the names in it were replaced."""
+    """Ignore the ending: the judged watch has the outcome with the Engine's names."""
 
 
 def _size_bytes(image: ImageSource) -> int:
-    """Bytes of memory that a kept image takes; a file's stay where they are."""
+    """Bytes of memory of a kept image; a file takes none."""
     if isinstance(image, np.ndarray):
         return image.nbytes
     if isinstance(image, bytes):

@@ -1,7 +1,7 @@
 """Counts of a line for its metrics, since the start: boards, orders, seconds to a verdict.
 
-Guarantees: counted verdicts are on the disk. Times run by the wall clock from arrival, also in an earlier run, until
-the verdict is stored; 0 where the clock was set back.
+Guarantees: counted verdicts are on the disk. Times are wall-clock seconds from arrival, also in an earlier run, until
+the verdict is stored; 0 if the clock was set back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
 FOLDER = "folder"
-SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
-ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
+SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by prefix of the key; folders have other keys
+ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused before they become orders
 
 
 class Durations:
@@ -61,12 +61,12 @@ class TallyStatistics:
 
 
 class Tally:
-    """For any thread. ``wall``: clock of results."""
+    """Counts of a line. For any thread. ``wall``: clock of results."""
 
     def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
         self._wall = wall
-        self.verdicts = dict.fromkeys(Verdict, 0)  # of results; written on the store's thread alone
-        self._lock = threading.Lock()  # over all below
+        self.verdicts = dict.fromkeys(Verdict, 0)  # of results; written on the store's thread only
+        self._lock = threading.Lock()  # guards all fields below
         self._boards: Counter[Verdict] = Counter()
         self._orders: Counter[Refusing | None] = Counter()  # None: accepted
         self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}

@@ -1,4 +1,4 @@
-"""Verdicts on their way out: into the store, onto their boards, and to subscribers.
+"""Verdicts: passes them to the store, to their boards, and to subscribers.
 
 Guarantees: subscribers are called in the order of the store, after a row is on the disk.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Verdicts:
-    """For any thread; what it calls runs on the store's thread."""
+    """For any thread; callbacks run on the store's thread."""
 
     def __init__(self, store: ResultStore, boards: LineBoards) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class Verdicts:
         boards.when_stored(self._notify)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with each stored result and board from now on; call the result to unsubscribe."""
+        """Call ``listener`` with each newly stored result and board; returns a function to unsubscribe."""
         with self._guard:
             self._listeners = (*self._listeners, listener)
 
@@ -44,7 +44,7 @@ class Verdicts:
         return end
 
     def commit_result(self, result: Result, stored: Callable[[Recorded], None], *, is_urgent: bool = False) -> None:
-        """Store a result; ``stored`` is called afterwards."""
+        """Store a result; ``stored`` is called after the commit."""
         self._store.record(
             result, lambda recorded: self._result_committed(result, stored, recorded), is_urgent=is_urgent
         )
@@ -61,5 +61,5 @@ class Verdicts:
         for listener in self._listeners:
             try:
                 listener(stored, recorded)
-            except Exception:  # one listener's mistake is not the others'
+            except Exception:  # an error of one listener must not affect others
                 log.exception("listener_failed seq=%d", recorded.seq)

@@ -1,1 +1,1 @@
-"""Texts of callers: admitted, routed, written piece by piece."""
+"""Texts of callers: admitted, routed, streamed."""

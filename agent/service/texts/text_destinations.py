@@ -1,6 +1,6 @@
 """Routes a text: to one expert of the line, or to a route whose router decides.
 
-Guarantees: pure; what is refused here is refused by the name of the order's field.
+Guarantees: pure; a refusal names the order's field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Expert, or route whose router decides. ``reached``: experts that may write, the certain one first."""
+    """Expert, or route whose router decides. ``reached``: experts that may write, the first one always reached."""
 
     expert: str | None
     route: str | None
@@ -52,7 +52,7 @@ def check_order(order: TextOrder) -> None:
 
 
 def last_words(order: TextOrder) -> str:
-    """Words that rules and routers decide by: the prompt, or the last user message. Raises OrderRefused."""
+    """Text that rules and routers decide by: the prompt, or the last user message. Raises OrderRefused."""
     if isinstance(order.prompt, tuple):
         raise invalid("prompt", "tokens are one expert's own: name an expert, or give words")
     if order.prompt is not None:
@@ -61,7 +61,7 @@ def last_words(order: TextOrder) -> str:
 
 
 def _model_name(model: str, catalog: Catalog) -> str:
-    """An expert or a route of the line. AUTO is a route of that name, else the only one, else the only expert."""
+    """Expert or route of the line. AUTO: a route of that name, else the only route, else the only expert."""
     writers = [name for name, expert in catalog.experts.items() if expert.takes_texts]
     if model in writers or model in catalog.texts:
         return model

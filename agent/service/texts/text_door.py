@@ -1,7 +1,7 @@
-"""Texts of the APIs' callers: let in, routed, written piece by piece, ended (``agent.api.calls.desk``).
+"""Texts of the APIs' callers: admitted, routed, streamed, ended (``agent.api.calls.desk``).
 
-Guarantees: an impossible text (model, prompt, sampling) is refused before anything of it runs. Admission is given back
-with the agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
+Guarantees: an impossible text (model, prompt, sampling) is refused before it runs. Admission is released with the
+agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from agent.web.readings import Distribution
 
 STOP_LOOK_S = 0.01
-OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at most
+OVERDUE_S = 0.5  # for queued texts; a running text ends at most a quantum after its deadline
 
 
 @dataclass(frozen=True, slots=True)
 class TextStatistics:
-    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts that showed something."""
+    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts with output."""
 
     under_way: int
     ended: Mapping[str, int]
@@ -51,13 +51,13 @@ class TextStatistics:
 
 
 class TextDoor:
-    """The desk's part for texts. For any thread."""
+    """Desk for texts. For any thread."""
 
     def __init__(self, inspector: Inspector, admission: Admission) -> None:
         self._inspector = inspector
         self._admission = admission
         self._models = TextModels()
-        self._lock = threading.Lock()  # over all below
+        self._lock = threading.Lock()  # guards all fields below
         self._under_way: set[TextUnderWay] = set()
         self._ended: Counter[str] = Counter()
         self._first_tokens = Durations()
@@ -82,7 +82,7 @@ class TextDoor:
         now = datetime.now(UTC)
         subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
         submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
-        text.withdraw = partial(self._inspector.cancel_subject, submission)  # also of one that has not entered yet
+        text.withdraw = partial(self._inspector.cancel_subject, submission)  # also for a text not yet admitted
         text.leave = self._admission.enter(1, text.size_bytes)
         if not self._begin(text):
             text.leave(1)
@@ -91,7 +91,7 @@ class TextDoor:
         return text
 
     def _begin(self, text: TextUnderWay) -> bool:
-        """False once `stop` may have looked already at what is under way."""
+        """Register a text; False once `stop` may have listed the texts under way."""
         with self._lock:
             if not self._is_stopping:
                 self._under_way.add(text)
@@ -108,7 +108,7 @@ class TextDoor:
         return [self._view(name, experts, agent, reasons) for name, experts in asked.items()]
 
     def end_overdue(self) -> None:
-        """End texts whose deadline passed in a queue: call it periodically."""
+        """End texts whose deadline passed in a queue; call periodically."""
         with self._lock:
             waiting = tuple(self._under_way)
         for text in waiting:
@@ -120,7 +120,7 @@ class TextDoor:
             return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more; cancel texts that have not ended by then."""
+        """Take no more texts; cancel those that have not ended after the timeout."""
         with self._lock:
             self._is_stopping = True
         deadline_s = time.monotonic() + timeout_s

@@ -1,6 +1,6 @@
 """Tokenizers of a line's language models, read from packed programs once, then kept.
 
-Guarantees: experts of one program share it; the KEPT last used stay. For any thread.
+Guarantees: experts of one program share a tokenizer; the KEPT most recently used stay. For any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """Tokenizer and limits of one model. ``labels``: its answers, as tokens. ``most_tokens``: read and written."""
+    """Tokenizer and limits of one model. ``labels``: answers, as tokens. ``most_tokens``: of prompt and output."""
 
     model: TextModel
     spec: ArchSpec
@@ -35,7 +35,7 @@ class Speech:
 class TextModels:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._contexts: dict[str, int] = {}  # by the same; a few bytes each
+        self._contexts: dict[str, int] = {}  # by program sha256; a few bytes each
         self._read: OrderedDict[str, tuple[TextModel, ArchSpec]] = OrderedDict()  # by the program's sha256
 
     def context_tokens(self, expert: str, agent: Agent) -> int:
@@ -50,7 +50,7 @@ class TextModels:
         return _within(self._contexts[sha256], agent, expert)
 
     def of(self, expert: str, agent: Agent) -> Speech:
-        """Speech of an expert. Raises TokenizerUnusable, and WeightsError where nothing is packed."""
+        """Speech of an expert. Raises TokenizerUnusable, and WeightsError without packed files."""
         packed = _packed(expert, agent)
         with self._lock:
             found = self._read.get(packed.program_sha256 or "")
@@ -78,7 +78,7 @@ def _within(context_tokens: int, agent: Agent, expert: str) -> int:
 
 
 def _packed(expert: str, agent: Agent) -> PackedExpert:
-    """Any copy: all copies of an expert have one program."""
+    """Packed file of any copy: all copies of an expert have one program."""
     for copy in agent.copies.values():
         if copy.expert.id == expert and copy.packed.program_sha256 is not None:
             return copy.packed

@@ -1,6 +1,6 @@
-"""Text under way: its requests for each reachable expert, the pieces that were shown, its end.
+"""Text under way: its requests for each reachable expert, its streamed pieces, its end.
 
-Guarantees: its listener gets one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
+Guarantees: the listener gets one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from experts.llm.text.tokenizer import TextModel
 
 KEY_PREFIX = "text/"
-TOKEN_BYTES = 8  # what a prompt's token is counted with, beside its words
+TOKEN_BYTES = 8  # bytes per token of a prompt, in addition to its text
 FAILED = "failed"
-THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and the tokens of a prompt in which it may
+THOUGHT, THOUGHT_TOKENS = "<think>", 16  # start of a model's reasoning, and the last tokens of a prompt searched for it
 
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``TextTicket``. ``left``: called with the ending, once. ``leave``, ``withdraw``: set before it runs."""
+    """Implements ``TextTicket``. ``left``: called once, with the ending. ``leave``, ``withdraw``: set before use."""
 
     order: TextOrder
     listener: TextListener
@@ -49,10 +49,10 @@ class TextUnderWay:
     key: str = field(default_factory=lambda: f"{KEY_PREFIX}{uuid.uuid4().hex}")
     first_s: float | None = None
     since_s: float = field(init=False)
-    _writes: str | None = None  # the expert that has begun to write it
+    _writes: str | None = None  # expert that has begun to write
     _requests: dict[str, TextRequest] = field(default_factory=dict)
-    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by expert: why it cannot write the text
-    _is_closed: bool = False  # no listener any more
+    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by expert: reason why it cannot write the text
+    _is_closed: bool = False  # the listener has left
 
     def __post_init__(self) -> None:
         self.since_s = self.clock()
@@ -92,7 +92,7 @@ class TextUnderWay:
         self.cancel()
 
     def end(self, outcome: Outcome, course: Course) -> None:
-        """Runs on the agent's thread."""
+        """End the text; runs on the agent's thread."""
         step = outcome.steps[-1] if outcome.steps else None
         if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
             self.left(self, Ending.DEADLINE)
@@ -103,7 +103,7 @@ class TextUnderWay:
         elif outcome.label is None or step is None:
             self.left(self, FAILED)
             self._fail(self._failure(outcome.reason or "it has no answer"))
-        elif step.prediction.label not in (self._requests[step.expert].generation.choices or ()):  # no router's label
+        elif step.prediction.label not in (self._requests[step.expert].generation.choices or ()):  # not a label
             ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
             self._finish(step.expert)
             self.left(self, ending)
@@ -131,20 +131,20 @@ class TextUnderWay:
             sampling = speech.model.drawn(self.order.sampling, self.order.given)
             generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
             end = b"".join(speech.model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
-            is_thought = end.rstrip().endswith(THOUGHT.encode())  # some templates end inside the model's thoughts
+            is_thought = end.rstrip().endswith(THOUGHT.encode())  # some templates end inside the model's reasoning
             wrote = partial(self._wrote, expert, speech.model, is_thought)
             writer = TextWriter(speech.model, prompt, self.order.stop, wrote)
         check_against(generation, speech.spec)
         return TextRequest(generation, writer, self.due_s)
 
     def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
-        """Raises PromptInvalid for a prompt that leaves no room for so many tokens."""
+        """Raises PromptInvalid for a prompt without room for so many output tokens."""
         if read + written > speech.most_tokens:
             field = "messages" if self.order.prompt is None else "prompt"
             raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
 
     def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
-        """Runs on the executor's thread, or where the text ends."""
+        """Stream tokens; runs on the executor's thread, or on the one that ends the text."""
         self._writes = expert
         tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
         self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
@@ -173,7 +173,7 @@ class TextUnderWay:
         )  # fmt: skip
 
     def _ended_waiting(self, course: Course) -> TextEnd:
-        """The deadline passed in a queue."""
+        """End a text whose deadline passed in a queue."""
         if self._writes is not None:
             self._finish(self._writes)
             return self._ended(Ending.DEADLINE, self._writes, course)
@@ -183,7 +183,7 @@ class TextUnderWay:
         return self.due_s is not None and self.clock() >= self.due_s + since_s
 
     def _failure(self, reason: str) -> OrderRefused:
-        """The order's fault, if it was refused for an expert that its route came to."""
+        """Error of the order, if it was refused for an expert on its route."""
         for error in self._failures.values():
             if isinstance(error, GenerationInvalid) and str(error) in reason:
                 return OrderRefused(Refusing.INVALID, reason, field=error.field)
@@ -199,7 +199,7 @@ class TextUnderWay:
 
 
 class _Silent:
-    """Writer of a router, whose answer is a label."""
+    """Writer that drops the output of a router, whose answer is a label."""
 
     def write(self, _: Sampled) -> bool:
         return False
@@ -219,7 +219,7 @@ def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
 
 
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
-    """The last words alone, as a chat if the router has a template."""
+    """Prompt of only the last user text, as a chat if the router has a template."""
     words = last_words(order)
     if model.chat is None:
         return model.prompt_of(words)
