@@ -53,13 +53,6 @@ def one_memory(sizes, capacity, parts=None, **more):
 # -- switches --
 
 
-def test_what_cannot_be_there_at_the_start_costs_a_switch():
-    sizes = {"a": 4, "b": 2, "c": 3, "d": 9}
-    for capacity, switches in ((1, 4), (4, 3), (5, 2), (8, 2), (9, 1), (17, 1), (18, 0)):
-        assert fewest_switches(sizes, one_memory(sizes, capacity)) == switches
-    assert fewest_switches({"d"}, one_memory(sizes, 9)) == 0
-
-
 def test_a_shared_part_counts_once():
     """Four experts of 1 byte over a part of 8: 12 bytes hold all, 11 hold three; without sharing they would be 36."""
     part = SharedTensors("backbone", 8)
