@@ -1,7 +1,5 @@
 """A line in memory, served at real addresses, and callers of it."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import grpc

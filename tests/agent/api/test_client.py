@@ -1,7 +1,5 @@
 """The command line's caller: answers in the desk's nouns, errors in words."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """AC21: who is let in at HOST:PORT, with certificates that the `openssl` command makes."""
 
-from __future__ import annotations
-
 import shutil
 
 import grpc

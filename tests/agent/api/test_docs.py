@@ -1,7 +1,5 @@
 """Each Python snippet of docs/api.md, run as it stands there but for the port."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """How much is taken at once, and what becomes of the rest; and what is no message at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -81,9 +79,7 @@ def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be
     desk.release()
     assert Counter(map(outcome, calls)) == {"judged": 50, "QUEUE_FULL": 950}
     hints = {metadata(call.exception()).get("grpc-retry-pushback-ms") for call in calls if call.exception()}
-    assert hints == {"250"}
-    assert desk.most_under_way == 50
-    assert server.orders_under_way == 0
+    assert (hints, desk.most_under_way, server.orders_under_way) == ({"250"}, 50, 0)
 
 
 METHODS = {
@@ -140,10 +136,7 @@ def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
 
 @pytest.mark.parametrize(
     ("sent", "says"),
-    [
-        ([b"\xff\xff\xff"], "the bytes are no message of this method's type"),
-        ([], "the call ended without a message"),
-    ],
+    [([b"\xff\xff\xff"], "the bytes are no message of this method's type"), ([], "the call ended without a message")],
 )
 def test_what_is_no_message_is_told_in_words_of_ours(channel, sent, says):
     error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter(sent))

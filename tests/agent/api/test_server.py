@@ -1,7 +1,5 @@
 """Where it answers, how it starts and stops, and what it tells of itself."""
 
-from __future__ import annotations
-
 import signal
 import stat
 import threading
@@ -89,14 +87,12 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        (f"unix:./{'x' * 110}", "bytes of path"),
-        ("unix:./file/a.sock", "file/a.sock: .*file: "),
-        ("unix:./locked", "locked: .*locked.lock: Is a directory"),
-        ("unix:./file", "no socket"),
+        (f"unix:./{'x' * 110}", "bytes of path"), ("unix:./file/a.sock", "file/a.sock: .*file: "),
+        ("unix:./locked", "locked: .*locked.lock: Is a directory"), ("unix:./file", "no socket"),
         ("192.0.2.1:8461", "192.0.2.1:8461: Cannot assign requested address"),
         ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
     ],
-)
+)  # fmt: skip
 def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "locked.lock").mkdir()

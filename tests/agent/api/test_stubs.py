@@ -1,7 +1,5 @@
 """The stubs are those of the sources beside them."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

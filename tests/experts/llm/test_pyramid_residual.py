@@ -92,14 +92,12 @@ GPT = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mlp": "gelu", "mlp_bias": True, "attention_bias": True},
-        {"mlp": "swiglu", "mlp_bias": False},
-        {"mlp": "swiglu", "mlp_bias": True, "attention_bias": True},
-        GPT,
+        {"mlp": "gelu", "mlp_bias": True, "attention_bias": True}, {"mlp": "swiglu", "mlp_bias": False},
+        {"mlp": "swiglu", "mlp_bias": True, "attention_bias": True}, GPT,
         {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 24},
         {"num_experts_per_tok": 2, "norm_topk_prob": False, "moe_intermediate_size": 24},
     ],
-)
+)  # fmt: skip
 def test_a_pyramid_is_what_its_formulas_say(model_files, residual, changes, bias):
     values = model_files.config("pr_moe", residual=residual, **changes)
     tensors = model_files.tensors(values)

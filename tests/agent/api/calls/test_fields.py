@@ -1,7 +1,5 @@
 """How many fields a message has, against what protobuf itself writes."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as some
 

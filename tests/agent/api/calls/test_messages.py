@@ -1,7 +1,5 @@
 """What is told over the wire is what the desk said."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import numpy as np
@@ -57,11 +55,7 @@ statuses = st.builds(
 
 
 @pytest.mark.parametrize(
-    ("views", "message_of", "view_of"),
-    [
-        (parts, part_message, part_of),
-        (statuses, status_message, status_of),
-    ],
+    ("views", "message_of", "view_of"), [(parts, part_message, part_of), (statuses, status_message, status_of)]
 )
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -104,14 +98,12 @@ def test_pixels_are_rows_of_rgb():
 @pytest.mark.parametrize(
     "request_",
     [
-        pb.InspectRequest(),
-        pb.InspectRequest(file=b""),
-        pb.InspectRequest(file=b"x", component="c", expert="e"),
+        pb.InspectRequest(), pb.InspectRequest(file=b""), pb.InspectRequest(file=b"x", component="c", expert="e"),
         pb.InspectRequest(pixels=pb.Pixels(height=2, width=2, rgb=bytes(11))),
         pb.InspectRequest(pixels=pb.Pixels(height=0, width=0)),
         pb.InspectRequest(pixels=pb.Pixels(height=-1, width=-1, rgb=bytes(3))),
     ],
-)
+)  # fmt: skip
 def test_an_order_that_contradicts_itself_is_refused(request_):
     with pytest.raises(OrderRefused) as refused:
         order_of(request_)

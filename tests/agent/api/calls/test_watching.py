@@ -1,7 +1,5 @@
 """A watcher that does not keep up, under a clock of the test's own: nothing is sent over a network here."""
 
-from __future__ import annotations
-
 import asyncio
 
 from agent.api.calls import watching

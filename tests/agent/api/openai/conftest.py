@@ -1,7 +1,5 @@
 """Texts of a fake desk over HTTP, and OpenAI's client of them."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 

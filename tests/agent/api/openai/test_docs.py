@@ -1,7 +1,5 @@
 """The snippets of docs/texts.md, run as they stand there but for the addresses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no well-behaved client sends: the endpoint answers, or closes, and serves the next."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -54,16 +52,13 @@ def address(serve_texts):
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("", "body: is no JSON"),
-        ("{", "body: is no JSON"),
-        ("[]", "body: is no JSON object"),
-        (b"\xff\xfe\x00", "body: is no JSON"),
-        ("[" * 100_000, "body: is no JSON"),
+        ("", "body: is no JSON"), ("{", "body: is no JSON"), ("[]", "body: is no JSON object"),
+        (b"\xff\xfe\x00", "body: is no JSON"), ("[" * 100_000, "body: is no JSON"),
         ('{"model": "llm/code"}', "messages: is missing"),
         ('{"model": 1, "messages": []}', "model: input should be a valid string"),
         ('{"model": "llm/code", "messages": [{"role": "user", "content": "\\ud800"}], "stop": [""]}', None),
     ],
-)
+)  # fmt: skip
 def test_a_body_that_is_none_is_refused(address, desk, body, why):
     status, _, values = asked(address, body=body)
     if why is None:
@@ -71,8 +66,7 @@ def test_a_body_that_is_none_is_refused(address, desk, body, why):
         return
     assert status == 400
     assert why in values["error"]["message"]
-    assert values["error"]["type"] == "invalid_request_error"
-    assert desk.text_orders == []
+    assert (values["error"]["type"], desk.text_orders) == ("invalid_request_error", [])
 
 
 @pytest.mark.parametrize("sent", ["announced", "in chunks"])
@@ -104,8 +98,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
 )
 def test_what_is_not_served_is_told_as_an_error(address, desk, path, method, headers, status, code):
     found, _, values = asked(address, path, method=method, headers=headers)
-    assert (found, values["error"]["code"]) == (status, code)
-    assert desk.text_orders == []
+    assert (found, values["error"]["code"], desk.text_orders) == (status, code, [])
 
 
 def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(address, desk, caplog):

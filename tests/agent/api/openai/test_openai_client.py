@@ -1,7 +1,5 @@
 """OpenAI's own client, unmodified, against texts served over real sockets."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -150,38 +148,23 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "param"),
         [
-            ({"n": 2}, "n"),
-            ({"temperature": -1}, "temperature"),
-            ({"temperature": 1e9}, "temperature"),
-            ({"top_p": 0}, "top_p"),
-            ({"presence_penalty": 3}, "presence_penalty"),
-            ({"seed": 2**70}, "seed"),
-            ({"max_tokens": 0}, "max_tokens"),
-            ({"max_tokens": "9"}, "max_tokens"),
-            ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens"),
-            ({"top_logprobs": 2}, "top_logprobs"),
-            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-            ({"stop": [1]}, "stop"),
-            ({"messages": []}, "messages"),
-            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"n": 2}, "n"), ({"temperature": -1}, "temperature"), ({"temperature": 1e9}, "temperature"),
+            ({"top_p": 0}, "top_p"), ({"presence_penalty": 3}, "presence_penalty"), ({"seed": 2**70}, "seed"),
+            ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "9"}, "max_tokens"),
+            ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [1]}, "stop"),
+            ({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
-            ({"logit_bias": {"5": 1}}, "logit_bias"),
-            ({"stream_options": {"include_usage": True}}, "stream_options"),
-            ({"extra_body": {"temperatur": 1}}, "temperatur"),
-            ({"extra_body": {"top_k": -1}}, "top_k"),
-            ({"extra_body": {"min_p": 2}}, "min_p"),
-            ({"model": ""}, "model"),
+            ({"logit_bias": {"5": 1}}, "logit_bias"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"extra_body": {"temperatur": 1}}, "temperatur"), ({"extra_body": {"top_k": -1}}, "top_k"),
+            ({"extra_body": {"min_p": 2}}, "min_p"), ({"model": ""}, "model"),
             ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-            ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"),
-            ({"prompt": ["a", "b"]}, "prompt"),
-            ({"prompt": []}, "prompt"),
-            ({"prompt": ""}, "prompt"),
-            ({"prompt": "x", "echo": True}, "echo"),
-            ({"prompt": "x", "best_of": 3}, "best_of"),
-            ({"prompt": "x", "suffix": "x"}, "suffix"),
+            ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"), ({"prompt": ["a", "b"]}, "prompt"),
+            ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": "x", "echo": True}, "echo"),
+            ({"prompt": "x", "best_of": 3}, "best_of"), ({"prompt": "x", "suffix": "x"}, "suffix"),
             ({"prompt": "x", "logprobs": -1}, "logprobs"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,

@@ -1,7 +1,5 @@
 """AC15: the Open Inference Protocol to an unmodified tritonclient, over TCP and over a unix socket."""
 
-from __future__ import annotations
-
 import json
 import math
 import queue
@@ -110,8 +108,7 @@ def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_on
     assert (part.subject.key, part.subject.board, part.subject.ref) == ("k1", "B1", "R1")
     for _ in range(2):
         client.infer("resistor", inspection, request_id="1")
-    assert [order.subject.key for order in desk.orders] == ["k1", "k1", "", ""]
-    assert len(desk.results) == 3
+    assert ([order.subject.key for order in desk.orders], len(desk.results)) == (["k1", "k1", "", ""], 3)
 
 
 def test_board_and_reference_may_be_parameters(local, desk):
@@ -172,12 +169,10 @@ def test_statistics_grow_with_what_is_asked(local, desk):
     (model,) = local.get_inference_statistics("resistor").model_stats
     assert (model.inference_count, model.execution_count) == (2, 2)
     stats = model.inference_stats
-    assert (stats.success.count, stats.fail.count) == (1, 1)
-    assert (stats.queue.count, stats.queue.ns) == (2, 250_000_000)
+    assert (stats.success.count, stats.fail.count, stats.queue.count, stats.queue.ns) == (1, 1, 2, 250_000_000)
     assert (stats.compute_infer.count, stats.compute_infer.ns) == (2, 500_000_000)
     everything = local.get_inference_statistics().model_stats
-    assert {each.name: each.inference_count for each in everything}["capacitor"] == 0
-    assert len(everything) == 6
+    assert ({each.name: each.inference_count for each in everything}["capacitor"], len(everything)) == (0, 6)
 
 
 def test_the_configuration_is_what_a_measuring_client_asks_for(local):
@@ -191,8 +186,7 @@ def test_the_configuration_is_what_a_measuring_client_asks_for(local):
 
 def test_the_repository_is_listed_loaded_and_unloaded(local, desk):
     models = {model.name: (model.state, model.reason) for model in local.get_model_repository_index().models}
-    assert models["resistor"] == ("READY", "")
-    assert models["expert:det/alignment"] == ("UNAVAILABLE", "quarantined")
+    assert (models["resistor"], models["expert:det/alignment"]) == (("READY", ""), ("UNAVAILABLE", "quarantined"))
     ready = local.get_model_repository_index  # the client asks for all
     assert len(ready().models) == 6
     local.load_model("resistor")
@@ -259,35 +253,25 @@ def parameter(name):
     ("request_", "says"),
     [
         (oip.ModelInferRequest(model_name="resistor"), "no tensor IMAGE"),
-        (image("FP32", (1, 1, 3)), "IMAGE is FP32 [1, 1, 3]"),
-        (image("UINT8", (3, 1, 1)), "UINT8 [3, 1, 1]"),
-        (image("UINT8", (2, 2, 3)), "2 x 2 pixels"),
-        (image("UINT8", (-1, -5, 3), bytes(15)), "-1 x -5 pixels"),
-        (image("UINT8", (2**40, 2**40, 3)), "pixels"),
-        (image(shape=(2,)), "holds 1"),
-        (image(shape=(1, 1)), "BYTES [1, 1]"),
-        (image(raw=b"\x01\0\0\0x" * 3), "holds more"),
-        (image(outputs=[{"name": "VERDICT"}] * 101), "101 outputs"),
-        (image(shape=(0,), raw=b""), "BYTES [0]"),
-        (image(shape=()), "BYTES []"),
-        (image(raw=b"\xff\xff\xff\xffx"), "ends within"),
-        (image(raw=b"\x01\0"), "ends within"),
-        (image(raw=b"\0\0\0\0"), "empty image"),
-        (image(raw=None), "holds 0"),
+        (image("FP32", (1, 1, 3)), "IMAGE is FP32 [1, 1, 3]"), (image("UINT8", (3, 1, 1)), "UINT8 [3, 1, 1]"),
+        (image("UINT8", (2, 2, 3)), "2 x 2 pixels"), (image("UINT8", (-1, -5, 3), bytes(15)), "-1 x -5 pixels"),
+        (image("UINT8", (2**40, 2**40, 3)), "pixels"), (image(shape=(2,)), "holds 1"),
+        (image(shape=(1, 1)), "BYTES [1, 1]"), (image(raw=b"\x01\0\0\0x" * 3), "holds more"),
+        (image(outputs=[{"name": "VERDICT"}] * 101), "101 outputs"), (image(shape=(0,), raw=b""), "BYTES [0]"),
+        (image(shape=()), "BYTES []"), (image(raw=b"\xff\xff\xff\xffx"), "ends within"),
+        (image(raw=b"\x01\0"), "ends within"), (image(raw=b"\0\0\0\0"), "empty image"), (image(raw=None), "holds 0"),
         (image(raw_input_contents=[b""]), "2 raw_input_contents for 1"),
         (image(tensor={"contents": {"bytes_contents": [b"x"]}}), "send it once"),
         (image(tensor=parameter("shared_memory_region")), "shared memory"),
         (image(outputs=[{"name": "VERDICT"} | parameter("shared_memory_region")]), "shared memory"),
         (image(outputs=[{"name": "VERDICT"} | parameter("classification")]), "LABEL"),
         (image(outputs=[{"name": "MASK"}]), "no output"),
-        (image(parameters={"board": {"int64_param": 3}}), "no text"),
-        (image(second={"name": "IMAGE"}), "twice"),
-        (image(second={"name": "MASK"}), "no input"),
-        (image(second={"name": "BOARD"}), "UTF-8"),
+        (image(parameters={"board": {"int64_param": 3}}), "no text"), (image(second={"name": "IMAGE"}), "twice"),
+        (image(second={"name": "MASK"}), "no input"), (image(second={"name": "BOARD"}), "UTF-8"),
         (image(second={"name": "BOARD", "datatype": "INT64"}), "BOARD is INT64"),
         (image("UINT8", (1, 1, 3), None, tensor={"contents": {"uint_contents": [1, 2, 256]}}), "above 255"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
     with pytest.raises(OrderRefused) as refused:
         asked(request_, 1000)

@@ -1,7 +1,5 @@
 """coserve.v1 over real sockets, with plain stubs as an integrator has them."""
 
-from __future__ import annotations
-
 import queue
 import threading
 
@@ -28,8 +26,7 @@ def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
     assert (part.verdict, part.seq, part.board, part.ref, part.key) == (pb.VERDICT_NG, 1, "B1", "R1", "k1")
     assert list(part.experts) == ["cls/resistor", "det/alignment"]
     (again,) = agent.Inspect(request, timeout=DEADLINE_S).parts
-    assert again == part
-    assert len(desk.results) == 1
+    assert (again, len(desk.results)) == (part, 1)
 
 
 def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
@@ -41,8 +38,7 @@ def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
 
     plain, shown = anomaly(), anomaly(wants_maps=True)
     assert (plain.expert, plain.score, plain.threshold, plain.HasField("map")) == ("look/solder", 3.5, 1.25, False)
-    assert shown.map == MAP
-    assert [order.wants_maps for order in desk.orders] == [False, True]
+    assert (shown.map, [order.wants_maps for order in desk.orders]) == (MAP, [False, True])
 
 
 def test_a_frame_is_judged_part_by_part(agent, desk):
@@ -83,8 +79,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     desk.wait_for(lambda desk: not desk.under_way)
     desk.release()
     agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
-    assert [part.subject.key for part in desk.results] == ["after"]
-    assert len(desk.withdrawn) == len(desk.orders) - 1
+    assert ([part.subject.key for part in desk.results], len(desk.withdrawn)) == (["after"], len(desk.orders) - 1)
     until(lambda: server.orders_under_way == server.calls == 0)
 
 
@@ -133,8 +128,7 @@ def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent, de
         ("", "refused"), ("a", "accepted"), ("a", "judged"), ("b", "refused"), ("c", "judged"),
     ]  # fmt: skip
     by_id = {answer.id: answer for answer in answers}
-    assert by_id["b"].refused.reason == "NOT_FOUND"
-    assert by_id[""].refused.reason == "INVALID"
+    assert (by_id["b"].refused.reason, by_id[""].refused.reason) == ("NOT_FOUND", "INVALID")
     assert by_id["c"].judged.parts[0].verdict == pb.VERDICT_NG
 
 

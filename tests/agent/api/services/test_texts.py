@@ -1,7 +1,5 @@
 """coserve.v1.Texts over real sockets: with plain stubs as an integrator has them, and as the command line asks."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 
@@ -73,15 +71,12 @@ def test_all_that_can_be_asked_for_arrives(texts, desk):
     [
         ({"sampling": pb.SamplingSettings(temperature=-1)}, "temperature"),
         ({"sampling": pb.SamplingSettings(temperature=float("nan"))}, "temperature"),
-        ({"sampling": pb.SamplingSettings(top_p=0)}, "top_p"),
-        ({"sampling": pb.SamplingSettings(min_p=2)}, "min_p"),
-        ({"sampling": pb.SamplingSettings(logprobs=99)}, "logprobs"),
-        ({"messages": CHAT}, "messages"),
-        ({"prompt_tokens": pb.Tokens(ids=[1])}, "prompt_tokens"),
-        ({"prompt": ""}, "prompt"),
+        ({"sampling": pb.SamplingSettings(top_p=0)}, "top_p"), ({"sampling": pb.SamplingSettings(min_p=2)}, "min_p"),
+        ({"sampling": pb.SamplingSettings(logprobs=99)}, "logprobs"), ({"messages": CHAT}, "messages"),
+        ({"prompt_tokens": pb.Tokens(ids=[1])}, "prompt_tokens"), ({"prompt": ""}, "prompt"),
         ({"model": "x" * 1000}, "model"),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_is_wrong_is_named(texts, desk, given, field):
     error = refused(generated, texts, **given)
     assert (error.code(), metadata(error)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
@@ -137,8 +132,7 @@ def test_the_client_has_the_desks_nouns(client, desk):
     *pieces, end = client.generate(order)
     assert desk.text_orders == [order]
     token = TokenView("Hello", b"Hello", -0.5, (TokenView("Bye", b"Bye", -2.5),))
-    assert pieces[0] == TextPiece("llm/code", "Hello", (token,))
-    assert [piece.text for piece in pieces] == list(PROSE)
+    assert (pieces[0], [piece.text for piece in pieces]) == (TextPiece("llm/code", "Hello", (token,)), list(PROSE))
     assert end == TextEnd(Ending.STOP, "llm/code", 7, 4, 0.5, 0.125, 0.25)
     list(client.generate(TextOrder("llm/code", (3, 1, 4))))
     assert desk.text_orders[1] == TextOrder("llm/code", (3, 1, 4))

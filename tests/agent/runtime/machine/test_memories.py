@@ -127,12 +127,10 @@ def test_the_tightest_control_group_limits_the_host(tmp_path):
 @pytest.mark.parametrize(
     ("vendor", "kind", "is_one"),
     [
-        ("0x10de", "0x030000", True),
-        ("0x10de", "0x030200", True),
-        ("0x10de", "0x040300", False),
+        ("0x10de", "0x030000", True), ("0x10de", "0x030200", True), ("0x10de", "0x040300", False),
         ("0x8086", "0x030000", False),
     ],
-)
+)  # fmt: skip
 def test_a_gpu_is_known_by_its_vendor_and_class(tmp_path, vendor, kind, is_one):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "vendor").write_text(f"{vendor}\n")

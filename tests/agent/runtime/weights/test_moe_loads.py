@@ -132,8 +132,7 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
         one.load(expert)
         assert one.greedy(expert) == expected(one, expert)
         one.evict(expert)
-    assert one.store.statistics().regions_allocated == 1
-    assert one.store.statistics().used_bytes == 0
+    assert (one.store.statistics().regions_allocated, one.store.statistics().used_bytes) == (1, 0)
 
 
 class TestOnADevice:

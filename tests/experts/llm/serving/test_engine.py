@@ -75,8 +75,7 @@ class TestIterations:
         desk.ask(1, [3], 3).ask(2, [3], 3, model=other)
         desk.finish(quantum_s=0)
         assert len(desk.model.batches) == len(other.batches) == 3
-        assert desk.notes[1].tokens == [4, 5, 6]
-        assert desk.notes[2].tokens == [5, 7, 9]
+        assert (desk.notes[1].tokens, desk.notes[2].tokens) == ([4, 5, 6], [5, 7, 9])
 
 
 class TestEndings:
@@ -90,8 +89,7 @@ class TestEndings:
     )
     def test_by_its_length_a_stop_token_or_its_writer(self, desk, options, tokens, ending):
         desk.ask(1, [3], **options).finish()
-        assert desk.notes[1].tokens == tokens
-        assert desk.finished == {1: Prediction(ending, 1.0)}
+        assert (desk.notes[1].tokens, desk.finished) == (tokens, {1: Prediction(ending, 1.0)})
 
     @pytest.mark.parametrize(("left_s", "tokens"), [(2.5, [4, 5, 6]), (0.0, [])])
     def test_its_time_is_over(self, left_s, tokens):
@@ -112,8 +110,7 @@ class TestForgetting:
         desk.ask(1, [3], 9, notes=Acts(leave)).ask(2, [3], 4).finish()
         assert desk.notes[1].tokens == [4, 5]
         assert isinstance(desk.finished[1], RefusedText)
-        assert desk.notes[2].tokens == [4, 5, 6, 7]
-        assert desk.arena.promised_bytes == 0
+        assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
     def test_a_request_that_was_forgotten_is_gone_at_once_and_may_come_again(self, desk):
         desk.ask(1, [3], 9).quantum(0)
@@ -159,8 +156,7 @@ class TestRooms:
         desk = Desk(arena=self.arena())
         desk.ask(1, range(200), 50).ask(2, range(200), 50)
         first = desk.ask(3, range(10), 200).quantum(0)
-        assert first.lacking == (3,)
-        assert [request for request, _ in first.unfinished] == [1, 2, 3]
+        assert (first.lacking, [request for request, _ in first.unfinished]) == ((3,), [1, 2, 3])
         assert desk.finish()[3] == counted(range(10), 200)
 
     def test_who_never_fits_is_refused(self):
@@ -179,16 +175,14 @@ class TestWhatIsWrong:
     def test_so_is_a_writer_that_fails(self, desk):
         desk.ask(1, [3], 9, notes=Notes(fails_after=2)).ask(2, [3], 4).finish()
         assert desk.finished[1] == RefusedText("its reader failed: BrokenPipeError: nobody reads")
-        assert desk.notes[2].tokens == [4, 5, 6, 7]
-        assert desk.arena.promised_bytes == 0
+        assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
     def test_so_are_numbers_that_are_none(self, sampling):
         desk = Desk(broken_after=5)
         desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).ask(3, [5], 0, choices=CHOICES).finish()
         assert "expert counting answered with NaN or infinity after 3 tokens" in desk.finished[1].reason
-        assert desk.notes[1].tokens == [4, 5]
-        assert desk.notes[2].tokens == [21, 22, 23]
+        assert (desk.notes[1].tokens, desk.notes[2].tokens) == ([4, 5], [21, 22, 23])
         assert "NaN or infinity" in desk.finished[3].reason
 
     def test_what_a_model_raises_passes_through_and_nothing_is_lost(self):
@@ -200,8 +194,7 @@ class TestWhatIsWrong:
             desk.quantum()
         desk.model.raises = None
         desk.finish()
-        assert desk.notes[1].tokens == [4, 5]
-        assert desk.notes[3].tokens == [31, 32, 33, 34]
+        assert (desk.notes[1].tokens, desk.notes[3].tokens) == ([4, 5], [31, 32, 33, 34])
         assert {request: result.label for request, result in desk.finished.items()} == dict.fromkeys(
             (1, 2, 3), "length"
         )
@@ -210,8 +203,7 @@ class TestWhatIsWrong:
 class TestRouters:
     def test_the_likeliest_label_and_its_share(self, desk):
         desk.ask(1, [9, 10], 0, choices=CHOICES).ask(2, [9, 11], 0, choices=CHOICES).finish()
-        assert desk.finished[1].label == "left"
-        assert desk.finished[2].label == "right"
+        assert (desk.finished[1].label, desk.finished[2].label) == ("left", "right")
         # by the counting model: exp(8) for what follows, 1 for all others
         total = torch.tensor(8.0).exp() + VOCABULARY - 1
         shares = {"left": torch.tensor(8.0).exp() / total, "right": 1 / total}
@@ -222,8 +214,7 @@ class TestRouters:
     def test_choices_of_several_tokens_are_weighed_whole(self, desk):
         choices = {"near": (11, 30), "wrong": (11, 13), "right": (11, 12, 13), "none": (4,)}
         desk.ask(1, range(11), 0, choices=choices).ask(2, [3], 4).finish(quantum_s=0)
-        assert desk.finished[1].label == "right"
-        assert desk.notes[2].tokens == [4, 5, 6, 7]
+        assert (desk.finished[1].label, desk.notes[2].tokens) == ("right", [4, 5, 6, 7])
         assert desk.arena.promised_bytes == 0
 
 
@@ -238,8 +229,7 @@ class TestExpectations:
 
         desk.ask(1, [3], 4, notes=Slow()).finish()
         told = desk.engine.statistics()
-        assert (told.tensor_s, told.busy_s, told.overhead_s) == (2.0, 3.0, 0.25)
-        assert told.iterations == 4
+        assert (told.tensor_s, told.busy_s, told.overhead_s, told.iterations) == (2.0, 3.0, 0.25, 4)
 
 
 TEXTS = st.lists(
@@ -293,6 +283,5 @@ def test_engines_of_one_arena_run_beside_one_another():
         thread.start()
     for thread in threads:
         thread.join()
-    assert done == {request: counted([request % 40], 30) for request in done}
-    assert len(done) == 40
+    assert (done, len(done)) == ({request: counted([request % 40], 30) for request in done}, 40)
     assert arena.promised_bytes == 0

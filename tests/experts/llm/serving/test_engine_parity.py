@@ -57,8 +57,7 @@ def test_preempted_and_resumed(oracle, weights):
             preempted.add(moment)  # once for each count of tokens, also before the first
             desk.engine.preempt(moment[0])
     assert len(preempted) > sum(NEW_TOKENS) / 2
-    assert desk.finish() == oracle.expected
-    assert desk.arena.promised_bytes == 0
+    assert (desk.finish(), desk.arena.promised_bytes) == (oracle.expected, 0)
 
 
 def test_with_a_prefix_that_was_read_before(oracle):

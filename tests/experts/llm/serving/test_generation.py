@@ -33,14 +33,12 @@ def test_a_field_out_of_its_range_is_named(field, value, allowed):
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"prompt": ()}, "prompt: is empty"),
-        ({"most_new_tokens": 0}, "most_new_tokens: is 0"),
-        ({"choices": {}}, "choices: are none"),
-        ({"choices": {"a": ()}}, "choices.a: has no tokens"),
+        ({"prompt": ()}, "prompt: is empty"), ({"most_new_tokens": 0}, "most_new_tokens: is 0"),
+        ({"choices": {}}, "choices: are none"), ({"choices": {"a": ()}}, "choices.a: has no tokens"),
         ({"choices": {"a": (1, 2), "b": (1, 2, 3)}}, "choices.a: begins choices.b"),
         ({"choices": {"a": (4,), "b": (4,)}}, "begins choices"),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_cannot_be_is_refused(values, told):
     with pytest.raises(PromptInvalid, match=told):
         Generation(**{"prompt": (1,), "most_new_tokens": 3, **values})

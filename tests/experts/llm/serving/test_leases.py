@@ -64,8 +64,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
     text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
     for lease in leases[:-1]:
         ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
-        assert left.held == lease
-        assert len(writer.tokens) == max(lease - len(PROMPT) + 1, 0)
+        assert (left.held, len(writer.tokens)) == (lease, max(lease - len(PROMPT) + 1, 0))
     ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
     assert prediction.label == "length"
     assert writer.tokens == greedy(model, [PROMPT], 30)[0][0]
@@ -77,5 +76,4 @@ def test_a_full_lease_holds_nobody_else_up(arena, model):
     texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
     quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)
     assert [request for request, _ in quantum.finished] == [2]
-    assert [request for request, _ in quantum.unfinished] == [1]
-    assert (len(full.tokens), len(other.tokens)) == (3, 30)
+    assert ([request for request, _ in quantum.unfinished], len(full.tokens), len(other.tokens)) == ([1], 3, 30)

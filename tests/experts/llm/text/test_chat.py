@@ -51,17 +51,11 @@ def test_messages_that_a_template_refuses_are_the_callers():
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for %}",
-        "{{ messages[0].content.nothing.more }}",
-        "{{ 1 / 0 }}",
-        "{{ 'a' + 1 }}",
-        "{{ unheard_of() }}",
-        "{{ messages | unheard_of }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% include 'other' %}",
+        "{% for %}", "{{ messages[0].content.nothing.more }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ unheard_of() }}",
+        "{{ messages | unheard_of }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include 'other' %}",
         "{% import 'os' as os %}",
     ],
-)
+)  # fmt: skip
 def test_a_template_that_is_broken_is_told_with_its_file(source):
     with pytest.raises(TokenizerUnusable, match=r"llm/a: chat_template.jinja: the chat template fails"):
         rendered(source)
@@ -70,17 +64,12 @@ def test_a_template_that_is_broken_is_told_with_its_file(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append({}) }}",
-        "{{ messages[0].update(role='system') }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('id') }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ messages | map(attribute='__class__') | list }}",
-        "{{ lipsum(n=100000) }}",
+        "{{ ''.__class__.__mro__ }}", "{{ messages.append({}) }}", "{{ messages[0].update(role='system') }}",
+        "{{ raise_exception.__globals__ }}", "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('id') }}", "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages | map(attribute='__class__') | list }}", "{{ lipsum(n=100000) }}",
     ],
-)
+)  # fmt: skip
 def test_a_template_has_no_way_to_the_program(source):
     try:
         text = rendered(source)
