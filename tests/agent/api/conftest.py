@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
+from agent.api.client import AgentClient
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import ApiServer
 from agent.line_file.api import ApiSection
@@ -14,13 +15,11 @@ DEADLINE_S = 30.0
 
 
 def section(folder, **keys):
-    """An `api:` section as a line file in this folder would have it."""
     keys = {"grpc": ["unix:./a.sock", "127.0.0.1:0"]} | keys
     return ApiSection.model_validate(keys, context={"folder": folder})
 
 
 def silent(end):
-    """A caller's side of a call whose message never comes."""
     end.wait(DEADLINE_S)
     yield from ()
 
@@ -45,7 +44,6 @@ def serve(tmp_path, desk):
 
 
 def refused(call, *given, **named):
-    """The error that a call ends with."""
     with pytest.raises(grpc.RpcError) as error:
         call(*given, **named)
     return error.value
@@ -64,6 +62,12 @@ def server(serve):
 def channel(server):
     with grpc.insecure_channel(server.addresses[0], (("grpc.max_send_message_length", -1),)) as channel:
         yield channel
+
+
+@pytest.fixture
+def client(server):
+    with AgentClient(server.addresses[0]) as client:
+        yield client
 
 
 @pytest.fixture

@@ -13,12 +13,6 @@ from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
 
 
-@pytest.fixture
-def client(server):
-    with AgentClient(server.addresses[0]) as client:
-        yield client
-
-
 def test_images_are_judged_in_their_order_and_nothing_is_stored(client, desk):
     images = [b"NG" if number % 3 else b"x" for number in range(100)]
     verdicts = [part.verdict for part in client.inspect(images, "resistor")]

@@ -58,8 +58,7 @@ SERVING_PROCESS = """
 import sys, time
 from pathlib import Path
 from agent.api.server import ApiServer
-from tests.agent.api.conftest import section, silent
-from tests.waiting import until
+from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
 server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
 server.start()
@@ -87,8 +86,8 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        (f"unix:./{'x' * 110}", "bytes of path"), ("unix:./file/a.sock", "file/a.sock: .*file: "),
-        ("unix:./locked", "locked: .*locked.lock: Is a directory"), ("unix:./file", "no socket"),
+        (f"unix:./{'x' * 110}", "the path has .* bytes"), ("unix:./file/a.sock", "file/a.sock: .*file: "),
+        ("unix:./locked", "locked: .*locked.lock: Is a directory"), ("unix:./file", "not a socket"),
         ("192.0.2.1:8461", "192.0.2.1:8461: Cannot assign requested address"),
         ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
     ],
@@ -128,9 +127,7 @@ def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_un
     """AC19."""
     desk.holds = True
     under_way = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
-    streamed = agent.InspectStream(
-        iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S
-    )  # its caller sends no more
+    streamed = agent.InspectStream(iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S)  # and no more
     assert next(streamed).WhichOneof("answer") == "accepted"
     idle = agent.InspectStream(silent(idle_end := threading.Event()), timeout=DEADLINE_S)
     results = agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)

@@ -1,8 +1,7 @@
 """A real line in miniature: SqueezeNets at 64 px, packed once for all tests of the runtime."""
 
-from __future__ import annotations
-
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,17 +13,15 @@ from torchvision import models
 from agent.runtime.expert_copy import ExpertCopy
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision, Prediction
-from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.core.conftest import constants  # noqa: F401  a fixture
+from tests.experts.conftest import packed_in
 
 LABELS = ("ok", "missing", "tombstone")
 SIZE = InputSpec(64, 64)
 
 
 class Served:
-    """An agent within a with-statement."""
-
     def __enter__(self):
         self.loop.start()
         return self
@@ -42,19 +39,16 @@ class Line:
     layout, ``wide`` is of another architecture."""
 
     segments: SegmentStore
-    copies: dict[str, ExpertCopy]
-    predicted: dict[tuple[str, bytes], Prediction]  # by expert and image, over the whole session
+    copies: dict
+    predicted: dict  # by expert and image, over the whole session
 
     def copy(self, name):
-        """The copy of an expert named without its kind."""
         return self.copies[f"cls/{name}@fp32"]
 
     def file_of(self, name):
-        """Where an expert's own bytes lie."""
         return self.segments.segment_path(self.copy(name).packed.own.sha256)
 
     def load(self, store, name):
-        """Reserve, materialise and fill one copy."""
         copy = self.copy(name)
         slot = store.reserve(copy)
         store.materialise(slot)
@@ -86,52 +80,45 @@ class Line:
 
 @pytest.fixture(scope="session")
 def packed_directory(tmp_path_factory):
-    """Weights and packed files, made once and never written again."""
     directory = tmp_path_factory.mktemp("line")
     _write_weights(directory)
-    segments = SegmentStore(directory / "packed")
-    report = pack_line(experts_in(directory), lambda _: {Precision.FP32}, segments)
-    segments.close()
-    assert not report.failed
+    with closing(SegmentStore(directory / "packed")) as segments:
+        copies_of(experts_in(directory), segments)
     return directory
 
 
 @pytest.fixture(scope="session")
 def predicted():
-    """What the models said when they were run without the runtime."""
     return {}
 
 
 @pytest.fixture
 def line(packed_directory, predicted):
-    """The line, over its packed files as they are."""
     yield from _opened(packed_directory, predicted)
 
 
 @pytest.fixture
 def breakable_line(packed_directory, predicted, tmp_path):
-    """A line of its own, whose files a test may damage."""
     shutil.copytree(packed_directory, tmp_path / "line", copy_function=shutil.copy2)
     yield from _opened(tmp_path / "line", predicted)
 
 
 def experts_in(directory):
-    """The experts whose weights lie in a directory."""
     return [
         Expert(f"cls/{file.stem}", "shufflenet_v2_x0_5" if "wide" in file.stem else "squeezenet1_1", file, LABELS, SIZE)
         for file in sorted(directory.glob("*.safetensors"))
     ]
 
 
+def copies_of(experts, segments):
+    """A copy in fp32 of each expert, by its name."""
+    packed = packed_in(segments, experts, Precision.FP32)
+    return {f"{each.id}@fp32": ExpertCopy(f"{each.id}@fp32", each, packed[each.id][Precision.FP32]) for each in experts}
+
+
 def _opened(directory, predicted):
-    segments = SegmentStore(directory / "packed")
-    report = pack_line(experts_in(directory), lambda _: {Precision.FP32}, segments)
-    copies = [
-        ExpertCopy(f"{expert.id}@fp32", expert, report.packed[expert.id][Precision.FP32])
-        for expert in experts_in(directory)
-    ]
-    yield Line(segments, {copy.name: copy for copy in copies}, predicted)
-    segments.close()
+    with closing(SegmentStore(directory / "packed")) as segments:
+        yield Line(segments, copies_of(experts_in(directory), segments), predicted)
 
 
 def _write_weights(directory):

@@ -64,7 +64,6 @@ class FakeTextEngine:
         return TextEngineStatistics(read_tokens=self.read, written_tokens=self.written)
 
     def _further(self, turn):
-        """What it ended with, if it did."""
         self.leases.append(turn.lease)
         generation = turn.text.generation
         text, written = self.texts.setdefault(turn.request, (turn.text, []))

@@ -19,13 +19,11 @@ on_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 def native_threads():
     """Once their number stands still: a team that ended with its thread takes a moment to leave."""
-    last = _now()
-    while True:
+    last, found = -1, len(_theirs())
+    while found != last:
         time.sleep(SETTLING_S)
-        found = _now()
-        if found == last:
-            return found
-        last = found
+        last, found = found, len(_theirs())
+    return found
 
 
 def cores_by_thread():
@@ -36,10 +34,6 @@ def cores_by_thread():
         with suppress(ProcessLookupError):
             found[task] = os.sched_getaffinity(task)
     return found
-
-
-def _now():
-    return len(_theirs())
 
 
 def _theirs():

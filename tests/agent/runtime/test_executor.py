@@ -30,8 +30,6 @@ PATIENCE_S = 30.0
 
 
 class Desk:
-    """One executor over a host memory, driven by hand."""
-
     def __init__(self, line):
         self.line = line
         self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
@@ -83,8 +81,7 @@ def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     flat = np.zeros((4, 4), dtype=np.uint8)
     answer = desk.run("own-0", encoded(good)[:-20], missing, b"", flat, *huge, good, ImageFile(file, 5600))
     kinds = [type(result) for result in answer.results]
-    assert kinds == [Rejected] * 6 + [Prediction] * 2
-    assert answer.results[6:] == (line.predict("own-0", good),) * 2
+    assert (kinds, answer.results[6:]) == ([Rejected] * 6 + [Prediction] * 2, (line.predict("own-0", good),) * 2)
     assert "gone.png" in answer.results[1].reason
     told = [result.reason for result in answer.results[4:6]]
     assert told == [f"{name}: 80 x 70 pixels are more than max_pixels 5599" for name in ("sub/b1.png", "image.png")]
@@ -111,9 +108,6 @@ def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_no
 
 class PickySkeleton:
     """Answers what is no number for a dark image, and nothing else with it in one batch."""
-
-    def bind(self, tensors):
-        """It has no weights."""
 
     def infer(self, expert, batch):
         if any(prepared < 0 for prepared in batch):

@@ -4,7 +4,6 @@ import errno
 import logging
 import queue
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,7 +19,6 @@ from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
-from experts.backends.classifier import ClassifierBackend
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import AgentCrashed, DeviceLost, MemoryExceeded, WorkOverdue
 from experts.expert import Verdict
@@ -28,6 +26,7 @@ from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
 from tests.agent.runtime.conftest import Served
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -36,8 +35,6 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 
 
 class Agent(Served):
-    """An agent over a line, with its outcomes in ``outcomes``."""
-
     def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, **options):
         self.line, self.outcomes = line, {}
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
@@ -49,6 +46,9 @@ class Agent(Served):
         told = on_outcome or self.outcomes.__setitem__
         self.loop = assemble(engine, plan, line.segments, told, LoopOptions(checks_invariants=True, **options))
 
+    def submit(self, component, seed=0):
+        return self.loop.submit(self.line.pixels(seed), component=component)
+
     def graph(self):
         names = sorted(copy.expert.id for copy in self.line.copies.values())
         direct = {name.removeprefix("cls/"): (RouteStep(name, ANY),) for name in names}
@@ -56,17 +56,14 @@ class Agent(Served):
         return ExpertGraph(names, direct | two_steps)
 
     def profile(self, specs):
-        rows = {
-            copy.expert.id: ExpertProfile(
-                copy.name, PERFORMANCE, copy.footprint, {SSD: 0.01}, prepared=prepared_form(copy.expert)
-            )
-            for copy in self.line.copies.values()
-        }
+        rows = {}
+        for copy in self.line.copies.values():
+            loads, form = {SSD: 0.01}, prepared_form(copy.expert)
+            rows[copy.expert.id] = ExpertProfile(copy.name, PERFORMANCE, copy.footprint, loads, prepared=form)
         return PerformanceMatrix({spec.processor: rows for spec in specs})
 
 
 def expected_of(line, component, image):
-    """The verdict and label of a route, by running its models directly."""
     if component != "chain":
         return Verdict.OK, line.predict(component, image).label
     first = line.predict("twin-0", image)
@@ -76,7 +73,6 @@ def expected_of(line, component, image):
 
 
 def run_mixed_requests(agent, count=60):
-    """Requests over every route; what was asked, by request."""
     random = np.random.default_rng(1)
     components = sorted(agent.graph().routes)
     asked = {}
@@ -95,27 +91,22 @@ def assert_verdicts(agent, asked):
         assert (outcome.verdict, outcome.label) == expected_of(agent.line, component, image)
 
 
-@pytest.mark.parametrize("policy", sorted(PRESETS))
-def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy):
-    with Agent(line, policy=policy) as agent:
+@pytest.mark.parametrize(("policy", "executors"), [*((policy, 1) for policy in sorted(PRESETS)), ("coserve", 2)])
+def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy, executors):
+    with Agent(line, policy=policy, executors=executors) as agent:
         assert_verdicts(agent, run_mixed_requests(agent))
         statistics = agent.loop.statistics()
     assert (statistics.engine.completed, statistics.engine.failed, statistics.requests_in_flight) == (60, 0, 0)
     assert statistics.engine.evictions > 0
     assert (statistics.transfers.loads, statistics.transfers.failed) == (statistics.engine.loads, 0)
-
-
-def test_several_executors_share_copies_and_memory(line):
-    with Agent(line, executors=2) as agent:
-        assert_verdicts(agent, run_mixed_requests(agent))
-        assert all(executor.batches > 0 for executor in agent.loop.statistics().executors)
+    assert all(executor.batches > 0 for executor in statistics.executors)
 
 
 def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(breakable_line):
     breakable_line.file_of("own-1").write_bytes(b"")
     with Agent(breakable_line) as agent:
-        bad = [agent.loop.submit(breakable_line.pixels(n), component="own-1") for n in range(3)]
-        good = [agent.loop.submit(breakable_line.pixels(n), component="own-2") for n in range(3)]
+        bad = [agent.submit("own-1", n) for n in range(3)]
+        good = [agent.submit("own-2", n) for n in range(3)]
         agent.settle()
         statistics = agent.loop.statistics()
     assert {agent.outcomes[request].verdict for request in bad} == {Verdict.UNKNOWN}
@@ -124,34 +115,22 @@ def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(b
     assert list(statistics.engine.quarantined) == ["cls/own-1"]
 
 
-class FailingReads:
-    """Packed weights on a disk that gives an error for one expert for as long as ``is_failing``."""
+def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_tells_both(line, caplog, monkeypatch):
+    read, is_failing = SegmentStore.read, True
 
-    def __init__(self, segments, expert):
-        self._segments, self._expert = segments, expert
-        self.is_failing = True
-
-    def read(self, segment, buffer, expert):
-        if self.is_failing and expert == self._expert:
+    def fail(store, segment, buffer, expert):
+        if is_failing and expert == "cls/own-1":
             raise OSError(errno.EIO, "Input/output error")
-        return self._segments.read(segment, buffer, expert)
+        return read(store, segment, buffer, expert)
 
-    def __getattr__(self, name):
-        return getattr(self._segments, name)
-
-
-def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_tells_both(line, caplog):
-    segments = FailingReads(line.segments, "cls/own-1")
-    with caplog.at_level(logging.INFO), Agent(replace(line, segments=segments)) as agent:
-        refused = agent.loop.submit(line.pixels(1), component="own-1")
+    monkeypatch.setattr(SegmentStore, "read", fail)
+    with caplog.at_level(logging.INFO), Agent(line) as agent:
+        refused = agent.submit("own-1")
         agent.settle()
         assert "cls/own-1" in agent.loop.statistics().engine.on_probation
-        segments.is_failing = False
-        deadline = time.monotonic() + PATIENCE_S
-        while agent.loop.statistics().engine.on_probation:
-            assert time.monotonic() < deadline
-            agent.settle()
-        judged = agent.loop.submit(line.pixels(1), component="own-1")
+        is_failing = False
+        until(lambda: not agent.loop.statistics().engine.on_probation)
+        judged = agent.submit("own-1")
         agent.settle()
     assert agent.outcomes[refused].verdict is Verdict.UNKNOWN
     assert "3 loads in a row failed, last: [Errno 5] Input/output error" in agent.outcomes[refused].reason
@@ -165,7 +144,7 @@ def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_t
 
 def test_cancelled_requests_have_an_outcome_too(line):
     with Agent(line) as agent:
-        numbers = [agent.loop.submit(line.pixels(n), component="own-0") for n in range(20)]
+        numbers = [agent.submit("own-0", n) for n in range(20)]
         for number in numbers:
             agent.loop.cancel(number)
         agent.loop.cancel(10_000)
@@ -178,7 +157,7 @@ def test_cancelled_requests_have_an_outcome_too(line):
 def test_a_quarantined_expert_is_not_asked_any_more(line):
     with Agent(line) as agent:
         agent.loop.quarantine("cls/own-0", "the operator said so")
-        request = agent.loop.submit(line.pixels(0), component="own-0")
+        request = agent.submit("own-0")
         agent.settle()
     assert "the operator said so" in agent.outcomes[request].reason
 
@@ -191,7 +170,6 @@ def test_a_request_names_a_component_or_an_expert(line):
 
 
 def crashing(line, **options):
-    """A started agent, and where its crash is told."""
     agent, told = Agent(line, **options), queue.SimpleQueue()
     agent.loop.when_crashed(told.put)
     agent.loop.start()
@@ -203,7 +181,7 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
         raise OSError("the results cannot be written")
 
     agent, told = crashing(line, on_outcome=broken)
-    agent.loop.submit(line.pixels(0), component="own-0")
+    agent.submit("own-0")
     crash = told.get(timeout=PATIENCE_S)
     assert isinstance(crash.error, OSError)
     assert agent.loop.crash is crash
@@ -211,7 +189,7 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
     with pytest.raises(AgentCrashed, match="results"):
         agent.loop.wait_until_idle(PATIENCE_S)
     with pytest.raises(RuntimeError, match="stopped"):
-        agent.loop.submit(line.pixels(0), component="own-0")
+        agent.submit("own-0")
     assert agent.loop.statistics().engine.arrived == 1
     agent.loop.when_crashed(told.put)
     assert told.get(timeout=PATIENCE_S) is crash
@@ -219,23 +197,16 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
         agent.loop.stop()
 
 
-class LostSkeleton:
-    """What every module of a device is when its context is gone."""
-
-    def bind(self, tensors):
-        """Nothing is checked before it runs."""
-
-    def infer(self, expert, batch):
+def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
+    def lose(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-
-def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
-    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
+    monkeypatch.setattr(ModuleSkeleton, "infer", lose)
     agent, told = crashing(line, executors=2)
     for component in ("own-0", "own-1", "twin-0", "wide"):
         for number in range(4):
             with suppress(RuntimeError):  # it has crashed already
-                agent.loop.submit(line.pixels(number), component=component)
+                agent.submit(component, number)
     crash = told.get(timeout=PATIENCE_S)
     assert isinstance(crash.error, DeviceLost)
     with pytest.raises(AgentCrashed, match="illegal memory access"):
@@ -243,67 +214,40 @@ def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypa
     assert (agent.outcomes, agent.loop.statistics().engine.quarantined) == ({}, {})
 
 
-class Clock:
-    """Monotonic seconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
+HANGING = {"batch": (ModuleSkeleton, "infer"), "load": (SegmentStore, "read")}
 
 
-class Hang:
-    """Something that every batch, or every load, waits for without end, until the test is over."""
+@pytest.mark.parametrize("what", HANGING)
+def test_what_hangs_is_told_once_and_then_ends_the_agent(line, monkeypatch, caplog, request, what):
+    limits, now_s, entered, released = LoopOptions().ages, 1000.0, threading.Event(), threading.Event()
 
-    def __init__(self, monkeypatch, what):
-        self.entered, self.released = threading.Event(), threading.Event()
-        owner, name = {"batch": (ModuleSkeleton, "infer"), "load": (SegmentStore, "read")}[what]
-        monkeypatch.setattr(owner, name, self._wait)
-
-    def _wait(self, *_):
-        self.entered.set()
-        self.released.wait()
+    def hang(*_):
+        entered.set()
+        released.wait()
         raise OSError("released")
 
+    def look_after(seconds):
+        nonlocal now_s
+        now_s += seconds
+        for _ in range(3):
+            hung.loop.statistics()
 
-LIMITS = LoopOptions().ages
-
-
-@pytest.fixture(params=["batch", "load"])
-def hanging(request, line, monkeypatch):
-    """An agent of which a batch or a load hangs, with its clock; what hangs is let go in the end."""
+    request.addfinalizer(released.set)
+    monkeypatch.setattr(*HANGING[what], hang)
     monkeypatch.setattr(agent.runtime.loop, "STOP_S", 0.1)
-    hang, clock = Hang(monkeypatch, request.param), Clock()
-    started = Agent(line, clock=clock)
-    started.loop.start()
-    started.loop.submit(line.pixels(0), component="own-0")
-    assert hang.entered.wait(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while request.param == "batch" and any(pool.loading for pool in started.loop.statistics().engine.pools):
-        assert time.monotonic() < deadline  # experts are still placed: those loads would be as old as the batch
-    yield started, clock, request.param
-    hang.released.set()
-
-
-def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
-    hung, clock, what = hanging
-    told = queue.SimpleQueue()
-    hung.loop.when_crashed(told.put)
-    clock.now += LIMITS.logged_s - 1
-    for _ in range(3):  # looks
-        hung.loop.statistics()
+    hung, told = crashing(line, clock=lambda: now_s)
+    hung.submit("own-0")
+    assert entered.wait(PATIENCE_S)
+    if what == "batch":  # experts are still placed: those loads would be as old as the batch
+        until(lambda: not any(pool.loading for pool in hung.loop.statistics().engine.pools))
+    look_after(limits.logged_s - 1)
     assert "overdue" not in caplog.text
-    clock.now += 1
-    for _ in range(3):
-        hung.loop.statistics()
+    look_after(1)
     assert caplog.text.count("overdue") == {"batch": 1, "load": 2}[what]  # two loads are in flight at a time
     assert f"the {what} of" in caplog.text
-    clock.now += LIMITS.ended_s - LIMITS.logged_s - 1
-    hung.loop.statistics()
+    look_after(limits.ended_s - limits.logged_s - 1)
     assert hung.loop.crash is None
-    clock.now += 1
-    hung.loop.statistics()
+    look_after(1)
     crash = told.get(timeout=PATIENCE_S)
     assert isinstance(crash.error, WorkOverdue)
     assert f"the {what} of" in str(crash)
@@ -328,15 +272,11 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
     breakable_line.file_of("own-1").unlink()
     told = []
     agent = Agent(breakable_line)
-    agent.loop.watch_batches(
-        BatchWatch(
-            lambda requests: told.extend(("begun", each) for each in requests),
-            lambda requests: told.extend(("ended", each) for each in requests),
-        )
-    )
+    tell = [lambda requests, what=what: told.extend((what, each) for each in requests) for what in ("begun", "ended")]
+    agent.loop.watch_batches(BatchWatch(*tell))
     with agent:
-        asked = [agent.loop.submit(breakable_line.pixels(n), component="own-0") for n in range(5)]
-        unjudged = agent.loop.submit(breakable_line.pixels(0), component="own-1")
+        asked = [agent.submit("own-0", n) for n in range(5)]
+        unjudged = agent.submit("own-1")
         agent.settle()
     assert agent.outcomes[unjudged].verdict is Verdict.UNKNOWN
     assert sorted(told) == sorted((what, each) for each in asked for what in ("begun", "ended"))

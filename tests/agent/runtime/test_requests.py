@@ -12,8 +12,6 @@ IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
 class Loop:
-    """Numbers its requests, and remembers whom to tell of its crash."""
-
     def __init__(self):
         self.asked, self.told, self.crash = [], [], None
 
@@ -41,7 +39,7 @@ def outcome(label):
     return Outcome(Verdict.OK, label, 1.0, ())
 
 
-def test_outcomes_are_in_the_order_of_the_requests_however_they_come(loop, requests):
+def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, requests):
     requests.submit(IMAGE, component="resistor")
     requests.submit(IMAGE, expert="cls/a")
     for number, label in ((2, "second"), (1, "first")):
@@ -52,16 +50,9 @@ def test_outcomes_are_in_the_order_of_the_requests_however_they_come(loop, reque
     assert [each.outcome.label for each in ended] == ["first", "second"]
     assert ended[0].submitted_s <= ended[1].submitted_s <= ended[1].at_s <= ended[0].at_s
     assert told == [(1, 2), (2, 2)]
-
-
-def test_what_was_collected_is_not_waited_for_again(requests):
     requests.submit(IMAGE, component="resistor")
-    requests.tell(1, outcome("first"))
-    requests.collect()
-    requests.submit(IMAGE, component="resistor")
-    requests.tell(2, outcome("second"))
-    assert [each.outcome.label for each in requests.collect()] == ["second"]
-    assert requests.collect() == []
+    requests.tell(3, outcome("third"))
+    assert ([each.outcome.label for each in requests.collect()], requests.collect()) == (["third"], [])
 
 
 def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):

@@ -33,7 +33,6 @@ def fake():
 
 
 def written(expert, prompt=3, count=5):
-    """What the fake engine writes."""
     return [token(expert, position) for position in range(prompt, prompt + count)]
 
 
@@ -67,8 +66,7 @@ def test_texts_of_all_experts_and_images_share_one_executor(line, family):
         agent.settle()
         statistics = agent.loop.statistics()
     for number, reader, expert, n in texts:
-        assert reader.tokens == line.greedy(expert, (2, n + 1), 8)
-        assert agent.outcomes[number].label == "length"
+        assert (reader.tokens, agent.outcomes[number].label) == (line.greedy(expert, (2, n + 1), 8), "length")
     assert {agent.outcomes[number].verdict for number in images} == {Verdict.OK}
     assert (statistics.executors[0].texts, statistics.executors[0].images) == (8, 6)
     assert statistics.engine.pools[0].lease_used_bytes == 0

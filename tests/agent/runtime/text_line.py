@@ -1,7 +1,5 @@
 """A line of tiny language models beside a classifier: packed once, served by an agent, and asked directly."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
@@ -14,20 +12,18 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.assembly import assemble
-from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.texts import TextSource
-from experts.expert import Expert, InputSpec, Precision
+from experts.expert import Expert, InputSpec
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
-from experts.llm.model import LanguageModel, load_model
+from experts.llm.model import load_model
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
-from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
-from tests.agent.runtime.conftest import Served
+from tests.agent.runtime.conftest import Served, copies_of
 from tests.experts.llm.conftest import ModelFiles, greedy, tiny_config
 
 CONFIG = tiny_config("llama", hidden_size=64, intermediate_size=768, num_hidden_layers=2)
@@ -42,7 +38,6 @@ IMAGES = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 1024
 
 
 def write_line(folder):
-    """The experts' weights, as their owners gave them; the experts."""
     experts = []
     files = ModelFiles(folder)
     for seed, name in enumerate(LANGUAGE):
@@ -59,19 +54,14 @@ def write_line(folder):
 
 @dataclass(frozen=True)
 class TextLine:
-    """Packed experts by the name of their copies."""
-
     segments: SegmentStore
-    copies: dict[str, ExpertCopy]
-    models: dict[str, LanguageModel] = field(default_factory=dict)  # without the runtime, those that were asked
+    copies: dict
+    models: dict = field(default_factory=dict)  # without the runtime, those that were asked
 
     @classmethod
     def packed(cls, folder, experts):
         segments = SegmentStore(folder / "packed")
-        report = pack_line(experts, lambda _: {Precision.FP32}, segments)
-        assert not report.failed
-        copies = [ExpertCopy(f"{each.id}@fp32", each, report.packed[each.id][Precision.FP32]) for each in experts]
-        return cls(segments, {copy.name: copy for copy in copies})
+        return cls(segments, copies_of(experts, segments))
 
     def copy(self, expert):
         return self.copies[f"{expert}@fp32"]
@@ -84,7 +74,6 @@ class TextLine:
         return ExpertGraph([*LANGUAGE, EYE], routes)
 
     def greedy(self, expert, prompt, count):
-        """The likeliest tokens after a prompt, without the runtime."""
         if expert not in self.models:
             self.models[expert] = load_model(self.copy(expert).expert.weights, expert)
         return greedy(self.models[expert], [prompt], count)[0][0]
@@ -117,14 +106,13 @@ class TextAgent(Served):
             yield copy.expert.id, ExpertProfile(copy.name, performance, copy.footprint, {SSD: 0.01}, family)
 
     def ask(self, expert, prompt=(1, 2, 3), count=5):
-        """A text of one expert: its number, and its reader."""
         reader = Reader()
         return self.loop.submit(source(prompt, count, reader), expert=expert), reader
 
 
 @dataclass
 class Reader:
-    tokens: list[int] = field(default_factory=list)
+    tokens: list = field(default_factory=list)
 
     def write(self, sampled):
         self.tokens.append(sampled.token)

@@ -56,7 +56,7 @@ def served(line, *addresses, **options):
     server = HttpServer(addresses or (TCP,), [pages], pages.terms.longest_s)
     try:
         server.start()
-        yield server
+        yield server.addresses
     finally:
         server.stop()
         pages.stop()
@@ -73,7 +73,6 @@ def connected(address):
 
 
 def asked(address, path, method="GET"):
-    """The status, the headers and the text of one page."""
     with closing(http.client.HTTPConnection("localhost", timeout=PATIENCE_S)) as caller:
         caller.sock = connected(address)
         caller.request(method, path)
@@ -82,7 +81,6 @@ def asked(address, path, method="GET"):
 
 
 def answers(address):
-    """Whether there is room for one more caller."""
     try:
         return asked(address, "/health/live")[0] == 200
     except (http.client.HTTPException, ConnectionError):
@@ -103,7 +101,6 @@ def hears_nothing_more(connection):
 
 @pytest.fixture
 def threads():
-    """Those that the test has brought, by now."""
     before = set(threading.enumerate())
     return lambda: set(threading.enumerate()) - before
 
@@ -113,8 +110,8 @@ class TestThePages:
         buckets = Distribution({0.5: 2, float("inf"): 3}, 7.5)
         line.told.append(Histogram("verdict_seconds", "How long.", {("api",): buckets}, ("source",)))
         line.told.append(Metric(MetricKind.GAUGE, "queue_requests", "Requests.", {("0",): 4}, ("executor",)))
-        with served(line) as server:
-            status, headers, text = asked(server.addresses[0], "/metrics")
+        with served(line) as (address,):
+            status, headers, text = asked(address, "/metrics")
         assert (status, headers.get_content_type()) == (200, "text/plain")
         found = {family.name: family for family in text_string_to_metric_families(text)}
         verdicts = {sample.labels["verdict"]: sample.value for sample in found["coserve_verdicts"].samples}
@@ -125,8 +122,7 @@ class TestThePages:
         assert found["coserve_process_resident_memory_bytes"].samples[0].value > 0
 
     def test_health_is_told_with_its_reason_in_one_line(self, line):
-        with served(line) as server:
-            (address,) = server.addresses
+        with served(line) as (address,):
             assert asked(address, "/health/live")[::2] == (200, "alive\n")
             assert asked(address, "/health/ready?verbose=1")[::2] == (200, "ready\n")
             line.now = Condition(unready="results are not stored:\ndisk full \udcff")
@@ -146,8 +142,8 @@ class TestThePages:
     def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(self, line, tmp_path_factory, host, status):
         """DNS rebinding: the browser connects to this machine, and says the name that it was told. By a socket any name
         may be said."""
-        with served(line, TCP, f"unix:{tmp_path_factory.mktemp('s')}/w.sock") as server:
-            for address, answer in zip(server.addresses, (status, 200), strict=True):
+        with served(line, TCP, f"unix:{tmp_path_factory.mktemp('s')}/w.sock") as addresses:
+            for address, answer in zip(addresses, (status, 200), strict=True):
                 with closing(connected(address)) as browser:
                     browser.sendall(b"GET /health/live HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
                     browser.shutdown(socket.SHUT_WR)
@@ -156,8 +152,7 @@ class TestThePages:
                 assert (b"is no name of this machine's own" in said) == (answer == 421)
 
     def test_nothing_else_is_served(self, line):
-        with served(line) as server:
-            (address,) = server.addresses
+        with served(line) as (address,):
             for path in ("/", "/metrics/", "/favicon.ico", "/health", "/../etc/passwd"):
                 status, _, text = asked(address, path)
                 assert status == 404
@@ -168,16 +163,15 @@ class TestThePages:
 
     def test_a_mistake_is_told_in_the_log_and_costs_no_other_page(self, line, caplog):
         line.told = [None]
-        with served(line) as server:
-            assert asked(server.addresses[0], "/metrics")[0] == 500
-            assert asked(server.addresses[0], "/health/live")[0] == 200
+        with served(line) as (address,):
+            assert asked(address, "/metrics")[0] == 500
+            assert asked(address, "/health/live")[0] == 200
         assert [record.message for record in caplog.records if record.levelno > logging.INFO] == [
             "page_failed path=/metrics"
         ]
 
     def test_while_the_line_hangs_that_is_said_and_no_threads_pile_up(self, line, threads):
-        with served(line, patience_s=0.05) as server:
-            (address,) = server.addresses
+        with served(line, patience_s=0.05) as (address,):
             line.goes_on.clear()
             for _ in range(8):
                 for page in ("/metrics", "/health/live", "/health/ready"):
@@ -194,10 +188,10 @@ class TestRudeCallers:
         monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
         line.told = [Metric(MetricKind.GAUGE, "many", "Many.", many, ("one",))]
-        with served(line, connection_s=1.0) as server, closing(connected(server.addresses[0])) as slow:
+        with served(line, connection_s=1.0) as (address,), closing(connected(address)) as slow:
             slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
-            until(lambda: answers(server.addresses[0]))  # as soon as it is cut off, and its place free
+            until(lambda: answers(address))  # as soon as it is cut off, and its place free
             received = 0
             with suppress(ConnectionError):
                 while more := slow.recv(65536):
@@ -205,8 +199,7 @@ class TestRudeCallers:
             assert received < 60_000 * 100
 
     def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line):
-        with served(line, connection_s=10 * PATIENCE_S) as server:
-            (address,) = server.addresses
+        with served(line, connection_s=10 * PATIENCE_S) as (address,):
             held = [connected(address) for _ in range(ARRIVALS)]
             with closing(connected(address)) as one_too_many:
                 assert hears_nothing_more(one_too_many)
@@ -223,14 +216,14 @@ class TestRudeCallers:
             "bytes": b"GET / HTTP/1.1\r\n\xff\xfe: \x00\r\n\r\n",
             "huge body": b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nabc",
         }
-        with served(line, connection_s=2.0) as server:
+        with served(line, connection_s=2.0) as (address,):
             for kind, sent in garbage.items():
-                with closing(connected(server.addresses[0])) as rude:
+                with closing(connected(address)) as rude:
                     with suppress(OSError):  # it may have heard enough before the end
                         rude.sendall(sent)
                         rude.shutdown(socket.SHUT_WR)
                     assert hears_nothing_more(rude), kind
-                assert asked(server.addresses[0], "/health/live")[0] == 200
+                assert asked(address, "/health/live")[0] == 200
         assert [record for record in caplog.records if record.levelno > logging.INFO] == []
         assert capfd.readouterr().err == ""
 
@@ -239,40 +232,40 @@ class TestRudeCallers:
     def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
         if address == "unix":
             address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
-        with served(line, address, connection_s=0.2) as server, closing(connected(server.addresses[0])) as slow:
+        with served(line, address, connection_s=0.2) as (address,), closing(connected(address)) as slow:
             slow.sendall(sent)
-            assert asked(server.addresses[0], "/health/live")[0] == 200
+            assert asked(address, "/health/live")[0] == 200
             assert hears_nothing_more(slow)
 
     def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
         monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
-        with served(line) as server, closing(connected(server.addresses[0])) as first:
+        with served(line) as (address,), closing(connected(address)) as first:
             line.goes_on.clear()
             first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
-            status, _, text = asked(server.addresses[0], "/health/live")
+            status, _, text = asked(address, "/health/live")
             assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")
             line.goes_on.set()
-            until(lambda: answers(server.addresses[0]))
+            until(lambda: answers(address))
 
 
 class TestTheAddresses:
     def test_each_loopback_address_is_served(self, line):
         has_ipv6 = os.path.exists("/proc/net/if_inet6")
-        with served(line, TCP, "localhost:0", *(["[::1]:0"] if has_ipv6 else [])) as server:
-            assert {asked(address, "/health/ready")[0] for address in server.addresses} == {200}
+        with served(line, TCP, "localhost:0", *(["[::1]:0"] if has_ipv6 else [])) as addresses:
+            assert {asked(address, "/health/ready")[0] for address in addresses} == {200}
 
     def test_a_unix_socket_is_its_owners_and_its_groups_and_goes_with_the_server(self, line, tmp_path):
         path = tmp_path / "w.sock"
         for name in ("w.sock", "w.sock~"):
             with closing(socket.socket(socket.AF_UNIX)) as left:
                 left.bind(str(tmp_path / name))  # as by an agent that was killed
-        with served(line, f"unix:{path}", TCP) as server:
+        with served(line, f"unix:{path}", TCP) as addresses:
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
-            assert [asked(each, "/health/live")[0] for each in server.addresses] == [200, 200]
+            assert [asked(each, "/health/live")[0] for each in addresses] == [200, 200]
             with pytest.raises(AddressUnusable, match="another agent"), served(line, f"unix:{path}"):
                 pass
-            assert asked(server.addresses[0], "/health/live")[0] == 200
+            assert asked(addresses[0], "/health/live")[0] == 200
         assert not path.exists()
 
     @pytest.mark.parametrize("taken", ["port", "no socket", "no folder", "not this machine's"])
@@ -290,12 +283,10 @@ class TestTheAddresses:
                 pass
         assert refused.value.address == address
         assert not (tmp_path / "w.sock").exists()
-        assert threads() == set()
-        assert (tmp_path / "file").read_text() == "somebody's"
+        assert (threads(), (tmp_path / "file").read_text()) == (set(), "somebody's")
 
     def test_a_stop_leaves_no_thread_and_no_connection(self, line, threads):
-        with served(line, connection_s=10 * PATIENCE_S) as server:
-            (address,) = server.addresses
+        with served(line, connection_s=10 * PATIENCE_S) as (address,):
             idle = connected(address)
             assert asked(address, "/health/live")[0] == 200
             assert asked(address, "/metrics")[0] == 200

@@ -37,7 +37,6 @@ FAMILIES = {
     },
 }  # fmt: skip
 
-
 MOE_FAMILIES = [family for family, changes in FAMILIES.items() if "num_experts_per_tok" in changes]
 
 
@@ -68,14 +67,16 @@ def greedy(model, prompts, count):
 
 
 class ModelFiles:
-    """Writes model directories into one folder."""
-
     def __init__(self, folder):
         self._folder = folder
         self._count = 0
 
     def config(self, family, **changes):
         return tiny_config(family, **changes)
+
+    def stored(self, family, **changes):
+        values = tiny_config(family, **changes)
+        return values, self.tensors(values)
 
     def tensors(self, values, form=0, seed=0):
         """Random tensors, as a checkpoint of this config.json has them in its first or another form."""
@@ -97,7 +98,6 @@ class ModelFiles:
         return directory
 
     def read(self, family, **changes):
-        """Shape and tensors of a model with random weights."""
         directory = self.write(self.config(family, **changes))
         spec = read_spec(directory, "tiny")
         return spec, open_checkpoint(directory, "tiny", spec).read_all()
@@ -110,7 +110,6 @@ class ModelFiles:
         return directory
 
     def write_shards(self, values, tensors, count=3):
-        """The same in several files with an index."""
         names = sorted(tensors)
         shards = {f"model-{n + 1:05}-of-{count:05}.safetensors": names[n::count] for n in range(count)}
         directory = self._directory(values)

@@ -57,8 +57,6 @@ NEW_TOKENS = (12, 3, 9, 16, 5, 8)
 
 
 class Pair:
-    """One model in both runtimes."""
-
     def __init__(self, name, directory):
         model_type, changes = MODELS[name]
         torch.manual_seed(sum(map(ord, name)))

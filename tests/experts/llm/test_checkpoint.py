@@ -28,8 +28,7 @@ def refusal(directory, kind=WeightsMismatch):
 class TestWhatIsRead:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_shards_hold_the_same(self, model_files, family):
-        values = model_files.config(family)
-        tensors = model_files.tensors(values)
+        values, tensors = model_files.stored(family)
         whole = opened(model_files.write(values, tensors)).read_all()
         sharded = opened(model_files.write_shards(values, tensors)).read_all()
         assert whole.keys() == sharded.keys()
@@ -60,29 +59,20 @@ class TestWhatIsRead:
         load_model(model_files.write(values, stored), "x")
 
 
-class TestTiedHeads:
-    def test_one_that_differs_is_refused(self, model_files):
-        values = model_files.config("qwen2", tie_word_embeddings=True)
-        tensors = model_files.tensors(values)
+class TestWhatIsRefused:
+    def test_a_tied_head_that_differs(self, model_files):
+        values, tensors = model_files.stored("qwen2", tie_word_embeddings=True)
         other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
         text = refusal(model_files.write(values, other))
         assert "lm_head.weight differs from model.embed_tokens.weight" in text
         assert "tie_word_embeddings" in text
 
-
-class TestWhatIsRefused:
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_any_missing_tensor_is_named(self, model_files, family):
-        values = model_files.config(family)
-        tensors = model_files.tensors(values)
+    def test_any_tensor_that_is_missing_or_of_another_shape_is_named(self, model_files, family):
+        values, tensors = model_files.stored(family)
         for name in sorted(tensors)[::5]:
             less = {other: tensor for other, tensor in tensors.items() if other != name}
             assert f"missing: {name}" in refusal(model_files.write(values, less))
-
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_any_tensor_of_another_shape_is_named_with_both(self, model_files, family):
-        values = model_files.config(family)
-        tensors = model_files.tensors(values)
         for name in sorted(tensors)[::7]:
             shape = tuple(tensors[name].shape)
             longer = tensors | {name: torch.zeros((shape[0] + 1, *shape[1:]))}

@@ -16,10 +16,9 @@ def refusal(values):
     return caught.value
 
 
-class TestWhatFamiliesSay:
-    def test_one_number_of_experts_is_that_of_all_layers(self, model_files):
-        spec = parse_spec(model_files.config("pr_moe", num_experts=5), "x")
-        assert [layer.moe.moe_experts for layer in spec.layers] == [5, 5, 5]
+def test_one_number_of_experts_is_that_of_all_layers(model_files):
+    spec = parse_spec(model_files.config("pr_moe", num_experts=5), "x")
+    assert [layer.moe.moe_experts for layer in spec.layers] == [5, 5, 5]
 
 
 class TestRotaryPositions:
@@ -103,12 +102,10 @@ class TestWhatIsRefused:
 
 
 class TestTheFile:
-    def test_it_is_not_there(self, tmp_path):
+    @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"3"])
+    def test_it_is_not_there_or_no_json_object(self, tmp_path, content):
         with pytest.raises(WeightsMissing, match=r"config\.json is not there"):
             read_spec(tmp_path, "x")
-
-    @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"3"])
-    def test_it_is_no_json_object(self, tmp_path, content):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(WeightsCorrupt, match=r"config\.json"):
             read_spec(tmp_path, "x")

@@ -11,15 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from experts import errors
 from experts.backends import backend_for
-from experts.errors import (
-    LoadError,
-    ModelUnsupported,
-    TokenizerUnusable,
-    WeightsCorrupt,
-    WeightsMismatch,
-    WeightsMissing,
-)
 from experts.expert import Expert, Precision
 from experts.llm.model import load_model
 from experts.llm.program import files_of
@@ -78,8 +71,7 @@ class TestBoundToPackedBytes:
         assert_says(model, other)
 
     def test_another_config_is_another_layout(self, model_files, store):
-        values = model_files.config("llama")
-        tensors = model_files.tensors(values)
+        values, tensors = model_files.stored("llama")
         experts = [
             llm(f"llm/{theta}", model_files.write(values | {"rope_theta": theta}, tensors)) for theta in (1e4, 1e5)
         ]
@@ -87,8 +79,7 @@ class TestBoundToPackedBytes:
         assert len({each.layout for each in packed.values()}) == 2
 
     def test_a_tied_head_is_packed_once(self, model_files, store, make_slot):
-        values = model_files.config("qwen2", tie_word_embeddings=True)
-        tensors = model_files.tensors(values)
+        values, tensors = model_files.stored("qwen2", tie_word_embeddings=True)
         copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         expert = llm("llm/a", model_files.write(values, copied))
         packed = packed_in(store, [expert])[expert.id]
@@ -178,12 +169,12 @@ class TestWhatIsWrong:
     @pytest.mark.parametrize(
         ("damage", "error", "told"),
         [
-            (mamba, ModelUnsupported, "model_type: 'mamba' is not served"),
-            (with_nan, WeightsCorrupt, "layers.2.mlp.down holds values that are not numbers"),
-            (a_file, LoadError, "is a file: name the Hugging Face directory"),
-            (shutil.rmtree, WeightsMissing, "is not there: copy it there, or correct `weights`"),
-            (lambda directory: (directory / "config.json").unlink(), WeightsMissing, "config.json is not there"),
-            (lambda directory: spoiled(directory, "tokenizer.json", '{"model": 1}'), TokenizerUnusable,
+            (mamba, errors.ModelUnsupported, "model_type: 'mamba' is not served"),
+            (with_nan, errors.WeightsCorrupt, "layers.2.mlp.down holds values that are not numbers"),
+            (a_file, errors.LoadError, "is a file: name the Hugging Face directory"),
+            (shutil.rmtree, errors.WeightsMissing, "is not there: copy it there, or correct `weights`"),
+            (lambda directory: (directory / "config.json").unlink(), errors.WeightsMissing, "config.json is not there"),
+            (lambda directory: spoiled(directory, "tokenizer.json", '{"model": 1}'), errors.TokenizerUnusable,
              "tokenizer.json: describes no tokenizer that is known here"),
         ],
     )  # fmt: skip
@@ -196,12 +187,11 @@ class TestWhatIsWrong:
         assert told in str(failed)
 
     def test_a_precision_that_has_no_room_for_its_values_or_that_it_does_not_run_in(self, model_files, store):
-        values = model_files.config("llama")
-        tensors = model_files.tensors(values)
+        values, tensors = model_files.stored("llama")
         tensors["model.norm.weight"][1] = 1e6
         expert = llm("llm/a", model_files.write(values, tensors))
         assert "norm is too large for fp16: choose bf16" in str(pack(store, [expert], Precision.FP16).failed[expert.id])
-        assert isinstance(pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id], WeightsMismatch)
+        assert isinstance(pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id], errors.WeightsMismatch)
 
     def test_a_label_that_the_tokenizer_cannot_spell(self, model_files, store):
         directory = model_files.write(model_files.config("llama"))
@@ -209,7 +199,7 @@ class TestWhatIsWrong:
         sound = Expert("llm/a", "llm", directory, ("word", "other"), None)
         assert pack(store, [sound]).failed == {}
         error = pack(store, [replace(sound, labels=("word", "unknown"))]).failed["llm/a"]
-        assert isinstance(error, WeightsMismatch)
+        assert isinstance(error, errors.WeightsMismatch)
         assert "tokenizer.json has no token for the label 'unknown': rename the label" in str(error)
 
 

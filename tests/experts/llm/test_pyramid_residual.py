@@ -99,8 +99,7 @@ GPT = {
     ],
 )  # fmt: skip
 def test_a_pyramid_is_what_its_formulas_say(model_files, residual, changes, bias):
-    values = model_files.config("pr_moe", residual=residual, **changes)
-    tensors = model_files.tensors(values)
+    values, tensors = model_files.stored("pr_moe", residual=residual, **changes)
     if bias:
         tensors |= {f"model.layers.{layer}.mlp.coefficient.bias": torch.tensor(bias) for layer in (1, 2)}
     directory = model_files.write(values, tensors)

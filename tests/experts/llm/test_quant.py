@@ -5,18 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experts.llm import quant
 from experts.llm.model import LanguageModel
-from experts.llm.quant import (
-    FEW_FP32_ROWS,
-    FEW_ROWS,
-    SCALE,
-    Int8Tensors,
-    has_int8_kernel,
-    is_quantised,
-    matrix_of,
-    project,
-    quantise,
-)
 from tests.experts.llm.conftest import logits_of
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -38,7 +28,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 50), st.floats(1e-3, 1e3), st.sampled_from(DTYPES))
 def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed, size, dtype):
     matrix = draw(outputs, inputs, seed=seed) * size
-    quantised = quantise(matrix, dtype)
+    quantised = quant.quantise(matrix, dtype)
     # where rounding made a scale smaller, the channel's largest is cut off: by as much as bf16 rounds, a 256th
     room = quantised.scale.float() / 2 + matrix.abs().amax(dim=-1) * (2**-8 if dtype is torch.bfloat16 else 1e-6)
     assert ((dequantise(quantised) - matrix).abs() <= room.unsqueeze(-1)).all()
@@ -48,59 +38,59 @@ def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed
 def test_a_channel_of_zeros_is_zeros():
     matrix = draw(3, 16)
     matrix[1] = 0
-    quantised = quantise(matrix, torch.bfloat16)
+    quantised = quant.quantise(matrix, torch.bfloat16)
     assert not dequantise(quantised)[1].any()
-    assert torch.isfinite(project(draw(2, 16, dtype=torch.bfloat16), quantised)).all()
+    assert torch.isfinite(quant.project(draw(2, 16, dtype=torch.bfloat16), quantised)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1, 100])
+@pytest.mark.parametrize("rows", [1, 3, quant.FEW_ROWS, quant.FEW_ROWS + 1, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_and_many_give_what_the_matrix_stands_for(rows, dtype, has_bias):
-    quantised = quantise(draw(48, 64, seed=1) / 8, dtype)
+    quantised = quant.quantise(draw(48, 64, seed=1) / 8, dtype)
     tokens, bias = draw(64, rows, seed=2, dtype=dtype).T, draw(48, seed=3, dtype=dtype) if has_bias else None
     expected = tokens.float() @ dequantise(quantised).T + (0 if bias is None else bias.float())
-    found = project(tokens, quantised, bias)
+    found = quant.project(tokens, quantised, bias)
     assert found.dtype is dtype
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [1, 2, FEW_FP32_ROWS, FEW_FP32_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, quant.FEW_FP32_ROWS, quant.FEW_FP32_ROWS + 1])
 @pytest.mark.parametrize(("outputs", "step"), [(48, 1), (44, 1), (48, 2)])  # in blocks, in none that fit, with gaps
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_in_fp32_give_what_many_do(rows, outputs, step, has_bias):
     matrix = draw(outputs, 64 * step, seed=1)[:, ::step] / 8
     tokens, bias = draw(rows, 64, seed=2), draw(outputs, seed=3) if has_bias else None
     expected = tokens.double() @ matrix.double().T + (0 if bias is None else bias.double())
-    found = project(tokens, matrix, bias)
+    found = quant.project(tokens, matrix, bias)
     assert found.shape == (rows, outputs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_kernel_the_copy_multiplies(monkeypatch):
-    quantised, tokens = quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
-    expected = project(tokens, quantised)
+    quantised, tokens = quant.quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
+    expected = quant.project(tokens, quantised)
     monkeypatch.delattr(torch, "_weight_int8pack_mm", raising=False)
-    has_int8_kernel.cache_clear()
+    quant.has_int8_kernel.cache_clear()
     try:
-        assert not has_int8_kernel("cpu", torch.float32)
-        torch.testing.assert_close(project(tokens, quantised), expected, rtol=1e-5, atol=1e-5)
+        assert not quant.has_int8_kernel("cpu", torch.float32)
+        torch.testing.assert_close(quant.project(tokens, quantised), expected, rtol=1e-5, atol=1e-5)
     finally:
-        has_int8_kernel.cache_clear()
+        quant.has_int8_kernel.cache_clear()
 
 
 class TestAModel:
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "pr_moe"])
     def test_its_matrices_are_int8_and_all_else_is_as_it_was(self, model_files, family):
         _, tensors = model_files.read(family)
-        quantised = dict(Int8Tensors(tensors))
-        assert {name for name in quantised if not name.endswith(SCALE)} == tensors.keys()
+        quantised = dict(quant.Int8Tensors(tensors))
+        assert {name for name in quantised if not name.endswith(quant.SCALE)} == tensors.keys()
         for name, tensor in tensors.items():
             is_matrix = name.rpartition(".")[2] in {"qkv", "output", "up", "down", "head"}
-            assert (quantised[name].dtype is torch.int8) == is_quantised(name) == is_matrix
+            assert (quantised[name].dtype is torch.int8) == quant.is_quantised(name) == is_matrix
             if is_matrix:
-                torch.testing.assert_close(dequantise(matrix_of(quantised, name)), tensor, rtol=1e-2, atol=2e-2)
+                torch.testing.assert_close(dequantise(quant.matrix_of(quantised, name)), tensor, rtol=1e-2, atol=2e-2)
             else:
                 torch.testing.assert_close(quantised[name], tensor.to(torch.bfloat16))
 
@@ -108,7 +98,7 @@ class TestAModel:
     def test_its_output_is_close(self, model_files, family):
         spec, tensors = model_files.read(family)
         texts = [list(range(1, 40)), list(range(90, 60, -1))]
-        models = LanguageModel(spec, tensors), LanguageModel(spec, dict(Int8Tensors(tensors)))
+        models = LanguageModel(spec, tensors), LanguageModel(spec, dict(quant.Int8Tensors(tensors)))
         exact, found = (logits_of(model, *texts).float() for model in models)
         assert 0 < relative_error(exact, found) < 0.15
         assert 0 < (exact.softmax(-1) * (exact.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean() < 0.02
@@ -116,7 +106,7 @@ class TestAModel:
 
     def test_a_head_that_is_the_embedding_is_in_int8_as_well(self, model_files):
         spec, tensors = model_files.read("qwen2", tie_word_embeddings=True)
-        packed = dict(Int8Tensors(tensors))
+        packed = dict(quant.Int8Tensors(tensors))
         assert packed["embedding"].dtype is torch.int8
         assert sum(one.nbytes for one in packed.values()) < 0.6 * sum(one.nbytes / 2 for one in tensors.values())
         model = LanguageModel(spec, packed)

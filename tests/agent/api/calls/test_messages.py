@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,12 +86,6 @@ def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():
 
 def test_a_verdict_of_a_newer_agent_that_is_not_known_here_is_unknown():
     assert part_of(pb.Part(verdict=7)).verdict is Verdict.UNKNOWN
-
-
-def test_pixels_are_rows_of_rgb():
-    order = order_of(pb.InspectRequest(pixels=pb.Pixels(height=1, width=2, rgb=bytes(range(6)))))
-    assert isinstance(order.image, np.ndarray)
-    assert order.image.tolist() == [[[0, 1, 2], [3, 4, 5]]]
 
 
 @pytest.mark.parametrize(

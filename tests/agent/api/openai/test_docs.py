@@ -25,15 +25,13 @@ def run(snippet, **addresses):
 def test_openais_client_prints_the_text(serve_texts, desk, capsys):
     (snippet,) = (each for each in SNIPPETS if "openai" in each)
     run(snippet, http=serve_texts()[0])
-    assert capsys.readouterr().out == f"{TEXT}\n"
-    assert desk.text_orders[0].most_tokens == 200
+    assert (capsys.readouterr().out, desk.text_orders[0].most_tokens) == (f"{TEXT}\n", 200)
 
 
 def test_grpc_prints_the_text_and_how_it_ended(server, desk, capsys):
     (snippet,) = (each for each in SNIPPETS if "grpc" in each)
     run(snippet, grpc=server.addresses[1])
-    assert capsys.readouterr().out == f"{TEXT}\nllm/code ENDING_STOP\n"
-    assert desk.text_orders[0].deadline_s == 30
+    assert (capsys.readouterr().out, desk.text_orders[0].deadline_s) == (f"{TEXT}\nllm/code ENDING_STOP\n", 30)
 
 
 def test_what_the_shell_sends_is_taken_and_what_is_wrong_refused_as_the_page_has_it(serve_texts):

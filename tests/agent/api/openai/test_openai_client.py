@@ -128,20 +128,19 @@ class TestLogprobs:
         assert told[0].top_logprobs[0] == {"Bye": -2.5}
 
 
-class TestWhatIsAsked:
-    def test_how_tokens_are_drawn(self, client, desk):
-        ask_chat(
-            client,
-            temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
-            stop=["a", "b"],
-            extra_body={
-                "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5,
-                "chat_template_kwargs": {"enable_thinking": False},
-            },
-        )  # fmt: skip
-        (order,) = desk.text_orders
-        assert order.sampling == Sampling(0.5, 0.9, 3, 0.25, 1.5, 1.0, -1.5, 7)
-        assert (order.most_tokens, order.stop, order.template) == (9, ("a", "b"), {"enable_thinking": False})
+def test_how_tokens_are_drawn_is_asked(client, desk):
+    ask_chat(
+        client,
+        temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
+        stop=["a", "b"],
+        extra_body={
+            "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5,
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )  # fmt: skip
+    (order,) = desk.text_orders
+    assert order.sampling == Sampling(0.5, 0.9, 3, 0.25, 1.5, 1.0, -1.5, 7)
+    assert (order.most_tokens, order.stop, order.template) == (9, ("a", "b"), {"enable_thinking": False})
 
 
 class TestRefusals:
@@ -218,64 +217,61 @@ class TestWhoGoesAway:
         assert desk.texts == []
 
 
-class TestTheToken:
-    def test_is_the_clients_key(self, serve_texts, client_of, tmp_path):
-        (tmp_path / "token").write_text("s3cret\n")
-        address, socket = serve_texts(token={"file": "./token"})
-        with pytest.raises(openai.AuthenticationError) as refused:
-            ask_chat(client_of(address, "wrong"))
-        assert refused.value.code == "invalid_api_key"
-        assert ask_chat(client_of(address, "s3cret")).choices[0].message.content == TEXT
-        assert ask_chat(client_of(socket, "any")).choices[0].message.content == TEXT, "at a unix socket none is asked"
+def test_the_token_is_the_clients_key(serve_texts, client_of, tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+    address, socket = serve_texts(token={"file": "./token"})
+    with pytest.raises(openai.AuthenticationError) as refused:
+        ask_chat(client_of(address, "wrong"))
+    assert refused.value.code == "invalid_api_key"
+    assert ask_chat(client_of(address, "s3cret")).choices[0].message.content == TEXT
+    assert ask_chat(client_of(socket, "any")).choices[0].message.content == TEXT, "at a unix socket none is asked"
 
 
 def streamed(events, name):
     return "".join(getattr(event.choices[0].delta, name, None) or "" for event in events)
 
 
-class TestThoughts:
-    @pytest.mark.parametrize(
-        ("pieces", "is_thought", "told"),
-        [
-            (("<th", "ink>\nwhy", " not</th", "ink>", "\n\nyes"), False, ("why not", "yes")),
-            (("why not\n</think>", "yes"), True, ("why not\n", "yes")),
-            (("<think>why", " </b"), False, ("why </b", "")),
-            (("<b>yes", "</think>"), False, ("", "<b>yes</think>")),
-            (("\n\n<", "yes"), False, ("", "\n\n<yes")),
-        ],
+@pytest.mark.parametrize(
+    ("pieces", "is_thought", "told"),
+    [
+        (("<th", "ink>\nwhy", " not</th", "ink>", "\n\nyes"), False, ("why not", "yes")),
+        (("why not\n</think>", "yes"), True, ("why not\n", "yes")),
+        (("<think>why", " </b"), False, ("why </b", "")),
+        (("<b>yes", "</think>"), False, ("", "<b>yes</think>")),
+        (("\n\n<", "yes"), False, ("", "\n\n<yes")),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_a_model_thinks_is_told_apart(begun, pieces, is_thought, told, stream):
+    asked, text = begun(stream)
+    for piece in pieces:
+        text.listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
+    text.end()
+    if stream:
+        events = asked.result()
+        assert (streamed(events, "reasoning_content"), streamed(events, "content")) == told
+    else:
+        message = asked.result().choices[0].message
+        assert (getattr(message, "reasoning_content", ""), message.content) == told
+
+
+def test_messages_with_tools_are_taken_as_clients_send_them(client, desk):
+    call = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": '{"part": "R17"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]},
+        {"role": "assistant", "content": "12", "tool_calls": None, "function_call": None, "audio": None},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": each} for each in ("one ", "two")], "name": "me"},
+    ]
+    ask_chat(client, messages=messages)
+    called = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"part": "R17"}}}
+    assert desk.text_orders[0].messages == (
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+        {"role": "assistant", "content": "12"},
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "one two", "name": "me"},
     )
-    @pytest.mark.parametrize("stream", [True, False])
-    def test_what_a_model_thinks_is_told_apart(self, begun, pieces, is_thought, told, stream):
-        asked, text = begun(stream)
-        for piece in pieces:
-            text.listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
-        text.end()
-        if stream:
-            events = asked.result()
-            assert (streamed(events, "reasoning_content"), streamed(events, "content")) == told
-        else:
-            message = asked.result().choices[0].message
-            assert (getattr(message, "reasoning_content", ""), message.content) == told
-
-
-class TestTools:
-    def test_messages_are_taken_as_clients_send_them(self, client, desk):
-        call = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": '{"part": "R17"}'}}
-        messages = [
-            *USER,
-            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
-            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]},
-            {"role": "assistant", "content": "12", "tool_calls": None, "function_call": None, "audio": None},
-            {"role": "developer", "content": "d"},
-            {"role": "user", "content": [{"type": "text", "text": each} for each in ("one ", "two")], "name": "me"},
-        ]
-        ask_chat(client, messages=messages)
-        called = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"part": "R17"}}}
-        assert desk.text_orders[0].messages == (
-            *USER,
-            {"role": "assistant", "content": "", "tool_calls": [called]},
-            {"role": "tool", "tool_call_id": "c1", "content": "12"},
-            {"role": "assistant", "content": "12"},
-            {"role": "system", "content": "d"},
-            {"role": "user", "content": "one two", "name": "me"},
-        )

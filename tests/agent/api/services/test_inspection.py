@@ -1,12 +1,15 @@
 """coserve.v1 over real sockets, with plain stubs as an integrator has them."""
 
+import asyncio
 import queue
 import threading
 
 import grpc
 import pytest
 
-from agent.api.calls.desk import ReloadView
+from agent.api.calls import watching
+from agent.api.calls.desk import ReloadView, ResultsCursor, VerdictView
+from agent.api.calls.orders import Orders as OrdersOf
 from agent.api.calls.refusals import STATUS
 from agent.api.calls.watching import PAGE_WITH_MAPS
 from agent.api.proto import inspection_pb2 as pb
@@ -41,10 +44,11 @@ def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
     assert (shown.map, [order.wants_maps for order in desk.orders]) == (MAP, [False, True])
 
 
-def test_a_frame_is_judged_part_by_part(agent, desk):
-    parts = agent.Inspect(pb.InspectRequest(pixels=pb.Pixels(height=1, width=1, rgb=b"abc"), board="B1")).parts
+def test_a_frame_of_rows_of_rgb_is_judged_part_by_part(agent, desk):
+    frame = pb.Pixels(height=1, width=2, rgb=bytes(range(6)))
+    parts = agent.Inspect(pb.InspectRequest(pixels=frame, board="B1")).parts
     assert [part.component for part in parts] == ["resistor", "capacitor"]
-    assert desk.orders[0].image.shape == (1, 1, 3)
+    assert desk.orders[0].image.tolist() == [[[0, 1, 2], [3, 4, 5]]]
 
 
 @pytest.mark.parametrize(("reason", "status"), STATUS.items())
@@ -97,8 +101,6 @@ def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk, serv
 
 
 class Orders:
-    """The requests of a stream, sent one by one."""
-
     def __init__(self):
         self._queue = queue.SimpleQueue()
 
@@ -196,11 +198,10 @@ def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
         assert metadata(error) == {"coserve-reason": "NOT_FOUND"}
 
 
-def test_a_name_that_is_none_is_refused(agent, desk):
-    for name in ("x" * 513, "a\0b"):
-        error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert desk.orders == []
+@pytest.mark.parametrize("name", ["x" * 513, "a\0b"])
+def test_a_name_that_is_none_is_refused(agent, desk, name):
+    error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name))
+    assert (error.code(), desk.orders) == (grpc.StatusCode.INVALID_ARGUMENT, [])
 
 
 class TestWatching:
@@ -273,6 +274,32 @@ class TestWatching:
         assert [part.seq for part in parts] == list(range(1, count + 1))
         shown = [[each.map for each in part.anomalies] for part in parts]
         assert shown == [[MAP if wants_maps else b""] if number % 2 else [] for number in range(count)]
+
+    def test_one_that_falls_behind_misses_nothing(self, desk, monkeypatch):
+        """However many boards are judged meanwhile, each is told behind its results."""
+        monkeypatch.setattr(watching, "PAGE", 2)
+        told = []
+
+        async def watch_all():
+            orders = OrdersOf(desk)
+            events = watching.watch(orders, ResultsCursor(None, 0, 0), asyncio.Event())
+            for number in range(5):
+                for component in ("resistor", "capacitor"):
+                    desk.commit(desk._part(order_of(b"x", component=component, board=f"B{number}"), component))
+                if not number:
+                    told.append((await anext(events))[0])  # from now on it watches, and does not read
+            await asyncio.sleep(0)
+            while len(told) < 15:
+                told.append((await anext(events))[0])
+            await events.aclose()
+            orders.stop()
+
+        asyncio.run(watch_all())
+        names = [event.seq if isinstance(event, VerdictView) else event.serial for event in told]
+        assert [name for name in names if isinstance(name, int)] == list(range(1, 11))
+        assert [name for name in names if isinstance(name, str)] == [f"B{number}" for number in range(5)]
+        assert all(names.index(f"B{number}") > names.index(2 * number + 2) for number in range(5))
+        assert desk.watchers == 0
 
 
 def test_verdicts_have_the_numbers_that_others_count_on():

@@ -4,7 +4,6 @@ import grpc
 import pytest
 
 from agent.api.calls.desk import TextEnd, TextOrder, TextPiece, TokenView
-from agent.api.client import AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from experts.errors import OrderRefused, Refusing
@@ -20,14 +19,7 @@ def texts(channel):
     return inspection_pb2_grpc.TextsStub(channel)
 
 
-@pytest.fixture
-def client(server):
-    with AgentClient(server.addresses[0]) as client:
-        yield client
-
-
 def generated(texts, **given):
-    """All replies to a request with these fields."""
     request = pb.GenerateRequest(**{"model": "llm/code", "prompt": "hello"} | given)
     return list(texts.Generate(request, timeout=DEADLINE_S))
 

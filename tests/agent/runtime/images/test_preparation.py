@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps
 
 import agent.runtime.images.preparation
-from agent.runtime.expert_copy import prepared_form
+from agent.runtime.expert_copy import kind_name, prepared_form
 from agent.runtime.images.preparation import ByteGate, Order, Preparation, least_pixels, prepare
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
 from experts.backends import backend_for
@@ -81,7 +81,6 @@ class Workplace:
         self.preparation.prepare(request, source, str(request), order)
 
     def result(self, request, source, expert):
-        """As a batch has it."""
         return self.preparation.take(request, source, str(request), expert).future.result(PATIENCE_S)
 
     def held_bytes(self):
@@ -104,7 +103,6 @@ class Workplace:
         self.settle_photographs()
 
     def settle_photographs(self):
-        """As far as they are prepared ahead."""
         self._settle_ahead(LARGE, LAST[1])
 
     def _settle_ahead(self, image, name):
@@ -230,6 +228,14 @@ def test_each_difference_in_what_is_shown_is_another_form():
     assert len({prepared_form(expert("cls/a", 32, **spec)).name for spec in specs}) == len(specs)
 
 
+def test_experts_of_one_kind_run_alike():
+    plain = expert("x/y", 64)
+    assert kind_name(plain, None) == kind_name(plain, "f" * 64) == "resnet18 64x64 imagenet"
+    assert kind_name(replace(plain, stem="3x3", id="a/b"), None) == "resnet18 64x64 imagenet stem=3x3"
+    program = kind_name(replace(plain, architecture="onnx"), "0123456789abcdef")
+    assert program == "onnx 64x64 imagenet program=0123456789ab"
+
+
 def turned_jpeg(height, width, orientation):
     exif, file = Image.Exif(), io.BytesIO()
     exif[TAG] = orientation
@@ -282,7 +288,6 @@ def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
 
 
 def photograph(height=900, width=1200, quality=92):
-    """A JPEG that is large enough to be decoded to a quarter for 32 pixels, and to a half for 200."""
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([(y // 5) % 256, (x // 7) % 256, (x + y) // 9 % 256], axis=2).astype(np.uint8)
     file = io.BytesIO()

@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,38 +18,33 @@ def count_after_an_operator():
     return torch.get_num_threads()
 
 
-@pytest.fixture
-def executor():
-    """A thread that has been given its count, and has run no operator yet."""
-    with ThreadPoolExecutor(1, initializer=use_threads, initargs=(3,)) as thread:
+@contextmanager
+def thread_of(count):
+    with ThreadPoolExecutor(1, initializer=use_threads, initargs=(count,)) as thread:
         thread.submit(lambda: None).result()
         yield thread
         thread.submit(end_team).result()  # waits for its end: no other test is to count it
 
 
 @pytest.mark.parametrize("others", [1, 2, 5])
-def test_a_count_given_to_another_thread_later_is_that_thread_s_alone(executor, others):
-    with ThreadPoolExecutor(1, initializer=use_threads, initargs=(others,)) as other:
+def test_a_count_given_to_another_thread_later_is_that_thread_s_alone(others):
+    with thread_of(3) as executor, thread_of(others) as other:
         assert other.submit(count_after_an_operator).result() == others
         assert executor.submit(count_after_an_operator).result() == 3
         assert other.submit(count_after_an_operator).result() == others
 
 
 @on_linux
-class TestTeams:
-    """A team that waits somewhere keeps the executors' from waiting actively: see ``agent.runtime.machine.threads``."""
-
-    def test_a_thread_s_team_ends_and_begins_again(self):
-        with ThreadPoolExecutor(1, initializer=use_threads, initargs=(3,)) as thread:
-            before = thread.submit(native_threads).result()
-            thread.submit(count_after_an_operator).result()
-            assert thread.submit(native_threads).result() == before + 2
-            for _ in range(2):  # the second time there is none to end
-                thread.submit(end_team).result()
-                assert thread.submit(native_threads).result() == before
-            assert thread.submit(count_after_an_operator).result() == 3
-            assert thread.submit(native_threads).result() == before + 2
+def test_a_thread_s_team_ends_and_begins_again():
+    with thread_of(3) as thread:
+        before = thread.submit(native_threads).result()
+        thread.submit(count_after_an_operator).result()
+        assert thread.submit(native_threads).result() == before + 2
+        for _ in range(2):  # the second time there is none to end
             thread.submit(end_team).result()
+            assert thread.submit(native_threads).result() == before
+        assert thread.submit(count_after_an_operator).result() == 3
+        assert thread.submit(native_threads).result() == before + 2
 
 
 @on_linux
@@ -58,14 +54,11 @@ class TestCores:
 
     @pytest.fixture
     def thread(self):
-        with ThreadPoolExecutor(1, initializer=use_threads, initargs=(2,)) as thread:
-            thread.submit(lambda: None).result()
+        with thread_of(2) as thread:
             yield thread
-            thread.submit(end_team).result()
 
     @staticmethod
     def started_by(thread, *work):
-        """The cores of what is new once a thread has done all that."""
         before = cores_by_thread()
         for each in work:
             thread.submit(each).result()
@@ -89,9 +82,8 @@ class TestCores:
 
 
 @on_linux
-class TestTeamCores:
-    def test_each_executor_of_the_cpu_has_two_and_no_core_is_in_two(self, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4})
-        executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
-        assert {each: team.cores for each, team in teams(executors, 2).items()} == {0: (), 1: (3, 4), 2: (5, 8)}
-        assert teams(executors[1:], 3)[1].cores == ()
+def test_each_executor_of_the_cpu_has_two_and_no_core_is_in_two(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4})
+    executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
+    assert {each: team.cores for each, team in teams(executors, 2).items()} == {0: (), 1: (3, 4), 2: (5, 8)}
+    assert teams(executors[1:], 3)[1].cores == ()

@@ -57,16 +57,11 @@ def test_a_line_without_experts_has_an_empty_matrix(line):
     assert found.matrix.experts == {"cpu": {}}
 
 
-def test_two_points_give_k_and_b():
+def test_two_points_give_k_and_b_and_noise_never_makes_work_free():
     assert fit(0.012, 0.042, 4) == pytest.approx((0.010, 0.002))
-
-
-def test_noise_never_makes_work_free():
-    assert fit(0.010, 0.009, 8) == pytest.approx((LEAST_S, 0.010 - LEAST_S))
-    assert fit(0.010, 0.200, 8)[1] == LEAST_S
+    assert (fit(0.010, 0.009, 8), fit(0.010, 0.200, 8)[1]) == (pytest.approx((LEAST_S, 0.010 - LEAST_S)), LEAST_S)
     assert fit(0.010, 0.010, 1) == (0.010, LEAST_S)
 
 
 def test_batches_grow_until_an_image_gets_no_cheaper():
-    assert plateau(per_image_s=0.001, fixed_s=0.010) == 8
-    assert plateau(per_image_s=0.100, fixed_s=0.001) == 4
+    assert [plateau(0.001, 0.010), plateau(0.100, 0.001)] == [8, 4]

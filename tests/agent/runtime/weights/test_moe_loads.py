@@ -8,17 +8,16 @@ import pytest
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import SSD
-from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads, read_usage
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.errors import LoadError, WeightsCorrupt
-from experts.expert import Expert, Precision
+from experts.expert import Expert
 from experts.llm.model import load_model
-from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.runtime.conftest import copies_of
 from tests.experts.conftest import one_thread  # noqa: F401  a fixture
 from tests.experts.llm.conftest import ModelFiles, greedy
 
@@ -34,9 +33,7 @@ def packed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     experts = [write_model(folder, name, seed) for name, seed in [*((name, 0) for name in FAMILIES), ("mixtral", 1)]]
     segments = SegmentStore(folder / "packed")
-    report = pack_line(experts, lambda _: {Precision.FP32}, segments)
-    assert not report.failed
-    yield segments, [ExpertCopy(f"{one.id}@fp32", one, report.packed[one.id][Precision.FP32]) for one in experts]
+    yield segments, list(copies_of(experts, segments).values())
     segments.close()
 
 
@@ -135,22 +132,21 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
     assert (one.store.statistics().regions_allocated, one.store.statistics().used_bytes) == (1, 0)
 
 
-class TestOnADevice:
-    def test_a_region_that_is_moved_keeps_what_lies_in_its_places(self, yard):
-        """The first leaves a hole below the second; a third one needs it and the end behind the second together."""
-        places = {"llm/mixtral-1": 6, "llm/mixtral-0": 6, "llm/pr_moe-0": 200}
-        sizes = {copy.expert.id: copy.footprint.total_bytes for copy in yard(places).copies.values()}
-        budget_bytes = sizes["llm/mixtral-0"] + sizes["llm/pr_moe-0"]
-        one = yard(places, device=EmulatedMemory(budget_bytes), budget_bytes=budget_bytes)
-        for expert in ("llm/mixtral-1", "llm/mixtral-0"):
-            one.load(expert)
-        before = one.greedy("llm/mixtral-0")
-        hits = one.statistics("llm/mixtral-0").hits
-        one.evict("llm/mixtral-1")
-        one.load("llm/pr_moe-0")
-        assert one.store.statistics().regions_moved == 1
-        assert one.greedy("llm/mixtral-0") == before == expected(one, "llm/mixtral-0")
-        assert one.statistics("llm/mixtral-0").hits > hits
+def test_a_region_that_is_moved_keeps_what_lies_in_its_places(yard):
+    """The first leaves a hole below the second; a third one needs it and the end behind the second together."""
+    places = {"llm/mixtral-1": 6, "llm/mixtral-0": 6, "llm/pr_moe-0": 200}
+    sizes = {copy.expert.id: copy.footprint.total_bytes for copy in yard(places).copies.values()}
+    budget_bytes = sizes["llm/mixtral-0"] + sizes["llm/pr_moe-0"]
+    one = yard(places, device=EmulatedMemory(budget_bytes), budget_bytes=budget_bytes)
+    for expert in ("llm/mixtral-1", "llm/mixtral-0"):
+        one.load(expert)
+    before = one.greedy("llm/mixtral-0")
+    hits = one.statistics("llm/mixtral-0").hits
+    one.evict("llm/mixtral-1")
+    one.load("llm/pr_moe-0")
+    assert one.store.statistics().regions_moved == 1
+    assert one.greedy("llm/mixtral-0") == before == expected(one, "llm/mixtral-0")
+    assert one.statistics("llm/mixtral-0").hits > hits
 
 
 class TestTheLink:

@@ -50,16 +50,13 @@ def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line
         assert slot.skeleton("cpu").infer(expert, [prepared]) == (line.predict("kin-1", image),)
 
 
-def test_what_runs_is_not_evicted(line, store):
+def test_what_runs_is_not_evicted_and_what_is_on_its_way_neither_run_nor_evicted_nor_loaded_twice(line, store):
     copy = line.load(store, "own-0").copy
     with store.using(copy.name), pytest.raises(IllegalMove, match="in use"):
         store.evict(copy.name)
     store.evict(copy.name)
     with pytest.raises(IllegalMove, match="absent"):
         store.evict(copy.name)
-
-
-def test_what_is_on_its_way_is_neither_run_nor_evicted_nor_loaded_twice(line, store):
     slot = store.reserve(line.copy("own-0"))
     store.materialise(slot)
     for misuse in (store.evict, lambda name: store.using(name).__enter__()):

@@ -1,6 +1,5 @@
 """Slots of many sizes in one arena: what the ledger has room for is loaded, and what is moved for it runs as before."""
 
-import json
 import threading
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -21,10 +20,10 @@ from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
-from experts.expert import Expert, InputSpec, Precision
+from experts.expert import Precision
 from experts.llm.serving.output_lengths import OutputLengths
-from experts.packed.packing import pack_line
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
+from tests.experts.conftest import ExpertFiles, packed_in
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -39,20 +38,13 @@ class Fakes:
 
     def __init__(self, directory):
         self.segments = SegmentStore(directory / "packed")
-        sizes = QUANTA | TRUNKED
-        experts = [self._expert(directory, name, quanta, name in TRUNKED) for name, quanta in sizes.items()]
-        packed = pack_line(experts, lambda _: {Precision.FP32}, self.segments).packed
-        self.copies = {
-            expert.id: ExpertCopy(expert.id, expert, packed[expert.id][Precision.FP32]) for expert in experts
-        }
-
-    def _expert(self, directory, name, quanta, has_trunk):
-        declared = {"weight_bytes": quanta * SLOT_QUANTUM_BYTES, "label": "ok"}
-        if has_trunk:
-            declared["shared"] = {"trunk": TRUNK_QUANTA * SLOT_QUANTUM_BYTES}
-        weights = directory / f"{name}.yaml"
-        weights.write_text(json.dumps(declared))
-        return Expert(name, "fake", weights, ("ok", "bad"), InputSpec(8, 8))
+        files, trunk = ExpertFiles(directory), {"shared": {"trunk": TRUNK_QUANTA * SLOT_QUANTUM_BYTES}}
+        experts = [
+            files.fake(name, quanta * SLOT_QUANTUM_BYTES, label="ok", **trunk if name in TRUNKED else {})
+            for name, quanta in (QUANTA | TRUNKED).items()
+        ]
+        packed = packed_in(self.segments, experts, Precision.FP32)
+        self.copies = {each.id: ExpertCopy(each.id, each, packed[each.id][Precision.FP32]) for each in experts}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +88,7 @@ class Bench:
         for name in self.store.ready():
             with self.store.using(name) as slot:
                 expert = slot.copy.expert
-                prepared = backend_for("fake").prepare(expert, np.zeros((8, 8, 3), dtype=np.uint8))
+                prepared = backend_for("fake").prepare(expert, np.zeros((16, 16, 3), dtype=np.uint8))
                 slot.skeleton("cpu").infer(expert, [prepared])
         assert self.memory.held_bytes <= self.budget_bytes
 

@@ -26,8 +26,6 @@ PATIENCE_S = 30.0
 
 
 class Yard:
-    """Host and device memory with the transfers between them, driven by hand."""
-
     def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
@@ -112,7 +110,9 @@ def test_an_expert_runs_from_every_tier_as_its_owner_would_run_it(yard, line, na
 
 
 def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(yard, line, tmp_path):
-    segment, content = large_segment(line.segments)
+    content = bytes(torch.randint(0, 256, (41 * 1024 * 1024 + 4096,), dtype=torch.uint8).numpy())
+    segment = Segment(hashlib.sha256(content).hexdigest(), len(content), ())
+    line.segments.segment_path(segment.sha256).write_bytes(content)
     staging = HostMemory().allocate(3 * 8 * 1024 * 1024)
     target = torch.zeros(segment.size_bytes, dtype=torch.uint8)
 
@@ -128,14 +128,6 @@ def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(y
     staging.close()
 
 
-def large_segment(segments):
-    """A segment of more parts than the staging buffer holds, the last one short."""
-    content = bytes(torch.randint(0, 256, (41 * 1024 * 1024 + 4096,), dtype=torch.uint8).numpy())
-    sha256 = hashlib.sha256(content).hexdigest()
-    segments.segment_path(sha256).write_bytes(content)
-    return Segment(sha256, len(content), ()), content
-
-
 def damage_by_cutting(file):
     os.truncate(file, file.stat().st_size // 2)
 
@@ -146,16 +138,12 @@ def damage_by_flipping(file):
     file.write_bytes(content)
 
 
-def damage_by_removing(file):
-    file.unlink()
-
-
 def unreadable(file):
     file.unlink()
     file.symlink_to(file)  # ELOOP: as of any file that is there and cannot be read
 
 
-@pytest.mark.parametrize("lose", [damage_by_removing, unreadable])
+@pytest.mark.parametrize("lose", [os.unlink, unreadable])
 @pytest.mark.parametrize("pool", ["host", "device"])
 def test_weights_that_are_not_there_may_come_back(breakable, breakable_line, lose, pool):
     file = breakable_line.file_of("own-1")
@@ -232,11 +220,8 @@ def pack_again(line):
         return pack_line(experts, lambda _: {Precision.FP32}, store)
 
 
-def test_a_copy_that_nobody_packed_fails_for_good(yard):
+def test_a_load_of_what_is_there_already_fails_and_of_what_nobody_packed_for_good(yard):
     assert yard.answer_to("unknown").permanent
-
-
-def test_a_load_of_what_is_there_already_fails_and_harms_nothing(yard, line):
     yard.load("own-0")
     assert not yard.answer_to("own-0").permanent
     yard.evict("own-0")
@@ -252,8 +237,6 @@ def test_a_full_device_is_no_fault_of_the_weights(yard_of, line):
 
 
 class FailingMemory(EmulatedMemory):
-    """A device whose copies fail."""
-
     def __init__(self, error):
         super().__init__(ROOMY)
         self.error = error

@@ -39,14 +39,10 @@ def import_deepspeed(*arguments, **named):
 
 
 class ModelType(enum.Enum):
-    """What a trainer keeps in its arguments, and nobody else has."""
-
     ENCODER = 1
 
 
 class Malicious:
-    """Runs a command when it is unpickled."""
-
     def __init__(self, command):
         self.command = command
 
@@ -55,7 +51,6 @@ class Malicious:
 
 
 def arguments(**changes):
-    """As Megatron keeps them."""
     values = {
         "num_layers": len(EXPERTS), "hidden_size": HIDDEN, "num_attention_heads": HEADS, "topk": 1,
         "layernorm_epsilon": 1e-5, "bias_gelu_fusion": True, "params_dtype": torch.float32,
@@ -110,9 +105,7 @@ class Gpt:
 
 def fused_by(version, by_kind):
     """Queries, keys and values, (kind, head, ...), in the order of a checkpoint version."""
-    return {0: by_kind, 1: by_kind.movedim(0, 2), 2: by_kind.movedim(0, 1), 3: by_kind.movedim(0, 1)}[
-        int(version)
-    ].flatten(0, 2)
+    return by_kind.movedim(0, {0: 0, 1: 2, 2: 1, 3: 1}[int(version)]).flatten(0, 2)
 
 
 def nested(tensors):

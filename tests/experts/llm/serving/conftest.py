@@ -14,12 +14,10 @@ VOCABULARY = 250
 
 
 class Notes:
-    """A writer that remembers; it may say that the text is over, or fail."""
+    """A writer that remembers. ``act``: called with the count of tokens; the text is over where it says so."""
 
-    def __init__(self, stop_after=None, fails_after=None):
-        self.sampled = []
-        self._stop_after = stop_after
-        self._fails_after = fails_after
+    def __init__(self, act=lambda count: False):
+        self.sampled, self._act = [], act
 
     @property
     def tokens(self):
@@ -27,14 +25,10 @@ class Notes:
 
     def write(self, sampled):
         self.sampled.append(sampled)
-        if self._fails_after == len(self.sampled):
-            raise BrokenPipeError("nobody reads")
-        return self._stop_after == len(self.sampled)
+        return bool(self._act(len(self.sampled)))
 
 
 class VirtualClock:
-    """Time that passes only where it is told to."""
-
     def __init__(self):
         self.now_s = 100.0
 
@@ -60,13 +54,9 @@ class CountingModel:
     device = torch.device("cpu")
 
     def __init__(self, clock=None, base_s=0.0, token_s=0.0, step=1, broken_after=None):
-        self.batches = []
-        self._clock = clock
-        self._base_s = base_s
-        self._token_s = token_s
-        self._step = step
+        self.batches, self.raises = [], None
+        self._clock, self._base_s, self._token_s, self._step = clock, base_s, token_s, step
         self._broken_after = broken_after  # this token
-        self.raises = None
 
     @property
     def parts(self):
@@ -115,10 +105,7 @@ class Desk:
         self.model = model or CountingModel(self.clock, **costs)
         self.arena = arena or ExtentArena(4 * 2**20)
         self.engine = LlmEngine(self.arena, limits or IterationLimits(), self.clock)
-        self.notes = {}
-        self.turns = {}
-        self.finished = {}
-        self.quanta = []
+        self.notes, self.turns, self.finished = {}, {}, {}
 
     def ask(self, request, prompt, new=5, *, model=None, expert="counting", notes=None, deadline_s=None, weights=None,
             sampling=GREEDY, **options):  # fmt: skip
@@ -131,7 +118,6 @@ class Desk:
     def quantum(self, quantum_s=1.0, *requests):
         chosen = [self.turns[request] for request in requests or self.turns]
         quantum = self.engine.run(chosen, quantum_s)
-        self.quanta.append(quantum)
         self.finished.update(quantum.finished)
         for request, _ in quantum.finished:
             del self.turns[request]

@@ -18,6 +18,8 @@ from tests.experts.llm.oracle import reference_attention
 BUDGET_BYTES = 2**20
 SMALL = KvLayout(layers=2, kv_heads=2, head_size=16, positions=512, dtype=torch.float32)
 OTHER = KvLayout(layers=1, kv_heads=1, head_size=80, positions=300, dtype=torch.bfloat16)
+WIDE = replace(SMALL, positions=10**6)
+WHOLE = BUDGET_BYTES // WIDE.token_bytes  # tokens that fill an arena
 LAYOUTS = (SMALL, OTHER)
 HEADS = 4
 
@@ -78,14 +80,21 @@ class Texts:
         expected = reference_attention(queries, *whole, batch.rows)
         torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
+    def keep(self, layout, tokens, weights="w", *, most=None, **options):
+        """A text that was read and is over; the keys and values of its prefix."""
+        self.begin(1, layout, most or tokens)
+        self.read({1: tokens})
+        return self.end(1, prefix_of(tokens, weights), **options)
+
     def end(self, request, prefix=None, **options):
         self.arena.release(request, prefix, **options)
         self.layouts.pop(request, None)
         return self.given.pop(request, None)
 
 
-def taken_bytes(arena):
-    return arena.promised_bytes + arena.cached_bytes + arena.idle_bytes
+@pytest.fixture
+def texts(arena):
+    return Texts(arena)
 
 
 def prefix_of(tokens, weights="w"):
@@ -134,16 +143,14 @@ def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed
                 tokens = (-ended, *range(texts.length(request) - 1)) if request in promised else ()
                 texts.end(request, Prefix("w", tokens) if how == "keep" else None, is_sound=how != "wipe")
                 promised.pop(request, None)
-        assert taken_bytes(arena) <= arena.budget_bytes <= 150_000
+        taken_bytes = arena.promised_bytes + arena.cached_bytes + arena.idle_bytes
+        assert taken_bytes <= arena.budget_bytes <= 150_000
         assert arena.promised_bytes <= sum(promised.values())
 
 
 class TestPrefixes:
-    def test_two_requests_go_on_from_it_apart(self, arena):
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 200)
-        texts.read({1: 128})
-        read = texts.end(1, prefix_of(128))
+    def test_two_requests_go_on_from_it_apart(self, texts):
+        read = texts.keep(SMALL, 128)
         for request in (2, 3):
             assert texts.begin(request, SMALL, 300, prefix_of(128), like=read) == 128
         texts.read({2: 1, 3: 30})
@@ -151,63 +158,40 @@ class TestPrefixes:
         texts.end(2, prefix_of(128))
         texts.read({3: 1})
 
-    def test_other_weights_and_other_layouts_share_nothing(self, arena):
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 200)
-        texts.read({1: 128})
-        texts.end(1, prefix_of(128))
+    def test_other_weights_and_other_layouts_share_nothing(self, texts):
+        texts.keep(SMALL, 128)
         assert texts.begin(2, SMALL, 200, prefix_of(128, "others")) == 0
         assert texts.begin(3, replace(SMALL, layers=3), 200, prefix_of(128)) == 0
 
-    def test_it_goes_when_a_request_needs_its_room(self, arena):
-        texts = Texts(arena)
-        wide = replace(SMALL, positions=10**6)
-        texts.begin(1, wide, 512)
-        texts.read({1: 512})
-        texts.end(1, prefix_of(512))
+    def test_it_goes_when_a_request_needs_its_room(self, arena, texts):
+        texts.keep(WIDE, 512)
         assert arena.cached_bytes > 0
-        whole = arena.budget_bytes // wide.token_bytes
-        assert texts.begin(2, wide, whole) == 0
+        assert texts.begin(2, WIDE, WHOLE) == 0
         assert arena.cached_bytes == 0
         with pytest.raises(MemoryExceeded):
-            texts.begin(3, wide, 1)
+            texts.begin(3, WIDE, 1)
 
-    def test_one_is_used_though_there_is_no_room_for_it_and_the_request(self, arena):
-        texts = Texts(arena)
-        wide = replace(SMALL, positions=10**6)
-        whole = arena.budget_bytes // wide.token_bytes
-        texts.begin(1, wide, whole)
-        texts.read({1: 256})
-        read = texts.end(1, prefix_of(256))
-        held = texts.begin(2, wide, whole, prefix_of(300), like=read)
-        assert held == 256
+    def test_one_is_used_though_there_is_no_room_for_it_and_the_request(self, texts):
+        read = texts.keep(WIDE, 256, most=WHOLE)
+        assert texts.begin(2, WIDE, WHOLE, prefix_of(300), like=read) == 256
         texts.read({2: 3})
 
-    def test_the_one_not_used_for_longest_goes_first(self, arena):
-        texts = Texts(arena)
-        wide = replace(SMALL, positions=10**6)
-        read = {}
-        for weights in ("old", "used", "young"):
-            texts.begin(1, wide, 128)
-            texts.read({1: 128})
-            read[weights] = texts.end(1, prefix_of(128, weights))
-        texts.begin(2, wide, 200, prefix_of(128, "used"), like=read["used"])
+    def test_the_one_not_used_for_longest_goes_first(self, texts):
+        read = {weights: texts.keep(WIDE, 128, weights) for weights in ("old", "used", "young")}
+        texts.begin(2, WIDE, 200, prefix_of(128, "used"), like=read["used"])
         texts.end(2)
-        texts.begin(3, wide, arena.budget_bytes // wide.token_bytes - 256)
+        texts.begin(3, WIDE, WHOLE - 256)
         texts.end(3)
         held = {}
         for weights in read:
-            held[weights] = texts.begin(4, wide, 200, prefix_of(128, weights), like=read[weights])
+            held[weights] = texts.begin(4, WIDE, 200, prefix_of(128, weights), like=read[weights])
             texts.end(4)
         assert held == {"old": 0, "used": 128, "young": 128}
 
     @pytest.mark.parametrize(("is_wanted", "is_sound"), [(False, True), (True, False)])
     def test_none_is_kept_that_is_not_wanted_or_not_sound(self, is_wanted, is_sound):
         arena = ExtentArena(BUDGET_BYTES, keeps_prefixes=is_wanted)
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 200)
-        texts.read({1: 128})
-        texts.end(1, prefix_of(128), is_sound=is_sound)
+        Texts(arena).keep(SMALL, 128, is_sound=is_sound)
         assert arena.cached_bytes == 0
 
 
@@ -218,8 +202,7 @@ def read_nan(arena, request, first, count):
         key_values.append(layer, nan, nan)
 
 
-def test_numbers_that_are_none_do_not_outlive_their_request(arena):
-    texts = Texts(arena)
+def test_numbers_that_are_none_do_not_outlive_their_request(arena, texts):
     texts.begin(1, SMALL, 200)
     read_nan(arena, 1, 0, 150)
     arena.release(1, is_sound=False)
@@ -229,8 +212,7 @@ def test_numbers_that_are_none_do_not_outlive_their_request(arena):
     texts.read({2: 1, 3: 1})
 
 
-def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena):
-    texts = Texts(arena)
+def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena, texts):
     for request in (1, 2, 3):
         texts.begin(request, SMALL, 64)
         texts.read({request: 20 * request})
@@ -238,16 +220,15 @@ def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena):
     texts.read({1: 1, 3: 1})
 
 
-class TestWhatIsRefused:
-    @pytest.mark.parametrize(
-        ("chunk", "told"),
-        [(Chunk(1, 3, [0]), "holds 0 tokens, a row begins at 3"), (Chunk(1, 0, [0] * 400), "was promised"),
-         (Chunk(7, 0, [0]), "request 7 has not begun")],
-    )  # fmt: skip
-    def test_rows_beyond_what_was_promised(self, arena, chunk, told):
-        arena.begin(1, SMALL, 100)
-        with pytest.raises(ValueError, match=told):
-            arena.key_values(SMALL).reserve(TokenBatch.of([chunk]))
+@pytest.mark.parametrize(
+    ("chunk", "told"),
+    [(Chunk(1, 3, [0]), "holds 0 tokens, a row begins at 3"), (Chunk(1, 0, [0] * 400), "was promised"),
+     (Chunk(7, 0, [0]), "request 7 has not begun")],
+)  # fmt: skip
+def test_rows_beyond_what_was_promised_are_refused(arena, chunk, told):
+    arena.begin(1, SMALL, 100)
+    with pytest.raises(ValueError, match=told):
+        arena.key_values(SMALL).reserve(TokenBatch.of([chunk]))
 
 
 def test_more_requests_than_a_slab_has_extents():

@@ -1,6 +1,7 @@
 """Texts through the engine, under virtual time, with a model that counts: who runs when, and what comes of each."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,27 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.expert import Prediction
-from experts.llm.serving.engine import Left, LlmEngine
+from experts.llm.serving.engine import Left
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, Generation, RefusedText, Sampling, TextRequest
+from experts.llm.serving.generation import GREEDY, RefusedText, Sampling
 from experts.llm.serving.iteration import IterationLimits
-from experts.llm.serving.texts import Turn
 from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes
 
 CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 
 
-class Acts(Notes):
-    """Calls ``act`` at its second token."""
+def at_second(act):
+    return Notes(lambda count: count == 2 and act())
 
-    def __init__(self, act):
-        super().__init__()
-        self._act = act
 
-    def write(self, sampled):
-        if len(self.sampled) == 1:
-            self._act()
-        return super().write(sampled)
+def fail():
+    raise BrokenPipeError("nobody reads")
 
 
 def counted(prompt, new):
@@ -84,7 +79,7 @@ class TestEndings:
         [
             ({"new": 2}, [4, 5], "length"),
             ({"new": 9, "stop_tokens": frozenset({6})}, [4, 5], "stop"),  # which is not written
-            ({"new": 9, "notes": Notes(stop_after=3)}, [4, 5, 6], "stop"),
+            ({"new": 9, "notes": Notes(lambda count: count == 3)}, [4, 5, 6], "stop"),
         ],
     )
     def test_by_its_length_a_stop_token_or_its_writer(self, desk, options, tokens, ending):
@@ -107,7 +102,7 @@ class TestForgetting:
             leaving.start()
             leaving.join()
 
-        desk.ask(1, [3], 9, notes=Acts(leave)).ask(2, [3], 4).finish()
+        desk.ask(1, [3], 9, notes=at_second(leave)).ask(2, [3], 4).finish()
         assert desk.notes[1].tokens == [4, 5]
         assert isinstance(desk.finished[1], RefusedText)
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
@@ -128,7 +123,7 @@ class TestForgetting:
 
 class TestPreempting:
     def test_a_quantum_ends_after_the_iteration_in_which_somebody_comes(self, desk):
-        desk.ask(1, [3], 9, notes=Acts(desk.engine.hurry))
+        desk.ask(1, [3], 9, notes=at_second(desk.engine.hurry))
         desk.quantum()
         assert desk.notes[1].tokens == [4, 5]
         desk.quantum()  # and no other one
@@ -143,7 +138,7 @@ class TestPreempting:
         assert len(quantum.unfinished) == left
 
     def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
-        desk.ask(1, [3], 4, notes=Acts(lambda: desk.engine.preempt(1)))
+        desk.ask(1, [3], 4, notes=at_second(lambda: desk.engine.preempt(1)))
         assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
@@ -173,7 +168,7 @@ class TestWhatIsWrong:
         assert desk.notes[2].tokens == [4, 5]
 
     def test_so_is_a_writer_that_fails(self, desk):
-        desk.ask(1, [3], 9, notes=Notes(fails_after=2)).ask(2, [3], 4).finish()
+        desk.ask(1, [3], 9, notes=at_second(fail)).ask(2, [3], 4).finish()
         assert desk.finished[1] == RefusedText("its reader failed: BrokenPipeError: nobody reads")
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
@@ -189,7 +184,7 @@ class TestWhatIsWrong:
         desk = Desk(limits=IterationLimits(rows=2))  # so that the quantum goes on with the third when the first is done
         desk.ask(1, [3], 2).ask(2, [20], 6)
         desk.quantum(0)
-        desk.ask(3, [30], 4, notes=Acts(lambda: setattr(desk.model, "raises", RuntimeError("no memory"))))
+        desk.ask(3, [30], 4, notes=at_second(lambda: setattr(desk.model, "raises", RuntimeError("no memory"))))
         with pytest.raises(RuntimeError, match="no memory"):
             desk.quantum()
         desk.model.raises = None
@@ -218,18 +213,15 @@ class TestRouters:
         assert desk.arena.promised_bytes == 0
 
 
-class TestExpectations:
-    def test_time_in_tensors_is_told_apart(self):
-        desk = Desk(base_s=0.5)
+def test_time_in_tensors_is_told_apart():
+    desk = Desk(base_s=0.5)
 
-        class Slow(Notes):
-            def write(self, sampled):
-                desk.clock.now_s += 0.25
-                return super().write(sampled)
+    def take_long(_):
+        desk.clock.now_s += 0.25
 
-        desk.ask(1, [3], 4, notes=Slow()).finish()
-        told = desk.engine.statistics()
-        assert (told.tensor_s, told.busy_s, told.overhead_s, told.iterations) == (2.0, 3.0, 0.25, 4)
+    desk.ask(1, [3], 4, notes=Notes(take_long)).finish()
+    told = desk.engine.statistics()
+    assert (told.tensor_s, told.busy_s, told.overhead_s, told.iterations) == (2.0, 3.0, 0.25, 4)
 
 
 TEXTS = st.lists(
@@ -263,25 +255,15 @@ def test_whatever_is_done_to_texts_each_is_what_it_is_alone(texts, deeds, rows, 
 
 
 def test_engines_of_one_arena_run_beside_one_another():
-    arena, model = ExtentArena(16 * 2**20), CountingModel()
-    done = {}
+    arena, model, done = ExtentArena(16 * 2**20), CountingModel(), {}
 
     def serve(first):
-        engine = LlmEngine(arena)
-        notes = {first + n: Notes() for n in range(20)}
-        turns = [
-            Turn(request, "counting", model, TextRequest(Generation((request % 40,), 30, GREEDY), own))
-            for request, own in notes.items()
-        ]
-        while turns:
-            finished = dict(engine.run(turns, 0.001).finished)
-            turns = [turn for turn in turns if turn.request not in finished]
-        done.update({request: own.tokens for request, own in notes.items()})
+        desk = Desk(model, arena)
+        for request in range(first, first + 20):
+            desk.ask(request, [request % 40], 30)
+        done.update(desk.finish())
 
-    threads = [threading.Thread(target=serve, args=(first,)) for first in (0, 100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (done, len(done)) == ({request: counted([request % 40], 30) for request in done}, 40)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(serve, (0, 100)))
+    assert done == {request: counted([request % 40], 30) for request in (*range(20), *range(100, 120))}
     assert arena.promised_bytes == 0

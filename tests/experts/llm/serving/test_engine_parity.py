@@ -17,8 +17,6 @@ FAMILIES = (
 
 
 class Oracle(Pair):
-    """A pair, with what transformers writes after each prompt."""
-
     def __init__(self, name, directory):
         super().__init__(name, directory)
         self.texts = self.prompts()

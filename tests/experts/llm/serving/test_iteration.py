@@ -1,10 +1,11 @@
-"""Who runs in an iteration, and how long one takes: over numbers alone."""
+"""Who runs in an iteration, how long one takes, and how long texts become: over numbers alone."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, plan
+from experts.llm.serving.output_lengths import REMEMBERED, OutputLengths
 
 ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
 CANDIDATES = ROWS.map(
@@ -75,5 +76,28 @@ class TestTimes:
         times = IterationTimes()
         times.ran(10, 0.11)
         times.ran(60, 0.16)
-        assert times.least_tokens(0.2) == LEAST_CHUNK_TOKENS
-        assert times.least_tokens(0.05) == 100
+        assert (times.least_tokens(0.2), times.least_tokens(0.05)) == (LEAST_CHUNK_TOKENS, 100)
+
+
+def lengths_of(*ended):
+    lengths = OutputLengths()
+    for tokens in ended:
+        lengths.ended("poet", tokens)
+    return lengths
+
+
+def test_the_median_is_expected_of_those_that_an_expert_s_text_may_still_become():
+    lengths = lengths_of(3, 50, 10, 400, 12)
+    assert (lengths.left("poet", 0, 1000), lengths.left("poet", 12, 1000)) == (12, 400 - 12)
+    assert (lengths.left("poet", 20, 45), lengths.left("poet", 500, 10_000)) == (25, 500)
+    assert lengths.left("other", 0, 400) == 100
+
+
+def test_what_is_long_ago_is_forgotten():
+    assert lengths_of(*[900] * REMEMBERED, *[7] * REMEMBERED).left("poet", 7, 1000) == 7
+
+
+@given(st.lists(st.integers(0, 300), max_size=20), st.integers(0, 200), st.integers(1, 300))
+def test_it_is_never_less_than_one_nor_more_than_may_be(ended, written, most):
+    left = lengths_of(*ended).left("poet", written, most)
+    assert 1 <= left <= max(most - written, 1)

@@ -66,8 +66,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
         ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
         assert (left.held, len(writer.tokens)) == (lease, max(lease - len(PROMPT) + 1, 0))
     ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
-    assert prediction.label == "length"
-    assert writer.tokens == greedy(model, [PROMPT], 30)[0][0]
+    assert (prediction.label, writer.tokens) == ("length", greedy(model, [PROMPT], 30)[0][0])
     assert arena.promised_bytes == 0
 
 

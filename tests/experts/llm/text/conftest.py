@@ -48,7 +48,6 @@ def like_sentencepiece():
 
 
 def text_files(tokenizer, *, config=None, settings=None, **files):
-    """A directory's small files by their names."""
     config = {"max_position_embeddings": 64} | (config or {})
     settings = {"eos_token": "<|end|>"} | (settings or {})
     made = {"config.json": json.dumps(config), "tokenizer.json": tokenizer.to_str()}

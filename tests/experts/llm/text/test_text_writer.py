@@ -28,7 +28,6 @@ FEW = st.text("ab ", max_size=20)
 
 
 def written(model, tokens, *, prompt=(), stops=()):
-    """The pieces, and whether a stop string ended them."""
     pieces = []
     writer = TextWriter(model, prompt, stops, pieces.append)
     for token in tokens:
@@ -86,8 +85,7 @@ def test_nothing_of_a_stop_string_is_shown_however_the_text_is_cut(text, stops, 
         if matcher.is_complete:
             break
     shown.append(matcher.rest())
-    assert "".join(shown) == expected(text, stops)
-    assert matcher.is_complete == any(stop in text for stop in stops)
+    assert ("".join(shown), matcher.is_complete) == (expected(text, stops), any(stop in text for stop in stops))
 
 
 def expected(text, stops):

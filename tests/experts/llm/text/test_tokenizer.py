@@ -32,8 +32,7 @@ def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats
     made = model(tokenizer, settings={"chat_template": CHAT})
     assert made.prompt_of("fox")[0] == begin
     chat = made.chat_prompt_of([{"role": "user", "content": "fox"}])
-    assert list(chat).count(begin) == 1
-    assert made.decode(chat) == "fox<|assistant|>"
+    assert (list(chat).count(begin), made.decode(chat)) == (1, "fox<|assistant|>")
 
 
 def test_the_templates_file_stands_before_the_settings_and_default_before_others(byte_level_tokenizer):
@@ -44,16 +43,12 @@ def test_the_templates_file_stands_before_the_settings_and_default_before_others
 
 
 @pytest.mark.parametrize("tokens", [64, 1000])
-def test_a_prompt_leaves_room_for_one_token_at_least(byte_level_tokenizer, tokens):
+def test_a_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tokenizer, tokens):
     made = model(byte_level_tokenizer)
     assert len(made.checked((0,) * 63, "prompt")) == 63
     with pytest.raises(PromptInvalid, match=rf"prompt: has {tokens} tokens.*llm/a is 64") as refused:
         made.checked((0,) * tokens, "prompt")
     assert refused.value.field == "prompt"
-
-
-def test_an_empty_prompt_and_strange_tokens_are_refused(byte_level_tokenizer):
-    made = model(byte_level_tokenizer)
     for prompt, why in [((), "prompt: is empty"), ((made.tokens,), "does not know"), ((-1,), "does not know")]:
         with pytest.raises(PromptInvalid, match=why):
             made.checked(prompt, "prompt")

@@ -115,18 +115,6 @@ def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, pla
         cache.settle()
 
 
-@settings(deadline=None)
-@given(passes)
-def test_a_cache_for_all_loads_each_once(passes):
-    cache = Cache(LAYERS * NUMBERS)
-    for one in passes:
-        for layer, (needed, _) in enumerate(one):
-            cache.run_layer(layer, needed)
-        cache.settle()
-    loaded = [load.moe_expert for load in cache.begun]
-    assert len(loaded) == len(set(loaded))
-
-
 def test_usage_probabilities_say_who_goes_before_anything_was_seen():
     cache = Cache(2, prior={MoeExpert(0, 0): 0.9, MoeExpert(0, 1): 0.1, MoeExpert(0, 2): 0.5, MoeExpert(0, 3): 0.0})
     cache.run_layer(0, [0, 1])
