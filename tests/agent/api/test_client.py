@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from agent.api.client import Access, AgentClient
+from agent.api.client import AgentClient
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -65,12 +65,3 @@ def test_who_is_no_agent_is_told_from_one():
         with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="no agent"):
             client.status()
         server.stop(0).wait()
-
-
-def test_a_token_is_shown(serve, tmp_path):
-    (tmp_path / "token").write_text("s3cret")
-    tcp = serve(token={"file": tmp_path / "token"}).addresses[1]
-    with AgentClient(tcp, Access(token="s3cret")) as client:
-        assert client.status().line == "test"
-    with AgentClient(tcp) as client, pytest.raises(OrderRefused, match="wants a token"):
-        client.status()

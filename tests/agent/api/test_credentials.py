@@ -149,6 +149,8 @@ class TestTheToken:
         with pytest.raises(grpc.RpcError, match="authorization: Bearer TOKEN") as error:
             ask(tcp)
         assert dict(error.value.trailing_metadata()) == {"coserve-reason": "UNAUTHENTICATED"}
+        with AgentClient(tcp, Access(token="s3cret")) as client:
+            assert client.status().line == "test"
 
     def test_every_service_asks_for_it(self, serve, token):
         with grpc.insecure_channel(serve(token=token).addresses[1]) as channel:

@@ -1,6 +1,7 @@
 """How much is taken at once, and what becomes of the rest; and what is no message at all."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -154,48 +155,44 @@ def test_what_is_no_message_is_told_in_words_of_ours(channel, sent, says):
 
 
 BUSY_PROCESS = """
-import gc, json, re, sys
+import gc, json, sys
 from pathlib import Path
 from agent.api.server import ApiServer
 from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
 gc.disable()  # what is let go by the collector alone is not let go in time
 desk = FakeDesk(**json.loads(sys.argv[2]))
-limits = {"memory": "32MiB", "message": "16MiB"} | json.loads(sys.argv[3])
+limits = {"memory": "32MiB", "message": "16MiB"}
 server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
 server.start()
-def peak_kib():  # not ru_maxrss: that begins with what the parent took
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-before = peak_kib()
 print("serving", flush=True)
 sys.stdin.readline()
-print(peak_kib() - before, flush=True)
 desk.release()
 server.stop(60.0)
 """
 
 
-class Busy:
-    def __init__(self, process, channel):
-        self._process = process
-        self.channel = channel
-        self.agent = inspection_pb2_grpc.InspectionStub(channel)
-
-    def grown_bytes(self):
-        """How much more it has held at a time than at its start. It goes on from there by ending what it holds."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline()) * 1024
-
-
 @contextmanager
-def busy_process(folder, limits=None, **desk):
-    command = [sys.executable, "-c", BUSY_PROCESS, str(folder), json.dumps(desk), json.dumps(limits or {})]
+def busy_process(folder, **desk):
+    """A channel to a server in a process of its own, and its growth: how much more it has held at a time than at its
+    start. Once that was asked, the server ends what it holds."""
+
+    def peak_bytes():  # not ru_maxrss: that begins with what the parent took
+        return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) * 1024
+
+    def grown_bytes():
+        grown = peak_bytes() - before
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return grown
+
+    command = [sys.executable, "-c", BUSY_PROCESS, str(folder), json.dumps(desk)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "serving\n"
+            before = peak_bytes()
             with grpc.insecure_channel(f"unix:{folder}/a.sock") as channel:
-                yield Busy(process, channel)
+                yield channel, grown_bytes
         finally:
             process.kill()
 
@@ -203,10 +200,11 @@ def busy_process(folder, limits=None, **desk):
 def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
     """AC18: 480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
-    with busy_process(tmp_path, most=2, holds=True) as busy:
-        calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
+    with busy_process(tmp_path, most=2, holds=True) as (channel, grown_bytes):
+        inspect = inspection_pb2_grpc.InspectionStub(channel).Inspect
+        calls = [inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
         until(lambda: sum(not call.done() for call in calls) == 2)
-        assert busy.grown_bytes() < 200 * MEBIBYTE
+        assert grown_bytes() < 200 * MEBIBYTE
         assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
 
 
@@ -215,14 +213,15 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
 def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
     """AC18: 240 MB are under way; what is left of their messages would be as much again."""
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor", is_question=True)
-    with busy_process(tmp_path, holds=True) as busy:
+    with busy_process(tmp_path, holds=True) as (channel, grown_bytes):
+        agent = inspection_pb2_grpc.InspectionStub(channel)
         if is_stream:
             orders = (pb.StreamOrder(id=str(number), order=request) for number in range(30))
-            answers = busy.agent.InspectStream(orders, timeout=DEADLINE_S)
+            answers = agent.InspectStream(orders, timeout=DEADLINE_S)
         else:
-            calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
-        until(lambda: busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
-        assert busy.grown_bytes() < 400_000_000
+            calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
+        until(lambda: agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
+        assert grown_bytes() < 400_000_000
         ends = (next(answers) for _ in range(30)) if is_stream else (call.result(DEADLINE_S) for call in calls)
         assert len(list(ends)) == 30
 
@@ -291,11 +290,11 @@ def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_eac
 def test_a_message_of_millions_of_fields_is_refused_before_it_is_parsed(tmp_path):
     """AC18: eight million empty inputs are sixteen megabytes on the wire, and were eight hundred in memory."""
     empty = b"\x2a\x00" * 8_000_000
-    with busy_process(tmp_path) as busy:
-        infer = busy.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    with busy_process(tmp_path) as (channel, grown_bytes):
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         told = refused(infer, empty, timeout=DEADLINE_S)
         assert (told.code(), metadata(told)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
-        assert busy.grown_bytes() < 150 * MEBIBYTE
+        assert grown_bytes() < 150 * MEBIBYTE
 
 
 def test_a_name_that_is_none_is_cut_where_it_is_told_again(channel, agent):

@@ -1,6 +1,7 @@
 """Where it answers, how it starts and stops, and what it tells of itself."""
 
 import signal
+import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,8 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
     assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
     first.kill()
     assert (tmp_path / "a.sock").is_socket()
+    with socket.socket(socket.AF_UNIX) as draft:
+        draft.bind(str(tmp_path / "a.sock~"))  # as by one that was killed while it opened its own
     second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
     second.start()
     assert status_at(second.addresses[0]).line == "test"

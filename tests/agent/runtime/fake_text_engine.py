@@ -27,7 +27,7 @@ class FakeTextEngine:
         self.lacking = ()  # whom it tells to have found no room for
         self.gate = None
         self.entered = threading.Semaphore(0)
-        self.read = self.written = self.hurried = 0
+        self.read = self.written = 0
         self.leases = []  # of each turn
         self.lengths = None  # by which it tells what is left; None: as much as may be written
 
@@ -58,7 +58,7 @@ class FakeTextEngine:
         self.held.pop(request, None)
 
     def hurry(self):
-        self.hurried += 1
+        self.log.append(("hurry",))
 
     def statistics(self):
         return TextEngineStatistics(read_tokens=self.read, written_tokens=self.written)
@@ -89,10 +89,9 @@ class FakeTextEngine:
         return None
 
     def _left(self, turn):
-        generation = turn.text.generation
-        there = len(generation.prompt) + len(self.texts[turn.request][1])
-        held, output = self.held[turn.request], generation.most_tokens - there
+        generation, written = turn.text.generation, len(self.texts[turn.request][1])
+        there, held = len(generation.prompt) + written, self.held[turn.request]
+        output = generation.most_tokens - there
         if self.lengths is not None:
-            written = there - len(generation.prompt)
             output = self.lengths.left(turn.expert, written, generation.most_new_tokens)
         return Left(there - held, output, generation.most_tokens, held)

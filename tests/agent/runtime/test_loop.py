@@ -72,30 +72,18 @@ def expected_of(line, component, image):
     return Verdict.OK, line.predict("wide", image).label
 
 
-def run_mixed_requests(agent, count=60):
-    random = np.random.default_rng(1)
-    components = sorted(agent.graph().routes)
-    asked = {}
-    for number in range(count):
-        component = components[random.integers(len(components))]
-        image = agent.line.pixels(number % 12)
-        asked[agent.loop.submit(image, component=component)] = (component, image)
-    agent.settle()
-    return asked
-
-
-def assert_verdicts(agent, asked):
-    assert agent.outcomes.keys() == asked.keys()
-    for request, (component, image) in asked.items():
-        outcome = agent.outcomes[request]
-        assert (outcome.verdict, outcome.label) == expected_of(agent.line, component, image)
-
-
 @pytest.mark.parametrize(("policy", "executors"), [*((policy, 1) for policy in sorted(PRESETS)), ("coserve", 2)])
 def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy, executors):
+    random, asked = np.random.default_rng(1), {}
     with Agent(line, policy=policy, executors=executors) as agent:
-        assert_verdicts(agent, run_mixed_requests(agent))
+        components = sorted(agent.graph().routes)
+        for number in range(60):
+            component = components[random.integers(len(components))]
+            asked[agent.submit(component, number % 12)] = component, line.pixels(number % 12)
+        agent.settle()
         statistics = agent.loop.statistics()
+    told = {request: (outcome.verdict, outcome.label) for request, outcome in agent.outcomes.items()}
+    assert told == {request: expected_of(line, *each) for request, each in asked.items()}
     assert (statistics.engine.completed, statistics.engine.failed, statistics.requests_in_flight) == (60, 0, 0)
     assert statistics.engine.evictions > 0
     assert (statistics.transfers.loads, statistics.transfers.failed) == (statistics.engine.loads, 0)

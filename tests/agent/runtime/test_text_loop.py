@@ -114,23 +114,17 @@ def test_memory_that_no_copy_of_an_expert_runs_from_is_no_room_for_its_texts(lin
 # -- with an engine that writes without a model --
 
 
-def both_in_a_quantum(agent, fake):
-    """Two texts that have begun, in a quantum that waits to be let through."""
-    asked = [agent.ask("llm/code", count=9)]
-    assert fake.entered.acquire(timeout=PATIENCE_S)
-    asked.append(agent.ask("llm/code", count=9))
-    agent.loop.statistics()  # behind it in the loop's inbox
-    for _ in range(2):
-        fake.gate.release()
-        assert fake.entered.acquire(timeout=PATIENCE_S)
-    return asked
-
-
 @pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
 def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, fake, error):
     fake.gate = threading.Semaphore(0)
     with served(line, fake) as agent:
-        asked = both_in_a_quantum(agent, fake)
+        asked = [agent.ask("llm/code", count=9)]
+        assert fake.entered.acquire(timeout=PATIENCE_S)
+        asked.append(agent.ask("llm/code", count=9))
+        agent.loop.statistics()  # behind it in the loop's inbox
+        for _ in range(2):  # until both have begun, in a quantum that waits to be let through
+            fake.gate.release()
+            assert fake.entered.acquire(timeout=PATIENCE_S)
         numbers = [number for number, _ in asked]
         fake.errors = [error]
         fake.gate.release(1000)

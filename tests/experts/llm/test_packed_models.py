@@ -38,10 +38,6 @@ def packed_in(store, experts, precision=Precision.FP32):
     return {name: forms[precision] for name, forms in report.packed.items()}
 
 
-def stored_bytes(store):
-    return sum(path.stat().st_size for path in (store.directory / "segments").iterdir())
-
-
 def assert_says(model, expert, dtype=torch.float32):
     """Up to the last bits: a kernel may go another way over the same numbers where they begin at another address."""
     expected = load_model(expert.weights, expert.id, dtype)
@@ -97,7 +93,8 @@ def test_two_fine_tunes_of_one_backbone_take_little_more_than_one(model_files, s
         mixed = {name: others[name] if "layers.5.mlp" in name else tensor for name, tensor in backbone.items()}
         experts.append(llm(f"llm/{seed}", model_files.write(values, mixed)))
     packed = packed_in(store, experts, precision)
-    assert stored_bytes(store) < 1.2 * sum(segment.size_bytes for segment in packed["llm/1"].segments)
+    stored_bytes = sum(path.stat().st_size for path in (store.directory / "segments").iterdir())
+    assert stored_bytes < 1.2 * sum(segment.size_bytes for segment in packed["llm/1"].segments)
     assert (packed["llm/1"].shared, packed["llm/1"].layout) == (packed["llm/2"].shared, packed["llm/2"].layout)
     held = {segment.sha256: segment.slot_bytes for each in packed.values() for segment in each.segments}
     assert sum(held.values()) < 1.2 * sum(segment.slot_bytes for segment in packed["llm/1"].segments)

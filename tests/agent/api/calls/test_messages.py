@@ -78,14 +78,11 @@ def test_boards_and_reloads_are_told_field_by_field():
     assert reload_message(ReloadView(True, *map(tuple, lists.values()))) == pb.ReloadReply(is_applied=True, **lists)
 
 
-def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():
+def test_what_has_no_message_of_its_own_is_escaped_or_unknown():
+    assert part_of(pb.Part(verdict=7)).verdict is Verdict.UNKNOWN  # as of a newer agent
     part = VerdictView(subject("B\udcff1.png", ref="\udc80"), Verdict.NG, experts=("\udc81",))
     message = part_message(part)
     assert (message.key, message.ref, message.experts) == ("B\\udcff1.png", "\\udc80", ["\\udc81"])
-
-
-def test_a_verdict_of_a_newer_agent_that_is_not_known_here_is_unknown():
-    assert part_of(pb.Part(verdict=7)).verdict is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """What no well-behaved client sends: the endpoint answers, or closes, and serves the next."""
 
-import http.client
 import json
 import socket
 from contextlib import closing, suppress
 from dataclasses import replace
 
+import httpx2
 import pytest
 
 from agent.api.openai.endpoint import TERMS
@@ -16,11 +16,9 @@ JSON = {"Content-Type": "application/json"}
 
 
 def asked(address, path="/v1/chat/completions", body=None, method="POST", headers=JSON):
-    host, _, port = address.rpartition(":")
-    with closing(http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)) as caller:
-        caller.request(method, path, json.dumps(CHAT) if body is None else body, headers)
-        answer = caller.getresponse()
-        return answer.status, answer.headers, json.loads(answer.read())
+    content = json.dumps(CHAT) if body is None else body
+    answer = httpx2.request(method, f"http://{address}{path}", content=content, headers=headers, timeout=DEADLINE_S)
+    return answer.status_code, answer.json()
 
 
 def connected(address):
@@ -57,7 +55,7 @@ def address(serve_texts):
     ],
 )  # fmt: skip
 def test_a_body_that_is_none_is_refused(address, desk, body, why):
-    status, _, values = asked(address, body=body)
+    status, values = asked(address, body=body)
     assert (status, values["error"]["type"], desk.text_orders) == (400, "invalid_request_error", [])
     assert why in values["error"]["message"]
 
@@ -90,13 +88,13 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
     ],
 )
 def test_what_is_not_served_is_told_as_an_error(address, desk, path, method, headers, status, code):
-    found, _, values = asked(address, path, method=method, headers=headers)
+    found, values = asked(address, path, method=method, headers=headers)
     assert (found, values["error"]["code"], desk.text_orders) == (status, code, [])
 
 
 def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(address, desk, caplog):
     desk.text_models = lambda: 1 / 0
-    status, _, values = asked(address, "/v1/models", method="GET")
+    status, values = asked(address, "/v1/models", method="GET")
     assert (status, values["error"]["type"]) == (500, "server_error")
     assert asked(address)[0] == 200
     assert [record.message for record in caplog.records] == ["http_request_failed path=/v1/models"]

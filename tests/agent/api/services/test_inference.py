@@ -162,16 +162,13 @@ def test_statistics_grow_with_what_is_asked(local, desk):
     assert ({each.name: each.inference_count for each in everything}["capacitor"], len(everything)) == (0, 6)
 
 
-def test_the_configuration_is_what_a_measuring_client_asks_for(local):
+def test_the_repository_is_listed_loaded_and_unloaded_and_models_have_a_configuration(local, desk):
     config = local.get_model_config("resistor").config
     assert (config.name, config.max_batch_size, config.input[0].name) == ("resistor", 0, "IMAGE")
     assert [tensor.optional for tensor in config.input] == [False, True, True]
     assert config.input[0].data_type == 13  # TYPE_STRING
-    assert config.parameters["experts"].string_value == "cls/resistor, det/alignment"
-    assert config.parameters["input_px"].string_value == "8 x 8"
-
-
-def test_the_repository_is_listed_loaded_and_unloaded(local, desk):
+    parameters = {name: config.parameters[name].string_value for name in ("experts", "input_px")}
+    assert parameters == {"experts": "cls/resistor, det/alignment", "input_px": "8 x 8"}
     models = {model.name: (model.state, model.reason) for model in local.get_model_repository_index().models}
     assert (models["resistor"], models["expert:det/alignment"]) == (("READY", ""), ("UNAVAILABLE", "quarantined"))
     assert len(models) == 6

@@ -21,7 +21,7 @@ from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
 from experts.images import TAG, decode_image
-from tests.agent.runtime.native_threads import scheduling_class
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 LAST = ("last awaited", "last ahead")
@@ -35,11 +35,14 @@ SMALL, ALIKE, OTHER = expert("cls/a", 32), expert("cls/b", 32), expert("cls/c", 
 DETECTOR = expert("det/a", 64, "yolov8n")
 
 
-def encoded(height, width, seed=0):
+def encoded(pixels, form, **options):
     file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "png")
-    return EncodedImage(file.getvalue(), f"{seed}.png", 1_000_000)
+    Image.fromarray(pixels).save(file, form, **options)
+    return EncodedImage(file.getvalue(), f"it.{form}", 10_000_000)
+
+
+def png(height, width, seed=0):
+    return encoded(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8), "png")
 
 
 def bytes_of(*experts):
@@ -53,27 +56,18 @@ class Workplace:
     """A preparation whose decodings are counted, and may be held up."""
 
     def __init__(self, monkeypatch):
-        self.decoded = []
-        self.classes = {}  # of the threads that decoded, as the system schedules them
+        self.begun, self.decoded = [], []
         self.may_decode = threading.Event()
         self.may_decode.set()
-        self.is_decoding = threading.Event()
-        self.is_four_begun = threading.Event()
-        self.is_last = threading.Event()
         monkeypatch.setattr(agent.runtime.images.preparation, "LEAST_THREADS", 1)
         self.preparation = Preparation(1)
         monkeypatch.setattr(agent.runtime.images.preparation, "decoded", self._decode)
 
     def _decode(self, source, name, *limits):
-        if name in LAST:
-            self.is_last.set()
-            return decoded(source, name, *limits)
-        self.is_decoding.set()
-        if name == "4":
-            self.is_four_begun.set()
-        assert self.may_decode.wait(PATIENCE_S)
-        self.decoded.append(name)
-        self.classes[name] = scheduling_class()
+        self.begun.append(name)
+        if name not in LAST:
+            assert self.may_decode.wait(PATIENCE_S)
+            self.decoded.append(name)
         return decoded(source, name, *limits)
 
     def prepare(self, request, source, expert, *later, due_s=0.0):
@@ -106,9 +100,9 @@ class Workplace:
         self._settle_ahead(LARGE, LAST[1])
 
     def _settle_ahead(self, image, name):
-        self.is_last.clear()
+        before = self.begun.count(name)
         self.preparation.prepare(-1, image, name, Order(SMALL, due_s=math.inf))
-        assert self.is_last.wait(PATIENCE_S)
+        until(lambda: self.begun.count(name) > before)
         self.preparation.forget(-1)
 
 
@@ -129,7 +123,7 @@ def assert_prepared(prepared, source, expert):
 @pytest.mark.parametrize("later", [(OTHER,), (DETECTOR,), (ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
 @pytest.mark.parametrize("side", [20, 90, 130, 800])  # pixels that would fit beside nothing, beside one form, and not
 def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_engine_counts(workplace, later, side):
-    image = encoded(side, side)
+    image = png(side, side)
     workplace.prepare(1, image, SMALL, *later)
     assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
     workplace.settle()
@@ -145,7 +139,7 @@ def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_eng
 
 
 def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(workplace):
-    image, entered, is_late, may_go_on = encoded(400, 400), [], threading.Event(), threading.Event()
+    image, entered, is_late, may_go_on = png(400, 400), [], threading.Event(), threading.Event()
 
     @contextmanager
     def preparing(request):
@@ -168,15 +162,15 @@ def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(wor
 
 def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workplace):
     workplace.may_decode.clear()
-    images = {number: encoded(20, 20, number) for number in range(1, 5)}
+    images = {number: png(20, 20, number) for number in range(1, 5)}
     for number, image in images.items():
         workplace.prepare(number, image, SMALL, due_s=float(number))
-        assert workplace.is_decoding.wait(PATIENCE_S)
+        until(lambda: workplace.begun)
     workplace.preparation.forget(2)
     taken = workplace.preparation.take(4, images[4], "4", SMALL)
     workplace.preparation.hurry(4)
     workplace.preparation.hurry(5)  # of nobody
-    assert workplace.is_four_begun.wait(PATIENCE_S)
+    until(lambda: "4" in workplace.begun)
     workplace.may_decode.set()
     taken.future.result(PATIENCE_S)
     workplace.settle()
@@ -185,7 +179,7 @@ def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workpl
 
 
 def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace):
-    crop, photograph = encoded(20, 20), encoded(400, 400)
+    crop, photograph = png(20, 20), png(400, 400)
     with workplace.preparation.computing(1):
         workplace.prepare(1, crop, SMALL, due_s=1.0)
         workplace.prepare(2, photograph, SMALL, due_s=2.0)
@@ -203,7 +197,7 @@ def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace)
 
 
 def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
-    image, real = encoded(20, 20), agent.runtime.images.preparation.decoded
+    image, real = png(20, 20), agent.runtime.images.preparation.decoded
     is_short = iter([True, False])
 
     def decode(*given):
@@ -236,21 +230,15 @@ def test_experts_of_one_kind_run_alike():
     assert program == "onnx 64x64 imagenet program=0123456789ab"
 
 
-def turned_jpeg(height, width, orientation):
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[TAG] = orientation
-    pixels = np.zeros((height, width, 3), np.uint8)
-    pixels[: height // 2, : width // 4] = 255
-    Image.fromarray(pixels).save(file, "jpeg", exif=exif, quality=95)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("wanted", Orientation)
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("least", [None, (64, 64)])
 def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, orientation, least):
     """The white part of an image, found in the pixels of a detector."""
-    content = turned_jpeg(240, 480, orientation)
+    exif, pixels = Image.Exif(), np.zeros((240, 480, 3), np.uint8)
+    exif[TAG] = orientation
+    pixels[:120, :120] = 255
+    content = encoded(pixels, "jpeg", exif=exif, quality=95).content
     expert_of_it = expert("det/a", 96, "yolov8n", orientation=wanted)
     prepared = prepare(expert_of_it, decode_image(content, "it", least=least))
     rows, columns = np.nonzero(prepared.tensor.numpy().min(axis=0) > 0.7)
@@ -279,20 +267,18 @@ def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
         yield
 
     with workplace.preparation.computing(1):
-        workplace.prepare(7, encoded(20, 20), SMALL, due_s=1.0)
-        taken = workplace.preparation.take(7, encoded(20, 20), "7", SMALL)
+        workplace.prepare(7, png(20, 20), SMALL, due_s=1.0)
+        taken = workplace.preparation.take(7, png(20, 20), "7", SMALL)
         workplace.preparation.watch = preparing
         taken.begin()
     assert isinstance(taken.future.result(PATIENCE_S), Prepared)
     assert told == []
 
 
-def photograph(height=900, width=1200, quality=92):
+def photograph(height=900, width=1200):
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([(y // 5) % 256, (x // 7) % 256, (x + y) // 9 % 256], axis=2).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "jpeg", quality=quality)
-    return EncodedImage(file.getvalue(), "photograph.jpg", 10_000_000)
+    return encoded(pixels, "jpeg", quality=92)
 
 
 class TestSmaller:

@@ -1,5 +1,6 @@
 """Language models larger than their memory, in the agent's own slots: the same tokens, and no byte uncounted."""
 
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -47,19 +48,15 @@ def write_model(folder, family, seed):
 class Yard:
     """One memory with transfers into it; copies that hold ``places`` moe_experts at a time, or so many by expert."""
 
-    def __init__(self, packed, places, *, device=None, budget_bytes=ROOMY, rate=None, kept=None):
+    def __init__(self, packed, places, *, device=None, budget_bytes=ROOMY, kept=None):
         self.segments, copies = packed
         wanted = places if isinstance(places, dict) else dict.fromkeys((copy.expert.id for copy in copies), places)
-        self.copies = {
-            copy.expert.id: replace(copy, moe_places=wanted[copy.expert.id])
-            for copy in copies
-            if copy.expert.id in wanted
-        }
-        self.link = PacedLink(rate)
+        held = {copy.expert.id: copy for copy in copies if copy.expert.id in wanted}
+        self.copies = {expert: replace(copy, moe_places=wanted[expert]) for expert, copy in held.items()}
+        self.link = PacedLink(None)
         drive = Drive(self.segments, HostMemory(), self.link)
         self.loads = MoeLoads(drive, kept=kept)
-        memory = HostMemory() if device is None else device
-        self.store = SlotStore(memory, budget_bytes, ("cpu",), SkeletonShelf(self.segments), self.loads)
+        self.store = SlotStore(device or HostMemory(), budget_bytes, ("cpu",), SkeletonShelf(self.segments), self.loads)
         self.answers = SimpleQueue()
         by_name = {copy.name: copy for copy in self.copies.values()}
         self.transfers = Transfers(drive, {"pool": self.store}, by_name, self.answers.put, load_threads(4, 1))
@@ -88,15 +85,8 @@ class Yard:
 
 @pytest.fixture
 def yard(packed, tmp_path):
-    made = []
-
-    def make(places, **options):
-        made.append(Yard(packed, places, kept=tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with ExitStack() as opened:
+        yield lambda places, **options: opened.enter_context(closing(Yard(packed, places, kept=tmp_path, **options)))
 
 
 def expected(yard, expert):

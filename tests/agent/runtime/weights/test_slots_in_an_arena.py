@@ -30,7 +30,6 @@ PATIENCE_S = 30.0
 QUANTA = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 5, "f": 6}  # each fake's own size
 TRUNKED = {"g": 1, "h": 2}  # two that share a trunk beside
 TRUNK_QUANTA = 4
-CAPACITY = 12
 
 
 class Fakes:
@@ -57,9 +56,10 @@ def fakes(tmp_path_factory):
 class Bench:
     """A store over an emulated arena, and what the ledger counts for it."""
 
-    def __init__(self, fakes, capacity=CAPACITY):
+    budget_bytes = 12 * SLOT_QUANTUM_BYTES
+
+    def __init__(self, fakes):
         self.fakes = fakes
-        self.budget_bytes = capacity * SLOT_QUANTUM_BYTES
         self.memory = EmulatedMemory(self.budget_bytes)
         self.store = SlotStore(self.memory, self.budget_bytes, ("cpu",), SkeletonShelf(fakes.segments))
 
@@ -68,20 +68,14 @@ class Bench:
         segments = {s.sha256: s.slot_bytes for each in resident for s in self.fakes.copies[each].packed.segments}
         return sum(segments.values()) <= self.budget_bytes
 
-    def begin(self, name):
+    def load(self, name):
         slot = self.store.reserve(self.fakes.copies[name])
         self.store.materialise(slot)
-        return slot
-
-    def finish(self, slot):
         for segment in slot.copy.packed.segments:
             region = slot.region_of(segment)
             content = np.fromfile(self.fakes.segments.segment_path(segment.sha256), dtype=np.uint8)
             region.tensor("cpu")[: content.size].numpy()[:] = content
         self.store.commit(slot)
-
-    def load(self, name):
-        self.finish(self.begin(name))
 
     def check(self):
         """Everything that is resident runs, over its own bytes."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from queue import SimpleQueue
 
 import pytest
@@ -18,21 +18,21 @@ from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
-from experts.packed.packing import pack_line
 from experts.packed.weights import Segment, SegmentStore
+from tests.experts.conftest import packed_in
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
 
 
 class Yard:
-    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None):
+    def __init__(self, line, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
         self.host = SlotStore(HostMemory(), ROOMY, ("cpu",), self.shelf)
         self.device = SlotStore(device or EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
         self.answers = SimpleQueue()
-        drive = Drive(segments or line.segments, HostMemory(), PacedLink(ssd_bytes_per_s))
+        drive = Drive(line.segments, HostMemory(), PacedLink(ssd_bytes_per_s))
         stores = {"host": self.host, "device": self.device}
         self.transfers = Transfers(drive, stores, line.copies, self.answers.put, load_threads(4, 1))
         self.loads = 0
@@ -73,15 +73,8 @@ class Yard:
 
 @pytest.fixture
 def yard_of():
-    made = []
-
-    def make(line, **options):
-        made.append(Yard(line, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with ExitStack() as opened:
+        yield lambda line, **options: opened.enter_context(closing(Yard(line, **options)))
 
 
 @pytest.fixture
@@ -171,25 +164,22 @@ def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_an
     assert not file.exists()
     assert f"corrupt_file_dropped expert=cls/own-1 file={file}" in caplog.text
     assert "load_failed expert=cls/own-1" in caplog.text
-    assert not pack_again(line).failed
+    with closing(SegmentStore(line.segments.directory)) as store:
+        packed_in(store, [copy.expert for copy in line.copies.values()], Precision.FP32)
     yard.load("own-1", "ssd", pool)
 
 
-class MisreadingStore(SegmentStore):
-    """Finds bytes wrong that lie on the disk as they should."""
+def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(
+    breakable, breakable_line, monkeypatch
+):
+    def misread(store, segment, buffer, expert):
+        raise errors.WeightsCorrupt(expert, f"{store.segment_path(segment.sha256)} does not have the sha256")
 
-    def read(self, segment, buffer, expert):
-        raise errors.WeightsCorrupt(expert, f"{self.segment_path(segment.sha256)} does not have the sha256")
-
-
-def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(yard_of, breakable_line):
-    segments = MisreadingStore(breakable_line.segments.directory)
-    yard = yard_of(breakable_line, segments=segments)
-    answer = yard.answer_to("own-1")
+    monkeypatch.setattr(SegmentStore, "read", misread)
+    answer = breakable.answer_to("own-1")
     assert not answer.permanent
     assert "sound" in answer.reason
     assert breakable_line.file_of("own-1").exists()
-    segments.close()
 
 
 def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable, breakable_line):
@@ -212,12 +202,6 @@ def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable, breakab
     assert answer.permanent
     assert "delete it and start again" in answer.reason
     assert "Read-only file system" in caplog.text
-
-
-def pack_again(line):
-    experts = [copy.expert for copy in line.copies.values()]
-    with closing(SegmentStore(line.segments.directory)) as store:
-        return pack_line(experts, lambda _: {Precision.FP32}, store)
 
 
 def test_a_load_of_what_is_there_already_fails_and_of_what_nobody_packed_for_good(yard):

@@ -60,17 +60,12 @@ def arguments(**changes):
 
 
 NAMES = {  # of a directory, and Megatron's below language_model
-    "model.embed_tokens": "embedding.word_embeddings",
-    "model.embed_positions": "embedding.position_embeddings",
-    "model.norm": "encoder.final_layernorm",
-    "model.layers": "encoder.layers",
-    "self_attn.o_proj": "self_attention.dense",
-    "mlp.residual": "mlp.mlp",
-    "mlp.gate.": "mlp.deepspeed_moe.gate.wg.",
-    "mlp.experts": "mlp.deepspeed_moe.experts.deepspeed_experts",
-    "up_proj": "dense_h_to_4h",
+    "model.embed_tokens": "embedding.word_embeddings", "model.embed_positions": "embedding.position_embeddings",
+    "model.norm": "encoder.final_layernorm", "model.layers": "encoder.layers",
+    "self_attn.o_proj": "self_attention.dense", "mlp.residual": "mlp.mlp", "mlp.gate.": "mlp.deepspeed_moe.gate.wg.",
+    "mlp.experts": "mlp.deepspeed_moe.experts.deepspeed_experts", "up_proj": "dense_h_to_4h",
     "down_proj": "dense_4h_to_h",
-}
+}  # fmt: skip
 
 
 class Gpt:
@@ -89,7 +84,8 @@ class Gpt:
             if ".q_proj" in name:
                 parts = [self.stored[name.replace("q_proj", f"{one}_proj")] for one in "qkv"]
                 fused = name.replace("model", "encoder").replace("self_attn.q_proj", "self_attention.query_key_value")
-                tensors[fused] = fused_by(version, torch.stack(parts).unflatten(1, (HEADS, -1)))
+                by_kind = torch.stack(parts).unflatten(1, (HEADS, -1))  # (kind, head, ...)
+                tensors[fused] = by_kind.movedim(0, {0: 0, 1: 2, 2: 1, 3: 1}[int(version)]).flatten(0, 2)
             elif "k_proj" not in name and "v_proj" not in name:
                 for ours, theirs in NAMES.items():
                     name = name.replace(ours, theirs)
@@ -101,11 +97,6 @@ class Gpt:
         assert read_spec(directory, "imported") == parse_spec(self.values, "imported")
         assert found.keys() == self.stored.keys()
         assert all(torch.equal(found[name], self.stored[name]) for name in found)
-
-
-def fused_by(version, by_kind):
-    """Queries, keys and values, (kind, head, ...), in the order of a checkpoint version."""
-    return by_kind.movedim(0, {0: 0, 1: 2, 2: 1, 3: 1}[int(version)]).flatten(0, 2)
 
 
 def nested(tensors):

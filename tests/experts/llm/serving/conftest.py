@@ -100,7 +100,6 @@ class Desk:
     """An engine, and texts that are asked of it until they are done."""
 
     def __init__(self, model=None, arena=None, limits=None, **costs):
-        """``costs``: of the model that counts; see there."""
         self.clock = VirtualClock()
         self.model = model or CountingModel(self.clock, **costs)
         self.arena = arena or ExtentArena(4 * 2**20)
@@ -115,9 +114,8 @@ class Desk:
         self.turns[request] = Turn(request, expert, model or self.model, text, weights)
         return self
 
-    def quantum(self, quantum_s=1.0, *requests):
-        chosen = [self.turns[request] for request in requests or self.turns]
-        quantum = self.engine.run(chosen, quantum_s)
+    def quantum(self, quantum_s=1.0):
+        quantum = self.engine.run(list(self.turns.values()), quantum_s)
         self.finished.update(quantum.finished)
         for request, _ in quantum.finished:
             del self.turns[request]

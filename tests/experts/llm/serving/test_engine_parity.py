@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
@@ -66,14 +65,3 @@ def test_with_a_prefix_that_was_read_before(oracle):
     read = desk.engine.statistics().read_tokens
     assert desk.finish() == oracle.expected
     assert desk.engine.statistics().read_tokens < 1.5 * read
-
-
-def test_the_tokens_logprobs_are_the_oracle_s(oracle):
-    desk = oracle.desk(tokens=7)
-    desk.finish()
-    for request, prompt in enumerate(oracle.texts):
-        with torch.no_grad():
-            whole = torch.tensor([prompt + oracle.expected[request]])
-            expected = oracle.oracle(whole).logits[0].log_softmax(dim=-1)
-        for n, sampled in enumerate(desk.notes[request].sampled):
-            assert abs(expected[len(prompt) - 1 + n, sampled.token].item() - sampled.logprob) <= 1e-5

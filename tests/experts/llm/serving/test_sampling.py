@@ -48,17 +48,13 @@ def random_logits(rows, vocabulary=VOCABULARY, seed=0):
 
 
 SAMPLINGS = {
-    "plain": Sampling(),
-    "hot": Sampling(temperature=2.5),
-    "cold": Sampling(temperature=0.3),
-    "top-k": Sampling(top_k=4),
-    "top-p": Sampling(top_p=0.7),
-    "min-p": Sampling(min_p=0.2),
+    "plain": Sampling(), "hot": Sampling(temperature=2.5), "cold": Sampling(temperature=0.3),
+    "top-k": Sampling(top_k=4), "top-p": Sampling(top_p=0.7), "min-p": Sampling(min_p=0.2),
     "all of these": Sampling(temperature=1.3, top_k=7, top_p=0.9, min_p=0.05),
     "repetition": Sampling(repetition_penalty=1.8),
     "presence and frequency": Sampling(presence_penalty=0.9, frequency_penalty=0.4),
     "negative penalties": Sampling(frequency_penalty=-1.0, repetition_penalty=0.7),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -54,11 +54,6 @@ def test_a_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tok
             made.checked(prompt, "prompt")
 
 
-def test_a_chat_without_a_template_says_what_to_do(byte_level_tokenizer):
-    with pytest.raises(TokenizerUnusable, match=r"llm/a: tokenizer_config.json: .*no chat template.*prompt"):
-        model(byte_level_tokenizer).chat_prompt_of([{"role": "user", "content": "fox"}])
-
-
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
@@ -100,7 +95,9 @@ def test_a_token_that_is_none_has_no_bytes(byte_level_tokenizer):
     assert model(byte_level_tokenizer).token_bytes(byte_level_tokenizer.token_to_id("<|end|>")) == b"<|end|>"
 
 
-def test_another_expert_of_the_same_files_is_told_by_its_name(byte_level_tokenizer):
+def test_what_cannot_be_is_told_of_the_expert_by_its_name(byte_level_tokenizer):
+    with pytest.raises(TokenizerUnusable, match=r"llm/a: tokenizer_config.json: .*no chat template.*prompt"):
+        model(byte_level_tokenizer).chat_prompt_of([{"role": "user", "content": "fox"}])
     other = model(byte_level_tokenizer, settings={"chat_template": "{{ raise_exception('no') }}"}).named("llm/b")
     with pytest.raises(PromptInvalid, match="llm/b is 64"):
         other.checked((0,) * 100, "prompt")

@@ -133,15 +133,12 @@ def test_what_was_seen_is_how_likely_a_pass_needs_each():
     assert usage.keys() == {MoeExpert(0, 0), MoeExpert(0, 1)}
 
 
-def test_a_need_goes_before_what_is_predicted():
+def test_a_need_goes_before_what_is_predicted_and_a_load_ahead_that_fails_waits_to_be_predicted_again():
     cache = Cache(4)
     cache.predict(1, 0, 1)
     cache.need(0, 2)
     cache.answer()
     assert [load.moe_expert for load in cache.begun] == [MoeExpert(1, 0), MoeExpert(0, 2)]
-
-
-def test_a_load_ahead_that_fails_is_not_tried_again_before_it_is_predicted_again():
     cache = Cache(1)
     cache.predict(0, 0)
     cache.fail()

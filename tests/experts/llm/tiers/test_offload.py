@@ -1,6 +1,7 @@
 """A model whose moe_experts come and go says what it says with all of them at hand."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -13,58 +14,37 @@ from experts.llm.dispatch import route
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int8Tensors
 from experts.llm.tiers.cache import MoeCache
-from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
+from experts.llm.tiers.moe_experts import MoeResidency
 from experts.llm.tiers.offload import BlockForm, BlockTensor, GateAhead, OffloadedMoe
 from tests.experts.llm.conftest import MOE_FAMILIES, greedy
 
 
-class Blocks:
-    """All moe_experts of a model, each as a block of bytes; where they are read from, in the place of an SSD."""
-
-    def __init__(self, spec, tensors):
-        stacks = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
-        self.dense = {name: tensor for name, tensor in tensors.items() if name not in stacks}
-        self.layers = [number for number, layer in enumerate(spec.layers) if layer.moe is not None]
-        names = [name.partition(".experts.")[2] for name in stacks if name.startswith(f"layers.{self.layers[0]}.")]
-        firsts = {name: stacks[f"layers.{self.layers[0]}.experts.{name}"][0] for name in names}
-        offset, parts = 0, []
-        for name, first in firsts.items():
-            parts.append(BlockTensor(name, first.dtype, tuple(first.shape), offset))
-            offset += -(-first.nbytes // 64) * 64
-        self.form = BlockForm(-(-offset // 4096) * 4096, tuple(parts))
-        self.blocks = {
-            MoeExpert(layer, number): self._block(stacks, layer, number)
-            for layer in self.layers
-            for number in range(spec.layers[layer].moe.moe_experts)
-        }
-        self.read = []
-
-    def _block(self, stacks, layer, number):
-        block = torch.zeros(self.form.size_bytes, dtype=torch.uint8)
-        for part in self.form.tensors:
-            tensor = stacks[f"layers.{layer}.experts.{part.name}"][number].contiguous()
-            raw = tensor.flatten().view(torch.uint8)
-            block[part.offset_bytes : part.offset_bytes + len(raw)] = raw
-        return block
-
-    def fill(self, moe_expert, place, target):
-        self.read.append(moe_expert)
-        start = place * self.form.size_bytes
-        target[start : start + self.form.size_bytes] = self.blocks[moe_expert]
-
-
 class Offloaded:
-    def __init__(self, spec, tensors, places, loads_at_once=1):
-        self.source = Blocks(spec, tensors)
-        size_bytes = self.source.form.size_bytes
-        self.bytes = torch.full((places * size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
-        residency = MoeResidency(places, len(spec.layers), loads_at_once=loads_at_once)
-        self.cache = MoeCache(residency, self.fill, name="test-moe", loads_at_once=loads_at_once)
-        moe = OffloadedMoe(spec, self.source.form, self.cache)
-        self.model = LanguageModel(spec, self.source.dense, moe.show(self.source.dense, self.bytes))
+    """A model over ``places``, whose moe_experts are read from its own tensors, in the place of an SSD."""
+
+    def __init__(self, spec, tensors, places):
+        self.stacks = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+        dense = {name: tensor for name, tensor in tensors.items() if name not in self.stacks}
+        first = next(f"layers.{number}.experts." for number, layer in enumerate(spec.layers) if layer.moe is not None)
+        offset, parts = 0, []
+        for name in (name for name in self.stacks if name.startswith(first)):
+            one = self.stacks[name][0]
+            parts.append(BlockTensor(name.removeprefix(first), one.dtype, tuple(one.shape), offset))
+            offset += -(-one.nbytes // 64) * 64
+        self.form, self.read = BlockForm(-(-offset // 4096) * 4096, tuple(parts)), []
+        size_bytes = places * self.form.size_bytes
+        self.bytes = torch.full((size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
+        residency = MoeResidency(places, len(spec.layers), loads_at_once=1)
+        self.cache = MoeCache(residency, lambda *load: self.fill(*load), name="test-moe", loads_at_once=1)
+        self.model = LanguageModel(spec, dense, OffloadedMoe(spec, self.form, self.cache).show(dense, self.bytes))
 
     def fill(self, moe_expert, place):
-        self.source.fill(moe_expert, place, self.bytes)
+        self.read.append(moe_expert)
+        for part in self.form.tensors:
+            stack = self.stacks[f"layers.{moe_expert.layer}.experts.{part.name}"]
+            raw = stack[moe_expert.number].contiguous().flatten().view(torch.uint8)
+            start = place * self.form.size_bytes + part.offset_bytes
+            self.bytes[start : start + len(raw)] = raw
 
     def close(self):
         self.cache.settle()
@@ -73,15 +53,8 @@ class Offloaded:
 
 @pytest.fixture
 def offload():
-    made = []
-
-    def make(*given, **named):
-        made.append(Offloaded(*given, **named))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with ExitStack() as opened:
+        yield lambda *given: opened.enter_context(closing(Offloaded(*given)))
 
 
 PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
@@ -97,9 +70,9 @@ def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, pla
     assert found == expected
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     offloaded.cache.settle()
-    assert offloaded.cache.statistics().loads == len(offloaded.source.read)
+    assert offloaded.cache.statistics().loads == len(offloaded.read)
     if places == 100:
-        assert len(offloaded.source.read) == len(set(offloaded.source.read))
+        assert len(offloaded.read) == len(set(offloaded.read))
 
 
 def test_in_bf16_and_int8_too(model_files, offload):
@@ -123,7 +96,7 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
     offloaded.cache.settle()
     counts = offloaded.cache.statistics()
     assert counts.ahead_used == counts.ahead
-    assert counts.hits + counts.late + counts.misses == len(offloaded.source.read)
+    assert counts.hits + counts.late + counts.misses == len(offloaded.read)
 
 
 class TestALoadThatFails:
@@ -131,17 +104,16 @@ class TestALoadThatFails:
         spec, tensors = model_files.read("mixtral")
         expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
         offloaded = offload(spec, tensors, 2)
-        fill = offloaded.source.fill
 
         def fail(*_):
             raise LoadError("tiny", "the drive says no")
 
-        offloaded.source.fill = fail
+        offloaded.fill = fail
         for _ in range(2):
             with pytest.raises(LoadError, match="the drive says no"):
                 greedy(offloaded.model, PROMPTS, 6)
             offloaded.cache.settle()
-        offloaded.source.fill = fill
+        del offloaded.fill
         assert greedy(offloaded.model, PROMPTS, 6)[0] == expected
         offloaded.close()
         with pytest.raises(RuntimeError, match="stopped"):
