@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 from torchvision import models
 
 from agent.runtime.expert_copy import ExpertCopy
-from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision, Prediction
 from experts.packed.weights import SegmentStore
 from tests.agent.core.conftest import constants  # noqa: F401  a fixture
-from tests.experts.conftest import packed_in
+from tests.experts.conftest import answers, packed_in
 
 LABELS = ("ok", "missing", "tombstone")
 SIZE = InputSpec(64, 64)
@@ -65,17 +64,11 @@ class Line:
 
     def predict(self, name, image):
         """What an expert says without the runtime: a module of its own, made from its owner's file."""
-        known = self.predicted.get((name, image.tobytes()))
-        if known is None:
-            known = self.predicted[name, image.tobytes()] = self._predict(name, image)
+        key = name, image.tobytes()
+        if key not in self.predicted:
+            (self.predicted[key],) = answers(self.copy(name).expert, image)
+        known = self.predicted[key]
         return Prediction(known.label, pytest.approx(known.score, rel=1e-3), known.boxes)
-
-    def _predict(self, name, image):
-        expert = self.copy(name).expert
-        backend = backend_for(expert.architecture)
-        skeleton = backend.skeleton(expert, Precision.FP32, b"", "cpu")
-        skeleton.bind(backend.pack(expert, Precision.FP32).tensors)
-        return skeleton.infer(expert, [backend.prepare(expert, image)])[0]
 
 
 @pytest.fixture(scope="session")
