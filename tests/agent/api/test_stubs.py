@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from google.protobuf import descriptor_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from agent.api.proto import inference_pb2
@@ -17,15 +16,14 @@ MADE_OF = re.compile(r"^# Made by `make proto`, not by hand\. Source: (\S+)\n# s
 
 def messages(file):
     """Each message's name with its fields: number, name, label, type, type's name."""
-    described = descriptor_pb2.FileDescriptorProto()
-    file.CopyToProto(described)
-    found, waiting = {}, [("", message) for message in described.message_type]
-    while waiting:
-        outer, message = waiting.pop()
-        name = f"{outer}{message.name}"
-        found[name] = {(f.number, f.name, f.label, f.type, f.type_name) for f in message.field}
-        waiting += [(f"{name}.", inner) for inner in message.nested_type]
-    return found
+    waiting = list(file.message_types_by_name.values())
+    for message in waiting:  # and those within, which are found on the way
+        waiting += message.nested_types
+    return {
+        each.full_name: {(f.number, f.name, f.label, f.type, f.message_type and f.message_type.full_name)
+                         for f in each.fields}
+        for each in waiting
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("stub", sorted(STUBS.glob("*_pb2*")), ids=lambda stub: stub.name)

@@ -14,20 +14,20 @@ PROFILE = PerformanceMatrix({"cpu": {"cls/slow": ExpertProfile("slow", PERFORMAN
 EXECUTORS = [ExecutorSpec(0, "cpu", "host")]
 
 
-def batch_of(expert, size, number=1):
-    return Batch(number, 0, expert, expert, tuple(range(size)), 0)
+def batch_of(expert, size):
+    return Batch(1, 0, expert, expert, tuple(range(size)), 0)
 
 
-def load_of(expert, number=1, size_bytes=1000, source="ssd"):
-    return StartLoad(number, expert, expert, source, "host", size_bytes)
+def load_of(expert):
+    return StartLoad(1, expert, expert, "ssd", "host", 1000)
 
 
-def open_work(ssd_bytes_per_s=None):
-    return OpenWork(LIMITS, EXECUTORS, PROFILE, ssd_bytes_per_s)
+@pytest.fixture
+def work():
+    return OpenWork(LIMITS, EXECUTORS, PROFILE, None)
 
 
-def test_work_of_which_nothing_is_known_has_the_least_limits(caplog):
-    work = open_work()
+def test_work_of_which_nothing_is_known_has_the_least_limits(work, caplog):
     work.open_batch(batch_of("cls/unknown", 1), 100.0)
     assert work.next_due_s() == 110.0
     work.look(109.9)
@@ -39,8 +39,7 @@ def test_work_of_which_nothing_is_known_has_the_least_limits(caplog):
         work.look(150.0)
 
 
-def test_limits_grow_with_what_was_predicted():
-    work = open_work()
+def test_limits_grow_with_what_was_predicted(work):
     work.open_batch(batch_of("cls/slow", 8), 0.0)  # 34 s
     assert work.next_due_s() == 68.0
     work.look(68.0)
@@ -50,8 +49,7 @@ def test_limits_grow_with_what_was_predicted():
     assert work.next_due_s() == 60.0
 
 
-def test_nothing_ends_the_agent_that_was_not_told_long_before():
-    work = open_work()
+def test_nothing_ends_the_agent_that_was_not_told_long_before(work):
     work.open_load(load_of("cls/unknown"), 0.0)
     work.look(10_000.0)
     work.look(10_039.9)

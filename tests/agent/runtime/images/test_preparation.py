@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -197,18 +198,12 @@ def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace)
 
 
 def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
-    image, real = png(20, 20), agent.runtime.images.preparation.decoded
-    is_short = iter([True, False])
-
-    def decode(*given):
-        if next(is_short):
-            raise MemoryError
-        return real(*given)
-
-    monkeypatch.setattr(agent.runtime.images.preparation, "decoded", decode)
-    workplace.prepare(1, image, SMALL)
-    with pytest.raises(MemoryError):
-        workplace.result(1, image, SMALL)
+    image, none = png(20, 20), Mock(side_effect=MemoryError)
+    with monkeypatch.context() as short:
+        short.setattr(agent.runtime.images.preparation, "decoded", none)
+        workplace.prepare(1, image, SMALL)
+        with pytest.raises(MemoryError):
+            workplace.result(1, image, SMALL)
     assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agent.core.events import BatchFailed
-from agent.core.performance import DEVICE, HOST, SSD
+from agent.core.performance import HOST, SSD
 from agent.core.request import Rejected
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
@@ -15,22 +15,11 @@ from experts.errors import DeviceLost, LoadError
 
 @pytest.fixture
 def rig_of(line):
-    def build(*names, device="cpu", processor=None, threads=1, **settings):
-        box = detect(device)
-        copies = [line.copy(name) for name in names]
-        return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=threads, **settings)
+    def build(name):
+        box = detect("cpu")
+        return MeasuringRig(box, box.processors[0], [line.copy(name)], line.segments, threads=1)
 
     return build
-
-
-def test_a_device_is_loaded_from_the_host_or_straight_from_the_ssd(line, rig_of):
-    copy = line.copy("own-0")
-    with rig_of("own-0", device="emulated").opened() as rig:
-        assert rig.load(copy, DEVICE, SSD) >= LEAST_S
-        rig.evict(copy, DEVICE)
-        assert rig.load(copy, HOST) >= LEAST_S
-        assert rig.load(copy, DEVICE, HOST) >= LEAST_S
-        assert rig.run(copy, [line.pixels(2)]).results == (line.predict("own-0", line.pixels(2)),)
 
 
 def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, monkeypatch):

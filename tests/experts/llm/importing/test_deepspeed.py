@@ -16,6 +16,7 @@ from experts.errors import TrainingUnsupported, WeightsMismatch, WeightsMissing,
 from experts.llm.config import parse_spec, read_spec
 from experts.llm.importing import deepspeed
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
+from tests.experts.checkpoints.hostile import Calling
 from tests.experts.llm.conftest import ModelFiles
 
 HIDDEN, HEADS = 16, 4
@@ -40,14 +41,6 @@ def import_deepspeed(*arguments, **named):
 
 class ModelType(enum.Enum):
     ENCODER = 1
-
-
-class Malicious:
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
 
 
 def arguments(**changes):
@@ -286,7 +279,7 @@ def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name):
 def test_nothing_of_a_pickle_runs(tmp_path):
     """Other ways to run something: see tests/experts/checkpoints."""
     marker = tmp_path / "it-ran"
-    folder = write(tmp_path / "ds", Gpt().tensors(), arguments(tensorboard=Malicious(f"touch {marker}")))
+    folder = write(tmp_path / "ds", Gpt().tensors(), arguments(tensorboard=Calling(os.system, f"touch {marker}")))
     with pytest.raises(WeightsRefused, match=r"mp_rank_00_model_states\.pt: .*nothing was run"):
         import_apart(folder, tmp_path / "out")
     assert not marker.exists()
