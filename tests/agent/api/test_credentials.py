@@ -41,12 +41,8 @@ def files(tmp_path, made):
 def ask(address, token=None, **credentials):
     """Ask the agent there; PEM files by name. Raises grpc.RpcError."""
     metadata = () if token is None else (("authorization", token),)
-    if credentials:
-        pem = {name: file.read_bytes() for name, file in credentials.items()}
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(**pem))
-    else:
-        channel = grpc.insecure_channel(address)
-    with channel:
+    pem = grpc.ssl_channel_credentials(**{name: file.read_bytes() for name, file in credentials.items()})
+    with grpc.secure_channel(address, pem) if credentials else grpc.insecure_channel(address) as channel:
         stub = inspection_pb2_grpc.InspectionStub(channel)
         return stub.Status(pb.StatusRequest(), timeout=DEADLINE_S, metadata=metadata).line
 

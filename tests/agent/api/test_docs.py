@@ -46,7 +46,7 @@ def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
     assert len({part.subject.key for part in desk.results}) == 2
 
 
-def test_results_are_followed_until_the_agent_stops(server, desk, capsys):
+def test_results_are_followed_until_the_agent_stops(server, desk):
     run(PLAIN[0], server)
     stopping = threading.Thread(target=lambda: desk.wait_for(lambda desk: desk.watchers) or server.stop(0.0))
     stopping.start()

@@ -95,9 +95,8 @@ def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(layer):
     assert keys == sorted(keys)
     ends = table.ends.tolist()
     starts = [0, *ends][: spec.moe_experts]
-    assert [set(table.moe_expert[a:b].tolist()) <= {e} for e, (a, b) in enumerate(zip(starts, ends, strict=True))] == (
-        [True] * spec.moe_experts
-    )
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        assert set(table.moe_expert[start:end].tolist()) <= {number}
     assert ends[-1] == len(table.order)
 
 

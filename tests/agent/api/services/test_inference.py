@@ -134,7 +134,7 @@ def test_where_one_of_several_is_refused_all_are(local, desk):
     desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
 
 
-def test_typed_contents_are_answered_in_kind(server, desk):
+def test_typed_contents_are_answered_in_kind(server):
     request = oip.ModelInferRequest(model_name="resistor")
     tensor = request.inputs.add(name="IMAGE", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(b"NG")
@@ -196,7 +196,7 @@ def test_what_is_not_served_says_so(local):
         assert refusal(ask) == "StatusCode.UNIMPLEMENTED"
 
 
-def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local, desk):
+def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local):
     heard = queue.SimpleQueue()
     local.start_stream(lambda result, error: heard.put((result, error)))
     local.async_stream_infer("nobody", [texts("IMAGE", b"x")], request_id="1")

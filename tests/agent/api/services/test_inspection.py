@@ -87,7 +87,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     until(lambda: server.orders_under_way == server.calls == 0)
 
 
-def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk, server):
+def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk):
     """AC17: no deadline, only a connection that closes."""
     desk.holds = True
     call = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"))
@@ -118,7 +118,7 @@ def kinds(answers):
     return [(answer.id, answer.WhichOneof("answer")) for answer in answers]
 
 
-def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent, desk):
+def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent):
     orders = Orders()
     orders.send("a", component="resistor")
     orders.send("b", component="nobody's")
@@ -153,7 +153,7 @@ def test_an_order_of_a_stream_is_accepted_before_it_is_judged_and_the_others_go_
     assert list(answers) == []
 
 
-def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(agent, desk, server):
+def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(agent, desk):
     desk.holds = True
     orders = Orders()
     answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
@@ -304,6 +304,5 @@ class TestWatching:
 
 def test_verdicts_have_the_numbers_that_others_count_on():
     """IPC-Hermes: 0 unknown, 1 good, 2 failed."""
-    assert {verdict.name: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict} == {
-        "UNKNOWN": 0, "OK": 1, "NG": 2,
-    }  # fmt: skip
+    numbers = {verdict.name: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict}
+    assert numbers == {"UNKNOWN": 0, "OK": 1, "NG": 2}

@@ -11,10 +11,6 @@ from agent.runtime.images.due_threads import LEAST_LISTED, DueThreads
 PATIENCE_S = 30.0
 
 
-class Result:
-    pass
-
-
 class Busy:
     """One thread, held until it is let go; ``done``: what was carried out, in order."""
 
@@ -98,7 +94,7 @@ def test_nothing_is_kept_of_what_others_did_while_no_thread_may_work():
     threads.allow(0)
     listed = []
     for number in range(2000):
-        task = threads.submit(lambda answer: answer(Result()), float(number))
+        task = threads.submit(lambda answer: answer(threading.Event()), float(number))
         listed.append(weakref.ref(task.work))
         if number % 2:
             task.begin()

@@ -8,10 +8,6 @@ from experts.llm.model import load_model
 from tests.experts.llm.conftest import ModelFiles
 
 
-def line(fixed_s, token_s, rows=(1, 2, 4, 8, 16)):
-    return {size: (fixed_s + token_s * size,) for size in rows}
-
-
 class TestFromTimes:
     def test_noise_makes_no_token_free(self):
         times = TextTimes({16: (0.2,), 128: (0.1,)}, {1: (0.1,), 2: (0.1,), 4: (0.1,)})

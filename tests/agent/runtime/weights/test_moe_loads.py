@@ -158,7 +158,7 @@ class TestTheLink:
             one.greedy(expert)
 
 
-def test_a_block_that_is_not_what_was_packed_fails_the_pass_and_nothing_else(packed, yard, tmp_path):
+def test_a_block_that_is_not_what_was_packed_fails_the_pass_and_nothing_else(yard):
     one, expert = yard(1), "llm/pr_moe-0"
     one.load(expert)
     path = one.segments.segment_path(one.copies[expert].packed.moe_layers[-1].sha256)

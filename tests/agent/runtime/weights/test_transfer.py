@@ -102,7 +102,7 @@ def test_an_expert_runs_from_every_tier_as_its_owner_would_run_it(yard, line, na
     assert yard.transfers.statistics().loads == {"ssd_host": 1, "host_device": 1, "ssd_device": 1}
 
 
-def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(yard, line, tmp_path):
+def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(line):
     content = bytes(torch.randint(0, 256, (41 * 1024 * 1024 + 4096,), dtype=torch.uint8).numpy())
     segment = Segment(hashlib.sha256(content).hexdigest(), len(content), ())
     line.segments.segment_path(segment.sha256).write_bytes(content)
