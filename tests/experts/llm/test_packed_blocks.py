@@ -80,10 +80,8 @@ def test_equal_layers_of_several_experts_are_one_file(model_files, store):
     values = model_files.config("mixtral")
     backbone, others = (model_files.tensors(values, seed=seed) for seed in (0, 1))
     mixed = {name: others[name] if "layers.1." in name else tensor for name, tensor in backbone.items()}
-    experts = [
-        Expert(f"llm/{number}", "llm", model_files.write(values, tensors), (), None)
-        for number, tensors in enumerate((backbone, mixed))
-    ]
+    folders = [model_files.write(values, tensors) for tensors in (backbone, mixed)]
+    experts = [Expert(f"llm/{number}", "llm", folder, (), None) for number, folder in enumerate(folders)]
     first, second = packed_in(store, experts)
     assert first.layout == second.layout
     same = [one == other for one, other in zip(layers_of(first), layers_of(second), strict=True)]

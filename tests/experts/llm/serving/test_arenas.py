@@ -58,12 +58,8 @@ class Texts:
         batch = TokenBatch.of(sorted(chunks, key=lambda chunk: len(chunk.tokens) == 1))
         attention = Attention(batch, self.arena.key_values(layout).reserve(batch))
         for layer in range(layout.layers):
-            queries, keys, values = (
-                torch.randn(
-                    (len(batch.token_ids), heads, layout.head_size), generator=self.generator, dtype=torch.float32
-                ).to(layout.dtype)
-                for heads in (HEADS, layout.kv_heads, layout.kv_heads)
-            )
+            shapes = [(len(batch.token_ids), n, layout.head_size) for n in (HEADS, layout.kv_heads, layout.kv_heads)]
+            queries, keys, values = (torch.randn(one, generator=self.generator).to(layout.dtype) for one in shapes)
             for row, start in zip(batch.rows, batch.starts, strict=True):
                 own, tokens = self.given[row.sequence][layer], slice(start, start + row.count)
                 for which, added in enumerate((keys, values)):
@@ -130,12 +126,9 @@ def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed
                     texts.most[request] = tokens
             case "read", requests, count:
                 for layout in LAYOUTS:
-                    counts = {
-                        one: min(count, texts.most[one] - texts.length(one))
-                        for one in requests
-                        if texts.layouts.get(one) == layout
-                    }
-                    counts = {one: count for one, count in counts.items() if count > 0}
+                    running = [one for one in requests if texts.layouts.get(one) == layout]
+                    left = {one: texts.most[one] - texts.length(one) for one in running}
+                    counts = {one: min(count, tokens) for one, tokens in left.items() if tokens > 0}
                     if counts:
                         texts.read(counts)
             case "end", request, how:

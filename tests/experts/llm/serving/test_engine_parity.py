@@ -19,10 +19,8 @@ class Oracle(Pair):
     def __init__(self, name, directory):
         super().__init__(name, directory)
         self.texts = self.prompts()
-        self.expected = {
-            n: self.oracle_s_tokens(prompt, count)
-            for n, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True))
-        }
+        asked = zip(self.texts, NEW_TOKENS, strict=True)
+        self.expected = {request: self.oracle_s_tokens(*each) for request, each in enumerate(asked)}
 
     def desk(self, **limits):
         desk = Desk(self.ours, ExtentArena(16 * 2**20), IterationLimits(**limits))
