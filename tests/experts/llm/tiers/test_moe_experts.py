@@ -17,10 +17,8 @@ class Cache:
     def __init__(self, places, *, loads_at_once=1, seed=0, prior=None):
         self.policy = MoeResidency(places, LAYERS, prior, loads_at_once=loads_at_once)
         self.random = random.Random(seed)
-        self.content = {}  # what lies in each place
-        self.loading = {}
-        self.pinned = set()
-        self.begun = []
+        self.content, self.loading = {}, {}  # what lies in each place; where what is under way goes
+        self.pinned, self.begun = set(), []
 
     def start(self, loads):
         self.begun += loads

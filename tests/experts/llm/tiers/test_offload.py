@@ -99,25 +99,24 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
     assert counts.hits + counts.late + counts.misses == len(offloaded.read)
 
 
-class TestALoadThatFails:
-    def test_is_told_to_who_needs_it_and_the_next_one_may_come_until_its_end(self, model_files, offload):
-        spec, tensors = model_files.read("mixtral")
-        expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
-        offloaded = offload(spec, tensors, 2)
+def test_a_load_that_fails_is_told_to_who_needs_it_and_the_next_one_may_come_until_its_end(model_files, offload):
+    spec, tensors = model_files.read("mixtral")
+    expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
+    offloaded = offload(spec, tensors, 2)
 
-        def fail(*_):
-            raise LoadError("tiny", "the drive says no")
+    def fail(*_):
+        raise LoadError("tiny", "the drive says no")
 
-        offloaded.fill = fail
-        for _ in range(2):
-            with pytest.raises(LoadError, match="the drive says no"):
-                greedy(offloaded.model, PROMPTS, 6)
-            offloaded.cache.settle()
-        del offloaded.fill
-        assert greedy(offloaded.model, PROMPTS, 6)[0] == expected
-        offloaded.close()
-        with pytest.raises(RuntimeError, match="stopped"):
+    offloaded.fill = fail
+    for _ in range(2):
+        with pytest.raises(LoadError, match="the drive says no"):
             greedy(offloaded.model, PROMPTS, 6)
+        offloaded.cache.settle()
+    del offloaded.fill
+    assert greedy(offloaded.model, PROMPTS, 6)[0] == expected
+    offloaded.close()
+    with pytest.raises(RuntimeError, match="stopped"):
+        greedy(offloaded.model, PROMPTS, 6)
 
 
 def test_two_passes_at_once_share_one_cache(model_files, offload):
