@@ -1,10 +1,10 @@
-"""Durable count of process ends while an image was judged, so that no image ends the agent for ever.
+"""Durable count of process ends while an image was judged, so that no image ends the agent repeatedly.
 
-Guarantees: a key that was begun and not ended when the process ended counts one more at the next opening, until it is
-settled. Lines survive any end of the process; they are not synced, so a power cut may lose them and their counts. A cut
+Guarantees: a key begun but not ended at the end of the process counts one more at the next opening, until it is
+settled. Lines survive any end of the process; they are not synced, so a power cut may lose lines and counts. A cut
 line is skipped. A disk that refuses or hangs ends the counting of this run, which is logged.
 
-One JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run began,
+One JSON object per line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, at the start of a run,
 {"counts": {key: attempts}}. The file is compacted at each opening, and beyond COMPACT_BYTES.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 4 * 1024 * 1024
-WAIT_S = 1.0  # for a line to be written, which takes microseconds
+WAIT_S = 1.0  # limit for writing a line, which takes microseconds
 
 
 class _Tally:
@@ -51,14 +51,16 @@ class _Tally:
 
 
 class AttemptLog:
-    """Counts of one installation, for any thread; opening counts keys that the run before left begun. A thread of its
-    own writes. ``begun`` waits for its line, WAIT_S at most: a disk that hangs must not stop the agent."""
+    """Counts of one installation, for any thread; opening counts keys that the earlier run left begun.
+
+    A separate thread writes. ``begun`` waits at most WAIT_S for its line: a hanging disk must not stop the agent.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._begun: Counter[str] = Counter()  # batches under way, of this run
-        self._written = _Tally(_counts_in(path))  # the writer's
+        self._begun: Counter[str] = Counter()  # keys of batches under way, in this run
+        self._written = _Tally(_counts_in(path))  # the writer thread's
         self._counts = dict(self._written.counts)
         self._writer = DaemonThreads(1, "attempts")
         self._is_closed = False
@@ -69,11 +71,11 @@ class AttemptLog:
         self._rewrite()
 
     def attempts(self, key: str) -> int:
-        """How many runs ended while this key was being judged."""
+        """Number of runs that ended while this key was being judged."""
         return self._counts.get(key, 0)
 
     def begun(self, keys: Sequence[str]) -> None:
-        """Count batches of these keys as under way; written when this returns, unless the disk refuses or hangs."""
+        """Count batches of these keys as under way; returns after the write, unless the disk refuses or hangs."""
         with self._lock:
             self._begun.update(keys)
             line = self._write({"begun": list(keys)})
@@ -84,14 +86,14 @@ class AttemptLog:
                 self._give_up("the disk does not answer")
 
     def ended(self, keys: Sequence[str]) -> None:
-        """The process survived these keys' batches; the keys are not settled yet."""
+        """Record that the process survived these keys' batches; the keys are not settled yet."""
         with self._lock:
             self._begun.subtract(keys)
             self._begun = +self._begun
             self._write({"ended": list(keys)})
 
     def forgive(self) -> None:
-        """Count no key for this end of the process, which was ordered or has another cause."""
+        """Count no key for this end of the process, which was requested or has another cause."""
         with self._lock:
             begun, self._begun = self._begun, Counter()
             self._write({"ended": list(begun.elements())})
@@ -102,7 +104,7 @@ class AttemptLog:
                 self._write({"settled": key})
 
     def close(self) -> None:
-        """Write no more. Keys that are begun now count at the next opening."""
+        """Stop writing. Keys that are begun now count at the next opening."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -131,7 +133,7 @@ class AttemptLog:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Replace the file by the sum of its lines; whole or not at all."""
+        """Replace the file by the sum of its lines, atomically."""
         self._opened.close()
         entries = {"counts": self._written.counts}, {"begun": list(self._written.begun.elements())}
         content = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
@@ -146,7 +148,7 @@ class AttemptLog:
         self._size_bytes = len(content)
 
     def _give_up(self, reason: str) -> None:
-        """Write no more in this run: half a line may stand at the end, and the next would be read with it."""
+        """Stop writing in this run: the file may end in half a line, which would spoil the next one."""
         if self._given_up.is_set():
             return
         self._given_up.set()

@@ -1,18 +1,18 @@
 """Boards: component outcomes -> one verdict per board. Pure: no clock, no file, no thread.
 
-A board is OK only when every expected image came and is OK: for each component of its type as many distinct refs as
-configured. It closes when the last one comes (NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK), or when its
-type's timeout has passed since the first one (NG if any is NG, else UNKNOWN), with what is missing.
+A board is OK only if every expected image arrived and is OK: for each component of its type as many distinct refs as
+configured. A board closes with the last image (NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK), or when its
+type's timeout has passed since the first image (NG if any is NG, else UNKNOWN), with the missing images.
 
 A part that is judged twice counts at its worst, so the order of arrival never matters. A result after closing may
-make the verdict worse, which is told as a revision; it never makes it better. Once the timeout has passed again since
+make the verdict worse, which is reported as a revision, but never better. Once the timeout has passed again since
 closing, the serial may open a new run of the board (rework).
 
-A board's age is monotonic time (``now_s``), so no step of the wall clock closes one; wall-clock times (``at``) are
-stored and shown. Boards outlive restarts, monotonic time does not: `replay` rebuilds the ledger once from what is
-stored, where stored verdicts are the truth, and derives each age from the stored times:
-    It reads results in the order of storing. Between two results passed what their times say, but at least nothing and
-    at most the longest timeout: more is a step of the clock, or time in which nothing ran.
+A board's age is monotonic time (``now_s``), so no step of the wall clock closes a board; wall-clock times (``at``) are
+stored and shown. Boards outlive restarts, monotonic time does not. So `replay` rebuilds the ledger from stored rows,
+with stored verdicts unchanged, and derives each age from the stored times:
+    Results are read in the order of storing. The time between two results is the difference of their stored times,
+    limited to 0 and the longest timeout: a larger value is a step of the clock, or time in which no agent ran.
     Time since the latest result does not count: while the agent is off, a board's images wait as files.
     An open board keeps at least half of its timeout, since a step may have counted as a timeout.
     A run without a stored verdict is still open: a timeout would have been stored.
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from agent.subject import Subject
 
 SEVERITY = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
-READ_BACK_TIMEOUTS = 4  # of the longest: one in which runs began that are not known, one open, two for clocks' steps
-READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
-SET_BACK_S = 60.0  # arbitrary: results are not stored in the exact order of their times, but nearly
+READ_BACK_TIMEOUTS = 4  # of the longest: one for starts of unknown runs, one for open runs, two for clock steps
+READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts due but not stored at the end of the agent
+SET_BACK_S = 60.0  # arbitrary: results are stored almost in the order of their times
 LARGEST_AGE_AT_START = 0.5  # of a board's timeout
 
 _Key: TypeAlias = tuple[str, str]  # a board's serial and type
@@ -45,7 +45,7 @@ _Key: TypeAlias = tuple[str, str]  # a board's serial and type
 
 @dataclass(frozen=True, slots=True)
 class BoardManifest:
-    """Images that a board of one type needs, by component, and how long to wait for all."""
+    """Images that a board of one type needs, by component, and the timeout for all of them."""
 
     components: Mapping[str, int]
     timeout: timedelta
@@ -57,7 +57,7 @@ class BoardManifest:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """One subject's verdict, as boards count it. ``at``: when the verdict was made, with time zone."""
+    """Verdict of one subject, as boards count it. ``at``: time of the verdict, with time zone."""
 
     subject: Subject
     verdict: Verdict
@@ -65,13 +65,13 @@ class Inspection:
 
     @property
     def board(self) -> tuple[str, str]:
-        """Serial and type of the board; the subject is on one."""
+        """Serial and type of the board; only for a subject on a board."""
         return str(self.subject.board), str(self.subject.board_type)
 
 
 @dataclass(frozen=True, slots=True)
 class BoardVerdict:
-    """A board's verdict. ``missing``: component -> images that never came; ``counts``: verdict -> images."""
+    """A board's verdict. ``missing``: component -> images that never arrived; ``counts``: verdict -> images."""
 
     serial: str
     board_type: str
@@ -85,7 +85,7 @@ class BoardVerdict:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
-    """A snapshot: boards waiting for images, and closed ones that late results may still make worse."""
+    """Snapshot: open boards, and closed boards that late results may still make worse."""
 
     open: int
     closed: int
@@ -93,8 +93,8 @@ class LedgerStatistics:
 
 @dataclass(slots=True)
 class BoardRun:
-    """One run of a board. ``closed``: its verdict; None while it waits for images. ``opened_s`` and ``closed_s`` are
-    monotonic; `replay` derives them for stored runs."""
+    """One run of a board. ``closed``: its verdict; None while the board is open. ``opened_s`` and ``closed_s`` are
+    monotonic; `replay` derives both for stored runs."""
 
     serial: str
     board_type: str
@@ -120,7 +120,7 @@ class BoardRun:
 
     @property
     def closed_at(self) -> datetime:
-        """By the wall clock; of an open board, when it opened."""
+        """Wall-clock time of closing; of an open board, of opening."""
         return self.closed.closed_at if self.closed else self.opened_at
 
     @property
@@ -139,11 +139,11 @@ class BoardRun:
         return max(self.images.values(), key=SEVERITY.__getitem__)
 
     def holds(self, at: datetime) -> bool:
-        """Whether an image of this wall-clock time belongs to this closed run, in time or late."""
+        """True if an image of this wall-clock time belongs to this closed run, in time or late."""
         return self.opened_at <= at <= self.closed_at + self.manifest.timeout
 
     def close(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
-        """Close, never before it opened, even if the clock was set back. ``missing``: at its deadline, or now."""
+        """Close, never before the opening, even if the clock was set back. ``missing``: at the deadline, or now."""
         verdict = Verdict.UNKNOWN if self.worst is Verdict.OK and missing else self.worst
         closed_at = max(at, self.opened_at)
         self.closed = BoardVerdict(
@@ -153,7 +153,7 @@ class BoardRun:
         return self.closed
 
     def count(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
-        """The board's verdict, if this image closes it or makes a closed one worse."""
+        """Count an image. Returns the verdict if the image closes the board, or makes a closed one worse."""
         self.see(inspection)
         if self.closed is None:
             return None if self.missing else self.close({}, inspection.at, now_s)
@@ -164,25 +164,25 @@ class BoardRun:
 
 
 class BoardLedger:
-    """Boards that wait for images or closed a short while ago. For one thread at a time; ``now_s`` never falls."""
+    """Open and recently closed boards. For one thread at a time; ``now_s`` never decreases."""
 
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
         self._manifests = dict(manifests)
         self._boards: dict[_Key, BoardRun] = {}
 
     def change(self, manifests: Mapping[str, BoardManifest]) -> None:
-        """Set the types for boards that open from now on; open boards keep their manifest."""
+        """Set the types of boards that open later; open boards keep their manifest."""
         self._manifests = dict(manifests)
 
     def counts(self, inspection: Inspection, now_s: float) -> bool:
-        """Whether its type has a manifest, or had one when its board opened."""
+        """True if the type has a manifest, or had one when the board opened."""
         return inspection.board[1] in self._manifests or self._known(inspection, now_s) is not None
 
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
-        """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
+        """Count one outcome. Returns the verdict if the outcome closes its board, or makes a closed one worse.
 
-        A result past the deadline of a board that is not expired yet counts as late: the board closes as timed out.
-        Raises KeyError for one that has no board.
+        A result past the deadline of a board not yet expired counts as late: the board closes as timed out.
+        Raises KeyError for an outcome without a board.
         """
         board = self._board_of(inspection, now_s)
         if board.closed is None and now_s > board.deadline_s:
@@ -192,7 +192,7 @@ class BoardLedger:
         return board.count(inspection, now_s)
 
     def expire(self, now_s: float, now: datetime) -> tuple[BoardVerdict, ...]:
-        """Close every board whose time is over, oldest first, and forget boards that closed long ago."""
+        """Close all boards past their deadline, oldest first, and forget boards that closed long ago."""
         self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
         due = [board for board in self._boards.values() if board.closed is None and now_s > board.deadline_s]
         return tuple(
@@ -219,12 +219,12 @@ class BoardLedger:
         now_s: float,
         now: datetime,
     ) -> tuple[BoardVerdict, ...]:
-        """After a restart: rebuild the ledger from what is stored; see the module for the boards' ages.
+        """Rebuild the ledger from stored rows after a restart; see the module for the boards' ages.
 
         ``newest_first``: the installation's results, latest first, read as far as open boards need; ``recorded_since``:
-        verdicts closed at that time or later. A recorded run stays as it is, even under other manifests. Returns what a
-        crash kept from being stored: verdicts of runs that are not recorded, and revisions; nothing about types without
-        manifest, or about runs that may have begun before the results that are read.
+        verdicts closed at that time or later. A recorded run stays unchanged, even under other manifests. Returns
+        verdicts and revisions that a crash kept from being stored; none for types without manifest, or for runs that
+        may have begun before the results read.
         """
         longest = self.longest_timeout.total_seconds()
         history = _read_back(newest_first, now_s, longest)
@@ -232,7 +232,7 @@ class BoardLedger:
             return ()
         recorded = recorded_since(min(moment.inspection.at for moment in history.moments) - self.longest_timeout)
         runs = _Runs(recorded, self._manifests)
-        known_from_s = history.since_s + longest  # a run that opens later has no image from before
+        known_from_s = history.since_s + longest  # a run that opens later has no earlier image
         said: dict[tuple[str, str, datetime], BoardVerdict] = {}
         for moment in history.moments:
             inspection = moment.inspection
@@ -250,7 +250,7 @@ class BoardLedger:
         return tuple(said.values())
 
     def _take_up(self, latest: Iterable[BoardRun], now_s: float, now: datetime) -> None:
-        """Remember stored runs for as long as the wall clock says, unless a new run has followed."""
+        """Keep stored runs by the wall clock, unless a new run has followed."""
         for run in latest:
             key = (run.serial, run.board_type)
             known = self._boards.get(key)
@@ -273,7 +273,7 @@ class BoardLedger:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """Stored inspection with its time on the clock that runs now."""
+    """Stored inspection with its time on the current monotonic clock."""
 
     inspection: Inspection
     at_s: float
@@ -281,14 +281,14 @@ class _Moment:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """Stored inspections, oldest first. ``since_s``: complete from then on."""
+    """Stored inspections, oldest first. ``since_s``: complete from this time on."""
 
     moments: tuple[_Moment, ...]
     since_s: float
 
 
 def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: float) -> _History:
-    """Read as far as open boards need; the latest result is dated ``now_s``."""
+    """Read as far as open boards need; the latest result gets the time ``now_s``."""
     since_s = now_s - READ_BACK_TIMEOUTS * longest_s - READ_BACK_LEAST_S
     moments: list[_Moment] = []
     at_s, earliest = now_s, None
@@ -308,13 +308,13 @@ def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: floa
 class _Runs:
     """Stored runs of boards, matched with images in the order of storing.
 
-    A run begins with the image that is as old as the run. Later images belong to it until it would have been forgotten;
-    images of runs that began before what is read are matched by the wall clock.
+    A run begins with the image whose time equals the run's opening. Later images belong to the run until it would have
+    been forgotten. Images of runs that began before the results read are matched by the wall clock.
     """
 
     def __init__(self, recorded: Iterable[BoardVerdict], manifests: Mapping[str, BoardManifest]) -> None:
         self._runs: dict[_Key, list[BoardRun]] = {}  # oldest first
-        self._begun: dict[_Key, BoardRun] = {}  # the latest whose first image was met
+        self._begun: dict[_Key, BoardRun] = {}  # the latest run whose first image was read
         for verdict in sorted(recorded, key=lambda verdict: verdict.opened_at):
             manifest = manifests.get(verdict.board_type)
             if manifest is not None:

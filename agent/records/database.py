@@ -1,7 +1,7 @@
 """SQLite file of a line: durable (WAL, every commit synced), migrated, refused on a network share.
 
-A damaged file is put aside, never deleted, and a new file replaces it. Accepted requests and undelivered messages are
-copied as far as they can be read. The new file has an identity of its own, because its numbers start again.
+A damaged file is put aside, never deleted, and a new file replaces it. Readable accepted requests and undelivered
+messages are copied. The new file has a new identity, because its numbers restart.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_imag
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 LOCK_NAME = "agent.lock"
 
-# Python's JSON may hold NaN, which SQLite does not read: without the check such a row could not be stored
+# Python's JSON may contain NaN, which SQLite cannot read: without the check such a row could not be stored
 IMAGE_SHA256 = "CASE WHEN json_valid(detail) THEN json_extract(detail, '$.image_sha256') END"
 BOARD_CHANGED = "INSERT OR REPLACE INTO board_changes (board) VALUES (NEW.seq)"
 
 TABLES = (
-    # AUTOINCREMENT: a number is never given twice, even after old rows are deleted
+    # AUTOINCREMENT: no number is reused, even after old rows are deleted
     """CREATE TABLE results (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, line TEXT NOT NULL, board TEXT,
         board_type TEXT, component TEXT NOT NULL, ref TEXT, image TEXT NOT NULL,
@@ -54,7 +54,7 @@ TABLES = (
     "CREATE INDEX results_board ON results (board, board_type)",
     "CREATE INDEX results_kept_as ON results (kept_as) WHERE kept_as IS NOT NULL",
     f"CREATE INDEX results_content ON results ({IMAGE_SHA256}) WHERE {IMAGE_SHA256} IS NOT NULL",
-    # small PNGs of where an image was anomalous
+    # anomaly maps as small PNGs
     """CREATE TABLE anomaly_maps (
         seq INTEGER NOT NULL REFERENCES results, step INTEGER NOT NULL, expert TEXT NOT NULL, png BLOB NOT NULL,
         PRIMARY KEY (seq, step)
@@ -95,7 +95,7 @@ TABLES = (
     """CREATE TABLE exports (
         last_seq INTEGER PRIMARY KEY, first_seq INTEGER NOT NULL, until TEXT NOT NULL, is_written INTEGER NOT NULL
     )""",
-    # images that are to be removed, until they are
+    # images marked for removal
     "CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)",
     """CREATE TABLE shadow_answers (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, image TEXT NOT NULL, component TEXT,
@@ -116,14 +116,14 @@ migrations = Migrations("records")
 
 @migrations()
 def version_0_1(database: Database) -> None:
-    """A released migration never changes: a later version adds its own below."""
+    """First schema. A released migration never changes: a later version adds another below."""
     for statement in TABLES:
         database.execute(statement)
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
-    """The migrated database; its folder is made. One thread at a time may use the connection. Raises ConfigError on a
-    network share: SQLite's locks and its log are not safe there."""
+    """Open the migrated database; creates its folder. For one thread at a time. Raises ConfigError on a
+    network share, where SQLite's locks and log are not safe."""
     refuse_shared(path, "set `state:` to a folder on a local disk")
     make_folder(path.parent)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
@@ -140,8 +140,8 @@ def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Data
 
 
 def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
-    """Read-only connection, for one short query beside the writer. Rows have column names. Raises FileNotFoundError if
-    there is no such file."""
+    """Read-only connection, for one short query beside the writer. Rows have column names. Raises FileNotFoundError for
+    a missing file."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no results yet - the agent writes this file when it first runs")
     connection = sqlite3.connect(path, timeout=busy_timeout_s)
@@ -178,15 +178,15 @@ def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
 
 
 def fresh_place(path: Path, name: str) -> Path:
-    """Path of a replacement in the making; leftovers of an earlier try are removed."""
+    """Path of a new, unfinished replacement; removes leftovers of an earlier try."""
     fresh = path.with_name(f"{path.name}.{name}")
     remove_database(fresh)
     return fresh
 
 
 def exchange(path: Path, fresh: Path, why: str) -> Path | None:
-    """Replace a database by a closed one. Returns the old one's new path, `NAME.WHY-TIME`; None without an old one. The
-    name exists at every moment: an agent that starts meanwhile creates no third file."""
+    """Replace a database by a closed one. Returns the old file's new path, `NAME.WHY-TIME`; None without an old file.
+    The name exists at every moment: an agent that starts meanwhile creates no third file."""
     aside = path.with_name(f"{path.name}.{why}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
     for suffix in JOURNALS:
         with suppress(FileNotFoundError):
@@ -202,7 +202,7 @@ def exchange(path: Path, fresh: Path, why: str) -> Path | None:
 
 
 def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> tuple[Database, str]:
-    """Replace a damaged file, after everything owed is on the disk again. Returns the new file, and the alarm."""
+    """Replace a damaged file, after its open requests and messages are copied. Returns the new file, and the alarm."""
     fresh = fresh_place(path, "fresh")
     with closing(open_for_writing(fresh, busy_timeout_s)) as begun, begun.atomic():
         lost = _take_over(path, begun)
@@ -234,7 +234,7 @@ def _readable(source: sqlite3.Connection, table: str, order: str) -> Iterator[sq
 
 
 def refuse_root_beside_another(folder: Path) -> None:
-    """Call before any write to a state folder. Raises StateOfAnother for root in another user's folder."""
+    """Raises StateOfAnother for root in another user's folder. Call before any write to a state folder."""
     with suppress(FileNotFoundError):
         owner = folder.stat().st_uid
         if os.geteuid() == 0 and owner != 0:
@@ -249,7 +249,7 @@ def _user_name(number: int) -> str:
 
 
 def is_state_held(folder: Path) -> bool:
-    """Whether an agent or a profile run has the lock. Changes nothing on the disk."""
+    """True if an agent or a profile run has the lock. Changes nothing on the disk."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -265,8 +265,8 @@ def is_state_held(folder: Path) -> bool:
 
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
-    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends. Does
-    not wait. Raises AlreadyRunning, StateOfAnother, and StateUnusable for errors of the disk."""
+    """Lock of a state folder, for one agent or profile run. The kernel drops it at any end of the process. Does
+    not wait. Raises AlreadyRunning, StateOfAnother, and StateUnusable for disk errors."""
     try:
         refuse_root_beside_another(folder)
         descriptor = _lock(folder)
@@ -276,7 +276,7 @@ def state_held(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)  # the file stays: after a removal two agents could lock two files of one name
+        os.close(descriptor)  # keep the file: after a removal two agents could lock two files of one name
 
 
 def _lock(folder: Path) -> int:
@@ -297,7 +297,7 @@ def _lock(folder: Path) -> int:
 
 
 def utc_text(time_: datetime) -> str:
-    """ISO 8601 in UTC with six decimals: text sorts as time does. Raises ValueError for a time without zone."""
+    """ISO 8601 in UTC with six decimals: texts sort by time. Raises ValueError for a time without zone."""
     if time_.tzinfo is None:
         raise ValueError(f"{time_} has no time zone")
     return time_.astimezone(UTC).isoformat(timespec="microseconds")

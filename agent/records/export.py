@@ -1,11 +1,11 @@
 """Results and boards as plain rows for other programs, and files of them: `results-FILE-FIRST-LAST.csv`, or `.jsonl`.
 
 Guarantees: times are ISO 8601 with their offset; nested values stay JSON, also inside a field of CSV. A file appears
-under its name whole, or not at all. The ranges follow one another, so each result is in exactly one file, whatever the
-clock showed. FILE is the identity of the results file: results that a restore brought back overwrite nothing. A process
-that ends while a file appears writes the same range again at its next start.
+atomically. Ranges are consecutive, so each result is in exactly one file, at any state of the clock. FILE is the
+identity of the results file, so results of a restored backup overwrite no file. A process that ends during a write
+writes the same range again at its next start.
 
-The first line has the number of the schema: while that stays, columns may be added at the end, and none changes.
+The first line has the number of the schema: under one number, columns may be added at the end, and none changes.
     CSV:   `# coserve results: schema 1, line LINE, file FILE, seq FIRST to LAST`, then a header, then rows
     JSONL: {"schema": 1, "kind": "results", "line": LINE, "file": FILE, "first_seq": 1, "last_seq": 9, "columns": [...]}
 """
@@ -44,10 +44,10 @@ RESULT_COLUMNS = (
     "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
 )  # fmt: skip
 SCHEMA = 1
-FIRST_S = 60.0  # from the start of the agent to its first file
+FIRST_S = 60.0  # from the agent's start to the first file
 EVERY_S = 3600.0  # from one file to the next
 STEP_ROWS = 500
-NUMBER_DIGITS = 9  # file names sort as their numbers do
+NUMBER_DIGITS = 9  # digits, so that file names sort by number
 BEGIN = "INSERT OR REPLACE INTO exports (last_seq, first_seq, until, is_written) VALUES (?, ?, ?, 0)"
 LATEST = """
     SELECT first_seq, last_seq, until, is_written FROM exports WHERE is_written >= ? ORDER BY last_seq DESC LIMIT 1
@@ -56,7 +56,7 @@ LATEST = """
 
 @dataclass(frozen=True, slots=True)
 class ExportedRange:
-    """Numbers of one file. ``until``: when all results that were stored by then were in a file, by the wall clock."""
+    """Numbers of one file. ``until``: wall-clock time; all results stored before are in a file."""
 
     first_seq: int
     last_seq: int
@@ -70,7 +70,7 @@ class ExportedRange:
 
 
 class ResultExport(Rounds):
-    """Writes a file when one is due, STEP_ROWS with each ``step``. ``wall``: time with time zone."""
+    """Writes a file when due, STEP_ROWS per ``step``. ``wall``: time with time zone."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ResultExport(Rounds):
         self._due_s = self._clock() + EVERY_S
 
     def _next_range(self) -> Generator[None, None, ExportedRange | None]:
-        """The range to write, on the disk before its file: also after a kill its name and content are the same."""
+        """Next range, stored before its file is written: after a kill, name and content are equal."""
         latest, now = _latest_range(self._store.path), self._wall()
         if latest is not None and not latest.is_written:
             return latest
@@ -165,7 +165,7 @@ def plain_board(row: BoardRow) -> dict[str, Any]:
 def write_rows(
     rows: Iterable[dict[str, Any]], output: Format, stream: TextIO, columns: Sequence[str] | None = None
 ) -> int:
-    """Write rows as JSON lines or CSV; returns how many. ``columns``: of a CSV whose header stands; else the first row
+    """Write rows as JSON lines or CSV; returns their number. ``columns``: of a CSV with a header; else the first row
     makes the header."""
     writer = None if columns is None else csv.DictWriter(stream, columns)
     count = 0

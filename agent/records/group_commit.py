@@ -3,7 +3,7 @@
 Guarantees: a job's rows are on the disk before its callback runs; the job is pending until the callback has returned.
 Jobs are written in the order of ``put``. A full disk, a locked file or any other error loses no job: the group is
 retried with backoff, and an alarm names the reason. If the file is moved or deleted, a new file is created and logged,
-so that no row goes into a file without a name.
+so that no row is written to a deleted file.
 Why one thread: each commit is synced, and many rows share one sync. An urgent job is committed at once, with all jobs
 that are queued; other jobs wait GROUP_WAIT_S for more.
 """
@@ -54,7 +54,7 @@ class _Job:
 
 
 class GroupCommitter:
-    """See the module. ``put`` never blocks."""
+    """Writer thread with a queue. ``put`` never blocks."""
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class GroupCommitter:
         size_bytes: int = 0,
         is_urgent: bool = False,
     ) -> None:
-        """Queue ``write`` for a transaction; ``on_committed`` gets its result once that is on the disk.
+        """Queue ``write`` for a transaction; ``on_committed`` gets the result after the commit.
 
         Both run on the writer's thread. ``write`` may run several times; only the last run counts. Raises RuntimeError
         after ``close``, except inside callbacks.
@@ -92,7 +92,7 @@ class GroupCommitter:
             self._queue.put(_Job(write, on_committed, size_bytes, is_urgent))
 
     def statistics(self) -> StoreStatistics:
-        """Without the counts of rows, which the store keeps."""
+        """Statistics without the counts of rows, which the store keeps."""
         with self._lock:
             return StoreStatistics(
                 self._pending, 0, 0, self._failed_commits, self._alarm, self._log.alarm, self._damage_alarm
@@ -100,7 +100,7 @@ class GroupCommitter:
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit all queued jobs, and those of their callbacks, then stop. False after ``timeout_s``: the rest is lost.
-        A commit under way then has GIVE_UP_S more; on a disk that hangs its thread is abandoned."""
+        A commit under way has GIVE_UP_S more; on a hanging disk the thread is abandoned."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -126,7 +126,7 @@ class GroupCommitter:
             self._database.close()
 
     def _next_group(self) -> tuple[list[_Job], bool]:
-        """Jobs of one commit, GROUP_JOBS and GROUP_BYTES at most; and whether the writer is to end."""
+        """Jobs of one commit, GROUP_JOBS and GROUP_BYTES at most; and True if the writer must end."""
         group: list[_Job] = []
         size_bytes = 0
         deadline = time.monotonic() + IDLE_CHECKPOINT_S
@@ -140,7 +140,7 @@ class GroupCommitter:
             if not group:
                 deadline = time.monotonic() + GROUP_WAIT_S
             if job.is_urgent:
-                deadline = 0.0  # with the jobs that are queued already
+                deadline = 0.0  # together with the jobs already queued
             group.append(job)
             size_bytes += job.size_bytes
         return group, False
@@ -167,8 +167,8 @@ class GroupCommitter:
     def _begin_anew(self) -> None:
         """Open a new file after the old one was moved, deleted or replaced.
 
-        The last rows of the old file may lie in its log, under the name of the new file's log. They are folded in
-        first, which waits for programs that read the old file.
+        The old file's log may still have its last rows, under the name of the new file's log. A checkpoint writes them
+        to the old file first, which waits for programs that read it.
         """
         if self._file is not None:
             self._leave_whole()
@@ -185,13 +185,13 @@ class GroupCommitter:
         )
 
     def _leave_damaged(self, damage: str) -> bool:
-        """Once per run: a disk that also damages the next file needs a person."""
+        """Replace a damaged file, once per run: if the next file is damaged too, a person must look at the disk."""
         self._database.close()
         try:
             self._database, self._damage_alarm = begin_anew(self.path, damage, self._busy_timeout_s)
         except (OSError, sqlite3.Error) as error:
             log.error("results_file_not_put_aside file=%s reason=%s", self.path, error)
-            self._file = None  # opened again with the next try
+            self._file = None  # reopened by the next try
             return False
         self._file = _file_at(self.path)
         return True
@@ -219,7 +219,7 @@ class GroupCommitter:
     def _leave_whole(self) -> None:
         try:
             kept_bytes = fold_in(self._database.conn)
-        except sqlite3.Error as error:  # the disk is gone: nothing can be saved
+        except sqlite3.Error as error:  # the disk is gone: no row can be saved
             log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
             return
         if kept_bytes:

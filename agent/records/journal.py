@@ -1,10 +1,10 @@
 """The journal: accepted requests without a verdict, each with its image.
 
 Guarantees: a committed request is offered again by every start until its result is stored or it is withdrawn. An image
-is kept once, however many requests are about parts of it, until the last of them ends. A folder's files are not in the
+is kept once, even with several requests for its parts, until the last request ends. A folder's files are not in the
 journal: a claimed file stays in its folder until its verdict is stored.
 
-The functions work inside the transaction of their caller.
+The functions run inside their caller's transaction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OF_SUBJECT = "key source component expert board board_type ref asked_sha256"
 COLUMNS = f"{OF_SUBJECT} name box accepted_at"
 INSERT = f"INSERT INTO accepted ({COLUMNS.replace(' ', ', ')}, image) VALUES (:{COLUMNS.replace(' ', ', :')}, :image)"
-OF_KEY = "key = :key OR (key > :key || '#' AND key < :key || '$')"  # $ is what follows #
+OF_KEY = "key = :key OR (key > :key || '#' AND key < :key || '$')"  # $ follows # in ASCII
 ASKED = f"SELECT asked_sha256 FROM results WHERE {OF_KEY} UNION SELECT asked_sha256 FROM accepted WHERE {OF_KEY}"
 
 
@@ -39,19 +39,19 @@ class Acceptance(StrEnum):
     NEW = "new"
     UNDER_WAY = "under way"
     JUDGED = "judged"
-    REUSED = "reused"  # the key belongs to another request: nothing was written
+    REUSED = "reused"  # the key belongs to another request; no row was written
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A request of an earlier run. ``image``: the number under which its bytes are read."""
+    """Request of an earlier run. ``image``: number of its bytes in the journal."""
 
     subject: Subject
     image: int
 
 
 class JournalReader:
-    """Reads the journal of a line, while an agent writes it or not. Each call is one short query."""
+    """Reads the journal of a line, with or without a writing agent. Each call is one short query."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,19 +62,19 @@ class JournalReader:
         return [Unfinished(_subject(row), row["image"]) for row in rows]
 
     def content(self, image: int) -> bytes | None:
-        """An image's bytes; None where all its requests have ended."""
+        """Bytes of an image; None if all its requests have ended."""
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute("SELECT content FROM accepted_images WHERE id = ?", (image,)).fetchall()
         return bytes(rows[0][0]) if rows else None
 
     def asked(self, key: str) -> set[str | None]:
-        """Digests of the orders under this key, or for a part of it; empty for an unknown key."""
+        """Digests of the orders under this key, or for parts of it; empty for an unknown key."""
         with closing(open_for_reading(self.path)) as connection:
             return {asked for (asked,) in connection.execute(ASKED, {"key": key}).fetchall()}
 
 
 def values(subject: Subject) -> dict[str, object]:
-    """A row's values. Raises ValueError for a time without zone."""
+    """Values of a row. Raises ValueError for a time without zone."""
     return {name: getattr(subject, name) for name in OF_SUBJECT.split()} | {
         "name": subject.image,
         "box": None if subject.box is None else json.dumps(subject.box),
@@ -83,7 +83,7 @@ def values(subject: Subject) -> dict[str, object]:
 
 
 def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
-    """Write new rows; the image goes with the first new one. All rows are REUSED, or none is."""
+    """Write new rows, with the image if any row is new. All rows are REUSED, or none is."""
     if any(_is_reused(database, key, asked) for key, asked in {_given(row) for row in rows}):
         return [Acceptance.REUSED] * len(rows)
     image: int | None = None
@@ -100,7 +100,7 @@ def accept(database: Database, rows: Sequence[Mapping[str, object]], content: by
 
 
 def end(database: Database, key: str) -> None:
-    """Delete a request; its image goes with the last request."""
+    """Delete a request; the last request of an image also deletes the image."""
     found = database.execute("DELETE FROM accepted WHERE key = ? RETURNING image", (key,)).fetchall()
     for (image,) in found:
         database.execute(

@@ -1,10 +1,10 @@
 """Outbox: undelivered messages, one for each receiver and event.
 
-Guarantees: a message is written in the transaction of its result or board verdict: no message is lost, and none is of
-an unstored fact. Its id stays the same for each delivery, and is unique across results files. A receiver gets messages
-in the order of storing. At most ``limit`` messages wait for a receiver: the oldest give way, and are counted.
+Guarantees: a message is written in the transaction of its result or board verdict: no message is lost, and none reports
+an unstored fact. Its id is constant over deliveries, and unique across results files. A receiver gets messages in the
+order of storing. At most ``limit`` messages wait for a receiver: beyond that the oldest are dropped, and counted.
 
-A message is JSON with the number of its ``schema``. While that stays, keys may be added, and no key changes or goes.
+A message is JSON with the number of its ``schema``. Under one number keys may be added, but none changes or is removed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OF_BOARD = "results INDEXED BY results_board WHERE board = :serial AND board_typ
 JUDGED = f"""
     SELECT config_sha256, detail FROM {OF_BOARD}
     AND seq >= (SELECT min(seq) FROM {OF_BOARD} AND finished_at >= :opened_at) ORDER BY seq
-"""  # by seq, from the image that opened the board: the clock may have been set back since
+"""  # by seq from the board's first image, as the clock may have been set back since
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class OutboxCounts:
-    """Messages that wait for one receiver, and that gave way since the results file was created."""
+    """Waiting messages of one receiver, and messages dropped since the results file was created."""
 
     waiting: int
     given_way: int
@@ -77,7 +77,7 @@ class Outbox:
         self._when_committed: tuple[Callable[[], None], ...] = ()
 
     def when_committed(self, wake: Callable[[], None]) -> None:
-        """Register a call for after each commit, on the store's thread."""
+        """Register a callback after each commit, on the store's thread."""
         self._when_committed = (*self._when_committed, wake)
 
     def result_stored(self, database: Database, row: ResultRow) -> None:
@@ -96,7 +96,7 @@ class Outbox:
             wake()
 
     def begin(self, database: Database) -> int:
-        """Delete messages of receivers that left the line file; returns how many."""
+        """Delete messages of receivers that left the line file; returns their number."""
         forgotten = 0
         for receiver, waiting in database.execute("SELECT receiver, waiting FROM outbox_receivers").fetchall():
             if receiver in self.receivers:
@@ -133,7 +133,7 @@ class OutboxReader:
         return [Message(*row) for row in read_rows(self.path, sql, (receiver, limit))]
 
     def oldest(self, receiver: str) -> datetime | None:
-        """Time of the verdict of the oldest message to a receiver; None without a message."""
+        """Verdict time of the oldest message to a receiver; None without a message."""
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
         return datetime.fromisoformat(first[0].get("finished_at") or first[0]["closed_at"]) if first else None
 
@@ -191,7 +191,7 @@ def board_payload(row: BoardRow) -> dict[str, object]:
 
 
 def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
-    """Facts of a board's images: the latest one's line file, and all models."""
+    """Facts of a board's images: line file of the latest, and all models."""
     run = {"serial": board.serial, "board_type": board.board_type, "opened_at": utc_text(board.opened_at)}
     rows = database.execute(JUDGED, run).fetchall()
     models = _models(json.loads(detail) for _, detail in rows)
@@ -199,7 +199,7 @@ def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
 
 
 def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Each expert that judged with its weights' sha256; an expert twice if its weights were replaced in between."""
+    """Experts that judged, with the sha256 of their weights; an expert appears twice if its weights were replaced."""
     steps = (step for detail in details for step in detail.get("steps", ()))
     judged = dict.fromkeys((step.get("expert"), step.get("model_sha256") or None) for step in steps)
     return [{"expert": expert, "sha256": sha256} for expert, sha256 in judged]

@@ -1,6 +1,6 @@
 """Reads a line's results and boards, in any process, beside a writing agent or without one.
 
-Guarantees: reads committed rows only; each query is short, so that no reader keeps the log from shrinking; rows of any
+Guarantees: reads committed rows only; queries are short, so that readers never keep the log from shrinking; rows of any
 age are found by an index.
 """
 
@@ -30,7 +30,7 @@ OF_RESULT = ("line", "seconds", "config_sha256", "label", "score", "reason", "ke
 
 
 class ResultReader:
-    """See the module. Each call is one short query, or several."""
+    """Reader of one results file. Each call is one short query, or several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,9 +74,9 @@ class ResultReader:
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
     def after(self, seq: int, board: int, limit: int) -> StoredPage:
-        """At most ``limit`` results with larger numbers; if fewer are left, as many changes of boards' verdicts."""
+        """At most ``limit`` results with larger numbers; if fewer remain, as many changes of board verdicts."""
         with closing(open_for_reading(self.path)) as connection:
-            connection.execute("BEGIN")  # one moment of one file
+            connection.execute("BEGIN")  # one snapshot of one file
             file = connection.execute("SELECT id FROM identity").fetchone()[0]
             last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
             rows = connection.execute(
@@ -117,7 +117,7 @@ class ResultReader:
         return [_board_row(row) for row in rows]
 
     def newest_first(self) -> Iterator[Inspection]:
-        """Every result, the latest stored first, read lazily: for the replay of boards after a restart."""
+        """All results, latest first, read lazily: for the replay of boards after a restart."""
         before = LARGEST_SEQ
         while rows := self._rows(
             "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
@@ -129,7 +129,7 @@ class ResultReader:
 
     def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
         """The newest ``limit`` board verdicts closed at ``since`` or later, oldest first."""
-        index = "INDEXED BY boards_closed_at" if since else ""  # else SQLite reads all boards
+        index = "INDEXED BY boards_closed_at" if since else ""  # otherwise SQLite reads all boards
         rows = self._rows(
             f"SELECT * FROM boards {index} WHERE closed_at >= ? ORDER BY seq DESC LIMIT ?",
             (utc_text(since) if since else "", -1 if limit is None else limit),
@@ -137,7 +137,7 @@ class ResultReader:
         return tuple(_board_row(row) for row in reversed(rows))
 
     def _before(self, since: datetime | None) -> int:
-        """Number below all results finished at ``since`` or later: older rows need not be read."""
+        """Number below all results finished at ``since`` or later, so that older rows are not read."""
         if since is None:
             return 0
         first = self._rows(

@@ -1,8 +1,8 @@
 """Writes a line's results, board verdicts and journal.
 
-Guarantees: sequence numbers are gap-free in the order of commit. A key is stored once, however often it is sent. A
+Guarantees: sequence numbers are gap-free in the order of commit. A key is stored once, even if sent repeatedly. A
 result and the end of its journal entry are one commit: after any end of the process a request is either unfinished or
-judged. Followers' rows are on the disk with the row they follow, or not at all. For the rest see ``group_commit``.
+judged. Followers' rows are committed with the row they follow. See also ``group_commit``.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Follower(Protocol):
     """
 
     def result_stored(self, database: Database, row: ResultRow) -> None:
-        """A new result."""
+        """Called for a new result."""
 
     def board_stored(self, database: Database, row: BoardRow) -> None:
-        """A new board verdict, or a revision."""
+        """Called for a new board verdict, or a revision."""
 
     def committed(self) -> None:
-        """New rows are on the disk."""
+        """Called once new rows are on the disk."""
 
 
 class ResultStore(ResultReader):
-    """The one writer of a line's records. No call blocks: the committer's thread writes."""
+    """Only writer of a line's records. No call blocks: the committer's thread writes."""
 
     def __init__(
         self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, *, followers: Sequence[Follower] = ()
@@ -86,13 +86,13 @@ class ResultStore(ResultReader):
         self._followers = tuple(followers)
         self._committer = GroupCommitter(path, busy_timeout_s)
         self._lock = threading.Lock()
-        self._counts = {True: 0, False: 0}  # of rows that were new, and of those that were there
+        self._counts = {True: 0, False: 0}  # new rows, and rows already stored
 
     def record(self, result: Result, on_committed: OnRecorded | None = None, *, is_urgent: bool = False) -> None:
-        """Store a result; ``on_committed`` is called by the writer's thread once it is on the disk.
+        """Store a result; the writer's thread calls ``on_committed`` after the commit.
 
-        A key that is there already is left as it is and reported (``is_new`` False). Raises TypeError or ValueError
-        for what no row can hold: a detail that is no JSON, a time without zone, text that is not Unicode.
+        A key already stored is left unchanged and reported (``is_new`` False). Raises TypeError or ValueError for
+        values that no row can hold: a detail outside JSON, a time without zone, text that is not Unicode.
         """
         values = _checked(_result_values(result))
 
@@ -110,7 +110,7 @@ class ResultStore(ResultReader):
 
     def record_board(self, board: BoardVerdict, on_committed: OnRecorded | None = None) -> None:
         """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``). ``is_new`` is False
-        where exactly this verdict was stored before."""
+        if exactly this verdict was stored before."""
         values = _checked(_board_values(board))
 
         def write(database: Database) -> Recorded:
@@ -130,10 +130,10 @@ class ResultStore(ResultReader):
     def accept(
         self, subjects: Sequence[Subject], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]
     ) -> None:
-        """Journal these requests of one image: they survive the process until each has its result.
+        """Journal these requests of one image, which survive the process until each has its result.
 
-        ``on_committed`` is told of each, in order, whether it is new, is under way already, was judged before, or its
-        key stands for something else.
+        ``on_committed`` gets an Acceptance of each, in order: new, under way already, judged before, or a key that
+        belongs to another request.
         """
         rows = [_checked(journal.values(subject)) for subject in subjects]
         self._committer.put(
@@ -174,20 +174,20 @@ class ResultStore(ResultReader):
 
 
 def _write_result(database: Database, values: Mapping[str, object]) -> Recorded:
-    """Look first: an insert that meets its key would use up a sequence number."""
+    """Query first: an insert with a known key would use up a sequence number."""
     known = _first(database, KNOWN_RESULT, values)
     return Recorded(known or _first(database, INSERT_RESULT, values), is_new=not known)
 
 
 def _write_board(database: Database, values: Mapping[str, object]) -> Recorded:
-    """A new run, or another verdict of one; an upsert would use up a number with each revision."""
+    """Insert a new run, or update a known one; an upsert would use up a number with each revision."""
     known = _first(database, KNOWN_BOARD, values)
     seq = known or _first(database, REVISE_BOARD, values) or _first(database, INSERT_BOARD, values)
     return Recorded(seq, is_new=not known)
 
 
 def _first(database: Database, sql: str, values: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any column
-    """First value of the first row; None without a row. Sequence numbers begin at 1."""
+    """First value of the first row; None without a row, as sequence numbers begin at 1."""
     rows = database.execute(sql, dict(values)).fetchall()
     return rows[0][0] if rows else None
 
@@ -203,7 +203,7 @@ def _board_row(database: Database, seq: int, board: BoardVerdict) -> BoardRow:
 
 
 def _checked(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Text that is not Unicode is a ValueError here, in the caller's thread, and not for every other row of a group."""
+    """Raises ValueError for text that is not Unicode: in the caller's thread, not for a whole group of rows."""
     for value in values.values():
         if isinstance(value, str):
             value.encode()

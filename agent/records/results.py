@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeptMap:
-    """Anomaly map of an image: a small grey PNG over the whole image. ``step``: of the route, from 0."""
+    """Anomaly map of an image: a small grey PNG over the whole image. ``step``: index in the route, from 0."""
 
     step: int
     expert: str
@@ -27,8 +27,8 @@ class KeptMap:
 class Result:
     """Result of one request. ``detail`` is JSON-like: predictions, boxes.
 
-    ``kept_as``: the image's file below the archive's folder; None if it is not kept. ``maps`` are stored beside the
-    row, and read by ``ResultReader.maps`` alone.
+    ``kept_as``: path of the image below the archive's folder; None if not kept. ``maps`` are stored in another table,
+    and read by ``ResultReader.maps`` only.
     """
 
     subject: Subject
@@ -54,7 +54,7 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """Stored board verdict. ``revisions``: how often a later verdict of the same run replaced it. ``takt_s``: seconds
+    """Stored board verdict. ``revisions``: number of later verdicts of this run. ``takt_s``: seconds
     by the wall clock since the previous board of its type closed; None for the first."""
 
     seq: int
@@ -65,10 +65,10 @@ class BoardRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """Rows behind a cursor, at one moment. ``file``: identity of the results file, to which the numbers belong.
+    """Rows after a cursor, in one snapshot. ``file``: identity of the results file, to which the numbers belong.
 
-    ``last_seq``, ``last_board``: its last numbers of a result and of a change of a board's verdict. ``boards``: changes
-    with their numbers, only behind the last result.
+    ``last_seq``, ``last_board``: last numbers of a result and of a change of a board's verdict. ``boards``: changes
+    with their numbers, only after the last result.
     """
 
     file: str
@@ -80,7 +80,7 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Number of a record's row. ``is_new``: this call wrote it; False: the key was there already."""
+    """Number of a record's row. ``is_new``: written by this call; False: the key was already stored."""
 
     seq: int
     is_new: bool
@@ -88,7 +88,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits go on. ``damage_alarm``:
+    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits continue. ``damage_alarm``:
     path of a damaged file that was put aside since the start. None: no alarm."""
 
     pending: int

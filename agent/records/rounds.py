@@ -1,4 +1,4 @@
-"""Work in short steps on another part's thread: one round after another, each when it is due."""
+"""Periodic work in short steps, on the thread of another part: one round after another, each when due."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rounds(ABC):
         self._round: Generator[None, None, None] | None = None
 
     def step(self) -> None:
-        """Part of a round, if one is due. Raises OSError; the next step begins a new round."""
+        """Do a part of a round, if one is due. After an OSError, which is raised, the next step begins a new round."""
         if self._round is None and self._clock() < self._due_s:
             return
         under_way, self._round = self._round or self._steps(), None
@@ -40,10 +40,10 @@ class Rounds(ABC):
 
     @abstractmethod
     def _steps(self) -> Generator[None, None, None]:
-        """One round; its end sets ``_due_s``."""
+        """Steps of one round; its end sets ``_due_s``."""
 
     def _write(self, write: Callable[[Database], object]) -> Generator[None, None, None]:
-        """Write, and yield until it is on the disk."""
+        """Write, and yield until the commit."""
         is_stored = Event()
         self._store.write(write, lambda _: is_stored.set())
         while not is_stored.is_set():

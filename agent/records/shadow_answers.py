@@ -1,7 +1,7 @@
 """Answers of experts and their shadows to the same images, written, and read back as a comparison.
 
-Guarantees: rows belong to one pair of versions, told apart by the digests of their weights. The latest KEPT_ROWS rows
-stay. Images that a shadow was never shown are counted. A comparison is a pure function of the rows.
+Guarantees: rows belong to one pair of versions, identified by the digests of their weights. The latest KEPT_ROWS rows
+stay. Images that a shadow never judged are counted. A comparison is a pure function of the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sqlite_utils import Database
 
-KEPT_ROWS = 100_000  # of all pairs together: about 30 MB
+KEPT_ROWS = 100_000  # over all pairs: about 30 MB
 OF_IMAGE = ("key", "image", "component", "board", "ref", "kept_as", "reason")
 COLUMNS = (
     "key image component expert shadow expert_sha256 shadow_sha256 label score passes seconds"
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Answer of one of the two. ``passes``: its step of the route does not judge NG; None outside a route.
+    """Answer of expert or shadow. ``passes``: its step of the route does not judge NG; None outside a route.
     ``executor``: number of the executor."""
 
     label: str
@@ -71,8 +71,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none. Known only once it is
-    read back: the place of the image, and ``kept_as``, its file in the archive."""
+    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow has no answer. Set only on
+    reading: the place of the image, and ``kept_as``, its file in the archive."""
 
     key: str
     image: str
@@ -100,14 +100,14 @@ class SideBySide:
 
 
 def write_answer(database: Database, row: SideBySide) -> None:
-    """Call inside a transaction. Deletes the oldest rows beyond KEPT_ROWS."""
+    """Write an answer, and delete the oldest rows beyond KEPT_ROWS. Call inside a transaction."""
     values = answer_row(row) | asdict(row.pair) | {"asked_at": utc_text(row.asked_at)}
     (seq,) = database.execute(INSERT, values).fetchall()[0]
     database.execute(DROP_OLD, (seq - KEPT_ROWS,))
 
 
 def count_dropped(database: Database, pair: Pair, count: int) -> None:
-    """Add images that a shadow was never shown. Call inside a transaction."""
+    """Count images that a shadow never judged. Call inside a transaction."""
     database.execute(COUNT_DROPPED, (*astuple(pair), count))
 
 
@@ -119,7 +119,7 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How many images an executor ran."""
+    """Number of images that an executor ran."""
 
     executor: int
     processor: str
@@ -128,12 +128,12 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of an expert and its shadow over all images that both saw in these versions.
+    """Comparison of an expert and its shadow over all images that both judged in these versions.
 
-    ``flips_to_ng``: passed by the expert alone; ``flips_to_ok``: by the shadow alone. Scores are means, seconds
-    medians; None without an image that both saw. ``failed``: the shadow gave no answer, ``last_reason`` says why;
-    ``dropped``: images that it was not shown for lack of time or memory. ``ran_on``, ``shadow_ran_on``: executors.
-    ``differing``: the latest last.
+    ``flips_to_ng``: passed by the expert only; ``flips_to_ok``: by the shadow only. Scores are means, seconds
+    medians; None without a common image. ``failed``: images without an answer of the shadow, with ``last_reason``;
+    ``dropped``: images not submitted for lack of time or memory. ``ran_on``, ``shadow_ran_on``: executors.
+    ``differing``: latest last.
     """
 
     pair: Pair
@@ -152,7 +152,7 @@ class Comparison:
 
     @property
     def agreement(self) -> float | None:
-        """0 to 1; None before the first image."""
+        """Fraction of equal judgements, 0 to 1; None before the first image."""
         return self.agreeing / self.images if self.images else None
 
 
@@ -190,7 +190,7 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
 
 
 def answer_row(row: SideBySide) -> dict[str, object]:
-    """Both answers as one flat row; names of the shadow's begin with `shadow_`."""
+    """Both answers as one flat row; keys of the shadow begin with `shadow_`."""
     shadow = dict.fromkeys(Side.__slots__) if row.shadow_said is None else asdict(row.shadow_said)
     place = {name: getattr(row, name) for name in OF_IMAGE}
     return place | asdict(row.said) | {f"shadow_{name}": value for name, value in shadow.items()}

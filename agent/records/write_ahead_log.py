@@ -1,10 +1,10 @@
-"""Write-ahead log of a line's database: folded into the file (a checkpoint) when no commit waits.
+"""Write-ahead log of a line's database: checkpoints when no commit waits.
 
 Guarantees: a checkpoint waits for no reader, so no reader delays a commit. Checkpoints are retried at quiet moments,
-and on a busy line once the log is large. A reader that keeps LOG_ALARM_BYTES in the log is an alarm, logged once, and
-once more when the log is folded in. Then the log is empty.
+and on a busy line once the log is large. A reader that keeps LOG_ALARM_BYTES in the log raises an alarm, logged once,
+and once more after the checkpoint that empties the log.
 
-SQLite cannot fold in commits that are younger than an open transaction: a program that leaves a query open makes the
+SQLite cannot checkpoint commits that are younger than an open transaction: a program that leaves a query open makes the
 log grow. For the writer's thread only.
 """
 
@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 
 
 class WriteAheadLog:
-    """See the module. ``alarm``, for any thread: why the log grows; None: no alarm."""
+    """``alarm``, for any thread: why the log grows; None: no alarm."""
 
     def __init__(self, path: Path) -> None:
         self.alarm: str | None = None
@@ -44,7 +44,7 @@ class WriteAheadLog:
             self.fold_in(connection)
 
     def fold_in(self, connection: sqlite3.Connection) -> None:
-        """Checkpoint, as far as readers allow. Raises nothing: errors are logged."""
+        """Checkpoint, as far as readers allow. Errors are logged, not raised."""
         if self._is_empty:
             return
         try:
@@ -79,8 +79,8 @@ class WriteAheadLog:
 
 
 def fold_in(connection: sqlite3.Connection) -> int | None:
-    """Checkpoint without waiting. Returns bytes that readers keep in the log, 0 if they only keep it from being
-    emptied, None for an empty log. Raises sqlite3.Error from the disk."""
+    """Checkpoint without waiting. Returns bytes that readers keep in the log, 0 if readers only block its truncation,
+    None for an empty log. Raises sqlite3.Error from the disk."""
     (busy_timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
     connection.execute("PRAGMA busy_timeout = 0")
     try:

@@ -1,7 +1,7 @@
 """Deliveries: all receivers of a line, each on its thread.
 
-Guarantees: a receiver that hangs delays no other receiver, no verdict and no end of the process. ``stop`` returns in
-time, and undelivered messages wait in the outbox for the next run.
+Guarantees: a hanging receiver delays no other receiver, no verdict and no end of the process. ``stop`` returns within
+its timeout, and undelivered messages wait in the outbox for the next run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
+CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to disconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ RECEIVERS: list[Callable[[LineConfig], Receiver | None]] = [_mqtt, _webhook]
 
 
 def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
-    """The receivers that a line file names. Raises ConfigError for a receiver that cannot work as configured."""
+    """Receivers of a line file. Raises ConfigError for a receiver that cannot work as configured."""
     return tuple(receiver for make in RECEIVERS if (receiver := make(config)) is not None)
 
 
@@ -80,7 +80,7 @@ def line_outbox(config: LineConfig, receivers: Sequence[Receiver]) -> Outbox:
 
 
 class Deliveries:
-    """See the module. ``start`` and ``stop`` once; stopped before the store is closed."""
+    """Call ``start`` and ``stop`` once; stop before closing the store."""
 
     def __init__(self, receivers: Sequence[Receiver], outbox: Outbox, store: ResultStore, per_s: float) -> None:
         self._store = store
@@ -96,7 +96,7 @@ class Deliveries:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop delivering; False if a thread hangs longer: it ends with the process."""
+        """Stop delivering; False after the timeout: a hanging thread ends with the process."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads.values():
             thread.cancel()
@@ -116,7 +116,7 @@ class Deliveries:
 
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
         counts = OutboxCounts(0, 0)
-        with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
+        with suppress(OSError, sqlite3.Error):  # the store's alarm has the reason
             counts = self._reader.standing(name)
         return DeliveryStatistics(name, counts.waiting, counts.given_way, pump.delivered, pump.refused, pump.alarm)
 
@@ -145,7 +145,7 @@ class _DeliveryThread:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def wait(self, timeout_s: float) -> bool:
-        """Cancel again meanwhile: Python 3.11's `asyncio.wait_for` loses a cancellation that meets its result."""
+        """Cancel repeatedly: Python 3.11's `asyncio.wait_for` loses a cancellation that coincides with its result."""
         deadline_s = time.monotonic() + max(timeout_s, 0.0)
         while self._thread.is_alive():
             self._thread.join(min(max(deadline_s - time.monotonic(), 0.0), CANCEL_AGAIN_S))
@@ -177,7 +177,7 @@ class _Daemons(ThreadPoolExecutor):
         return self._daemons.submit(call, *given, **named)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Return at once: a call that hangs ends with the process."""
+        """Return at once: a hanging call ends with the process."""
         self._daemons.stop(timeout_s=0.0)
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from agent.records.outbox import Message
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
-KEEPALIVE_S = 20  # a broker that vanished is noticed after about that time
+KEEPALIVE_S = 20  # detection time of a vanished broker
 ANSWER_S = 10.0
 GOODBYE_S = 0.5
-LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised: of MQTT 3.1.1, and of 5
+LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised; codes of MQTT 3.1.1 and 5
 RESERVED = re.compile(r"[/+#%\x00-\x1f\x7f-\x9f]")
-QUIET = logging.getLogger(f"{__name__}.client")  # the library logs what it raises, too
+QUIET = logging.getLogger(f"{__name__}.client")  # the library also logs the errors it raises
 QUIET.setLevel(logging.CRITICAL)
 
 
@@ -106,7 +106,7 @@ class MqttConnection:
         await asyncio.shield(self._lost)
 
     async def publish(self, topic: str, payload: str, *, retain: bool = False) -> None:
-        """Publish, and wait for the acknowledgement. Raises MqttError, at once if the connection is lost."""
+        """Publish, and wait for the acknowledgement. Raises MqttError, at once if the connection is lost meanwhile."""
         publishing = asyncio.ensure_future(self._client.publish(topic, payload, qos=1, retain=retain))
         try:
             await asyncio.wait((publishing, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ def level(text: str) -> str:
 
 
 async def _until_lost(client: Client) -> NoReturn:
-    """Nothing is subscribed: the only event is the connection's end."""
+    """Wait for the connection's end, the only event without subscriptions."""
     async for _ in client.messages:
         pass
     raise MqttError("the connection ended")

@@ -1,11 +1,11 @@
 """Pump: delivers the messages of the outbox to one receiver, in order, until each is acknowledged.
 
-Guarantees: a message leaves the outbox after the receiver acknowledged it, or refused it for good, which is logged and
+Guarantees: a message leaves the outbox after the receiver acknowledged it, or refused it finally, which is logged and
 counted. Messages keep the order of storing. At most ``per_s`` messages are sent per second, also from a long backlog.
 An unreachable receiver is retried with backoff, and logged once for each reason. A message may be delivered twice with
 the same id: when the process ends between the acknowledgement and the commit that deletes the message.
 
-A coroutine on an event loop of its own; the loop's time is its only clock.
+A coroutine on a separate event loop; the loop's time is its only clock.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LOOK_S = 5.0  # between two looks without a wake-up
 
 
 class Pump:
-    """See the module. ``settle`` deletes messages from the outbox, and calls back from any thread after the commit.
-    ``delivered`` and ``refused``: since the start. ``alarm``: why nothing can be delivered now; None: no alarm."""
+    """``settle`` deletes messages from the outbox, and calls back from any thread after the commit.
+    ``delivered`` and ``refused``: since the start. ``alarm``: reason why delivery fails now; None: no alarm."""
 
     def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
         self._receiver = receiver
@@ -49,19 +49,19 @@ class Pump:
         self._interval_s = 1.0 / per_s
         self._next_turn_s = 0.0
         self._failures = 0  # in a row
-        self._acknowledged: list[str] = []  # and not yet handed to ``settle``
+        self._acknowledged: list[str] = []  # not yet passed to ``settle``
         self._acknowledged_since_s = 0.0
-        self._settling: set[str] = set()  # handed to it, and not yet out of the outbox
+        self._settling: set[str] = set()  # passed to ``settle``, not yet deleted
         self.delivered = 0
         self.refused = 0
         self.alarm: str | None = None
-        self._given_way: int | None = None  # as last seen
+        self._given_way: int | None = None  # last value seen
         self._is_giving_way = False
         self._woken = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def wake(self) -> None:
-        """Look for new messages. From any thread."""
+        """Look for new messages. For any thread."""
         self._soon(self._woken.set)
 
     async def run(self) -> None:
@@ -85,10 +85,10 @@ class Pump:
         except ReceiverUnavailable as error:
             self._raise_alarm(error.reason)
             asked_s = error.retry_s
-        except ConfigError as error:  # a password that is not there any more, or not yet
+        except ConfigError as error:  # a missing password
             self._raise_alarm(str(error))
             asked_s = None
-        except Exception as error:  # the boundary of the pump's thread
+        except Exception as error:  # boundary of the pump's thread
             if self.alarm is None:
                 log.exception("outbox_failed receiver=%s", self._receiver.name)
             self._raise_alarm(f"{type(error).__name__}: {error}")
@@ -109,7 +109,7 @@ class Pump:
                 await self._tell(connection, message)
 
     async def _take_turn(self) -> None:
-        """Turns are spread evenly: an unused turn is not made up for."""
+        """Wait for the next turn at ``per_s``; unused turns are lost."""
         at_s = max(self._next_turn_s, self._now_s)
         self._next_turn_s, wait_s = at_s + self._interval_s, at_s - self._now_s
         if wait_s > SETTLE_S:
@@ -156,14 +156,14 @@ class Pump:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-        self._end_alarm()  # connected for that long, with nothing to tell
+        self._end_alarm()  # connected for that long, without messages
         self._woken.clear()
 
     def _hand_over(self) -> None:
         ids, self._acknowledged = self._acknowledged, []
         if ids:
             self._settling.update(ids)
-            with suppress(RuntimeError):  # the store is closed: the next run delivers them again
+            with suppress(RuntimeError):  # the store is closed: the next run delivers these messages again
                 self._settle(ids, lambda: self._soon(lambda: self._settled(ids)))
 
     def _settled(self, ids: Sequence[str]) -> None:
@@ -176,10 +176,10 @@ class Pump:
                 self._loop.call_soon_threadsafe(act)
 
     def _look_at_limit(self) -> None:
-        """Log once when messages begin to give way, and once when they no longer do."""
+        """Log once when the outbox begins to drop messages, and once when it stops."""
         try:
             standing = self._outbox.standing(self._receiver.name)
-        except (OSError, sqlite3.Error):  # reported where messages are read
+        except (OSError, sqlite3.Error):  # reported by the reading of messages
             return
         before, self._given_way = self._given_way, standing.given_way
         if before is not None and standing.given_way > before and not self._is_giving_way:

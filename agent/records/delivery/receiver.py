@@ -18,25 +18,26 @@ class ReceiverConnection(Protocol):
     """Open connection to a receiver."""
 
     async def deliver(self, message: Message) -> None:
-        """Deliver; returns after the acknowledgement. Raises ReceiverUnavailable without one, MessageRefused if there
-        never will be one."""
+        """Deliver; returns after the acknowledgement.
+
+        Raises ReceiverUnavailable without one, MessageRefused for a final refusal."""
 
     async def lost(self) -> None:
         """Never returns; raises ReceiverUnavailable once the connection is gone."""
 
 
 class Receiver(Protocol):
-    """``name``: of its rows in the outbox."""
+    """``name``: key of the receiver's rows in the outbox."""
 
     name: str
 
     def connected(self) -> AbstractAsyncContextManager[ReceiverConnection]:
-        """Connect, and disconnect at the end. Raises ReceiverUnavailable."""
+        """Connection as a context. Raises ReceiverUnavailable."""
 
 
 def tls_context(key: str, authority: Path | None) -> ssl.SSLContext:
-    """TLS that trusts this authority, else the system's. ``key``: named in errors. Raises ConfigError."""
+    """TLS context that trusts this authority, else the system's. ``key``: named in errors. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=authority)
-    except OSError as error:  # a file without a certificate, too
+    except OSError as error:  # raised also for a file without a certificate
         raise ConfigError(f"{key}: {authority}: {error.strerror or error} - write a PEM file") from error

@@ -1,7 +1,7 @@
 """Web address as a receiver: each message is one POST of JSON, with its id as Idempotency-Key.
 
 2xx acknowledges. 5xx, 408, 425, 429 and a timeout mean "retry later". Answers about the login or the address (3xx, 401,
-403, 404, 405, 407) concern every message: all wait until that is corrected. Another 4xx refuses this message for good.
+403, 404, 405, 407) concern every message: all wait for a correction. Any other 4xx finally refuses this message.
 
 One connection is kept open. Blocking calls run on a daemon thread.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NOT_NOW = frozenset({408, 425, 429})
 NOT_THIS_WAY = frozenset({401, 403, 404, 405, 407})
-READ_BYTES = 64 * 1024  # of an answer: a connection is reusable only after the answer is read
+READ_BYTES = 64 * 1024  # of an answer, which must be read before the connection is reused
 SHOWN_CHARACTERS = 200
 STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
@@ -46,7 +46,7 @@ class WebhookReceiver:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[WebhookConnection]:
-        """See Receiver. The first message opens the connection."""
+        """See Receiver. Opened by the first message."""
         connection = WebhookConnection(self._section, self._tls, self._headers())
         try:
             yield connection
@@ -94,7 +94,7 @@ class WebhookConnection:
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Close, from any thread; a call that waits for an answer ends."""
+        """Close, from any thread; ends a call that waits for an answer."""
         with suppress(OSError, AttributeError):
             self._http.sock.shutdown(2)
         self._http.close()
@@ -103,14 +103,14 @@ class WebhookConnection:
         return ReceiverUnavailable(WebhookReceiver.name, f"{self._url}: {reason}", retry_s)
 
     def _exchange(self, message: Message) -> None:
-        """On the thread. Raises ReceiverUnavailable, MessageRefused, OSError, HTTPException."""
+        """Post and read the answer. Raises ReceiverUnavailable, MessageRefused, OSError, HTTPException."""
         was_open = self._http.sock is not None
         try:
             self._post(message)
         except STALE:
             if not was_open:
                 raise
-            self._post(message)  # the server had closed the idle connection
+            self._post(message)  # the server has closed the idle connection
 
     def _post(self, message: Message) -> None:
         try:
@@ -118,7 +118,7 @@ class WebhookConnection:
             self._http.request("POST", self._path, message.payload.encode(), headers)
             response = self._http.getresponse()
             text = response.read(READ_BYTES)
-            if not response.isclosed():  # the rest is not worth reading
+            if not response.isclosed():  # do not read the rest
                 self._http.close()
         except BaseException:
             self._http.close()
@@ -135,7 +135,7 @@ class WebhookConnection:
 
 
 def _retry_s(retry_after: str | None) -> float | None:
-    """From seconds or a date; None for anything else."""
+    """Seconds of a Retry-After, from a number or a date; None for other values."""
     if retry_after is None:
         return None
     with suppress(ValueError):

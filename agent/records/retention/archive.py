@@ -1,8 +1,8 @@
 """Archive of images from cameras and the API: files below `images/` in the line's state.
 
-Guarantees: a file appears whole or not at all, once for an image with several parts. No image replaces another. File
-names are valid on every filesystem. Keeping an image delays its verdict by KEEP_DEADLINE_S at most: if the disk refuses
-or hangs, the verdict goes on without its image, which is logged and counted.
+Guarantees: a file appears atomically, once for an image with several parts. No image replaces another. File names are
+valid on every filesystem. Keeping an image delays its verdict by KEEP_DEADLINE_S at most: if the disk refuses or hangs,
+the verdict is stored without its image, which is logged and counted.
 
     images/YYYY-MM-DD/NAME~DIGEST.SUFFIX    local day of arrival, readable part of the name, digest of the bytes
 """
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 
 Keeps: TypeAlias = Literal["none", "ng", "all"]
 
-PART = "#"  # in an image's name: the ref of a part follows
+PART = "#"  # in an image's name, before the ref of a part
 STRANGE = re.compile(r"[^\w.-]+")
 LONGEST_NAME_BYTES = 100
 DIGEST_DIGITS = 32
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
-KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a draft of a killed writer
+KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a temporary file of a killed writer
 SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"BM", ".bmp"), (b"II", ".tif"), (b"MM", ".tif"))
 OTHER_SUFFIX = ".img"
 KEEP_DEADLINE_S = 5.0  # a disk that works takes milliseconds
-WAITING_BYTES = 256 * 1024 * 1024  # of images that wait for a slow disk; images beyond are not kept
+WAITING_BYTES = 256 * 1024 * 1024  # bytes of images that wait for a slow disk; further images are not kept
 
 
 class ImageArchive:
@@ -51,14 +51,14 @@ class ImageArchive:
     def __init__(self, folder: Path, keeps: Keeps) -> None:
         self.folder = folder
         self._keeps = keeps
-        self._lock = threading.Lock()  # ``keep`` must not rely on a file that ``discard`` removes
+        self._lock = threading.Lock()  # serialises ``keep`` and ``discard`` of one file
 
     def wants(self, verdict: Verdict) -> bool:
-        """Whether an image of this verdict is kept. UNKNOWN is kept with NG."""
+        """True if images of this verdict are kept. UNKNOWN is kept with NG."""
         return self._keeps == "all" or (self._keeps == "ng" and verdict is not Verdict.OK)
 
     def keep(self, content: bytes, name: str, at: datetime) -> str:
-        """Path of the image below the folder; the file is made if missing. ``at``: arrival."""
+        """Write the image if missing; returns its path below the folder. ``at``: arrival."""
         relpath = f"{at.astimezone():%Y-%m-%d}/{file_name(content, name)}"
         target = self.folder / relpath
         with self._lock:
@@ -93,17 +93,17 @@ class KeeperStatistics:
 
 
 class ImageKeeper:
-    """Keeps images on its thread. For any thread. A verdict waits KEEP_DEADLINE_S at most for its image.
+    """Keeps images on its thread. For any thread. A verdict waits at most KEEP_DEADLINE_S for its image.
 
     An image that misses the deadline is not named by its result; its file may stay as an orphan. While the disk hangs,
-    no further image waits.
+    further verdicts do not wait.
     """
 
     def __init__(self, archive: ImageArchive) -> None:
         self.archive = archive
         self._thread = DaemonThreads(1, "images")
         self._watch = DaemonThreads(1, "images_watch")
-        self._lock = threading.Lock()  # over all below
+        self._lock = threading.Lock()  # guards all fields below
         self._submitted = 0
         self._ended = 0
         self._waiting_bytes = 0
@@ -113,8 +113,8 @@ class ImageKeeper:
         self._alarm: str | None = None
 
     def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
-        """Keep an image, and call ``then`` with its path below the folder; None if it was not kept in time. ``then``
-        runs once, on this or a keeper's thread; not at all after a ``stop`` that did not wait."""
+        """Keep an image, and call ``then`` with its path below the folder; None if not kept in time. ``then`` runs once,
+        on this or a keeper's thread; never after a ``stop`` that timed out."""
         deadline_s = time.monotonic() + KEEP_DEADLINE_S
         with self._lock:
             refusal = self._refusal(len(content))
@@ -144,7 +144,7 @@ class ImageKeeper:
         return None
 
     def _keep(self, content: bytes, name: str, at: datetime, deadline_s: float) -> str:
-        """Raises TimeoutError if the deadline is over before the image's turn, OSError from the disk."""
+        """Write an image. Raises TimeoutError if its deadline passed in the queue, OSError from the disk."""
         try:
             if time.monotonic() >= deadline_s:
                 raise TimeoutError
@@ -158,7 +158,7 @@ class ImageKeeper:
     def _await(
         self, kept: Future[str], number: int, deadline_s: float, name: str, then: Callable[[str | None], None]
     ) -> None:
-        """Release the verdict, at the deadline at the latest."""
+        """Release the verdict, at the latest at the deadline."""
         relpath = None
         try:
             relpath = kept.result(max(deadline_s - time.monotonic(), 0.0))
@@ -172,7 +172,7 @@ class ImageKeeper:
             self._succeeded()
         try:
             then(relpath)
-        except Exception:  # the boundary of the keeper's threads
+        except Exception:  # boundary of the keeper's threads
             log.exception("image_callback_failed image=%s", name)
 
     def _succeeded(self) -> None:
@@ -195,7 +195,7 @@ def _no_answer() -> str:
 
 
 def file_name(content: bytes, name: str) -> str:
-    """File name of an image: the same for all its parts, unique for its bytes."""
+    """File name of an image: equal for all its parts, unique for its bytes."""
     readable = STRANGE.sub("_", name.partition(PART)[0].rpartition("/")[2]).lstrip(".") or "image"
     readable = readable.encode()[:LONGEST_NAME_BYTES].decode("utf-8", "ignore")
     return f"{readable}~{hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]}{_suffix(content)}"

@@ -1,9 +1,9 @@
-"""Images of a line on the disk: in its archive, and on the shelves of its watched folders.
+"""Images of a line on the disk: in its archive, and in the shelves of its watched folders.
 
-Guarantees: only regular files in the agent's own layout are seen, and no link is followed:
+Guarantees: only regular files in the agent's own layout are listed, and no link is followed:
     ARCHIVE/YYYY-MM-DD/NAME~DIGEST.SUFFIX
     SHELF/YYYY-MM-DD/...                    of judged files
-    SHELF/... beside NAME.error.json        of files that could not be judged; the explanation goes with its file
+    SHELF/... beside NAME.error.json        of files that could not be judged; the explanation is removed with its file
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPLANATION = ".error.json"
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """Folder of judged files. ``is_dated``: in folders of days; else beside explanations."""
+    """Folder of judged files. ``is_dated``: in folders by day; else beside explanations."""
 
     folder: Path
     verdict: Verdict
@@ -38,7 +38,7 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class FileSeen:
-    """Regular file, by its status."""
+    """Regular file, by its stat."""
 
     path: str
     size_bytes: int
@@ -80,9 +80,9 @@ def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
         if not S_ISREG(status.st_mode) or status.st_mtime_ns != changed_ns:
             return False
         path.unlink()
-    with suppress(OSError):  # none, or under another name because this one is too long
+    with suppress(OSError):  # no explanation, or under a shortened name
         path.with_name(path.name + EXPLANATION).unlink()
-    with suppress(OSError):  # not empty, or not ours to remove
+    with suppress(OSError):  # not empty, or no permission
         for folder in path.parents:
             if shelf not in folder.parents:
                 break

@@ -1,8 +1,8 @@
-"""Rules of retention: which images are removed, by age, total size and free space. Pure.
+"""Rules of retention: choice of images to remove, by age, total size and free space. Pure.
 
 Guarantees: an image that changed within YOUNG_S stays; so does an unexported one if the export is required. Images
-beyond the age limit go first, then OK before UNKNOWN before NG, oldest first. So an NG image goes for space only if no
-OK image on its disk may go.
+beyond the age limit are removed first, then OK before UNKNOWN before NG, oldest first. So an NG image is removed for
+space only if no OK image on its disk is removable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400.0
 STEADY_S = 3600.0
-STEADY_WITHIN_S = 60.0  # a clock that is slewed differs that much
+STEADY_WITHIN_S = 60.0  # difference caused by slewing of the clock
 YOUNG_S = 3600.0  # a person or a receiver may still need the image
 LAST_TO_GO = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 
@@ -34,7 +34,7 @@ class Reason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class KeptImage:
     """File of an image. ``at_s``: arrival; ``changed_s``: last change of any kind; both by the wall clock.
-    ``mtime_ns``: distinguishes a replaced file; ``device``: its disk; ``is_exported``: all its results are."""
+    ``mtime_ns``: detects a replaced file; ``device``: its disk; ``is_exported``: all its results are exported."""
 
     path: str
     verdict: Verdict
@@ -54,7 +54,7 @@ class Going:
 
 @dataclass(slots=True)
 class Steadiness:
-    """Trust in the wall clock: it has kept ``offset_s`` from the monotonic clock since ``since_s``, for an hour."""
+    """Trust in the wall clock, after an hour at a constant ``offset_s`` to the monotonic clock, since ``since_s``."""
 
     offset_s: float
     since_s: float
@@ -77,8 +77,8 @@ def going_order(image: KeptImage, limits: KeepSection, now_s: float) -> tuple[bo
 def what_goes(
     images: Iterable[KeptImage], limits: KeepSection, now_s: float, kept_bytes: int, free_bytes: Mapping[int, int]
 ) -> Iterator[Going]:
-    """Images to remove, in order, until the limits hold or no image may go. ``kept_bytes``: of all images, also of
-    those that are not given; ``free_bytes``: by disk."""
+    """Images to remove, in order, until the limits hold or no image is removable. ``kept_bytes``: of all images, given
+    or not; ``free_bytes``: by disk."""
     free_bytes = dict(free_bytes)
     candidates = [image for image in images if may_go(image, limits, now_s)]
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):

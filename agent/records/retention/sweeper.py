@@ -1,12 +1,12 @@
 """Sweeper: removes images and rows beyond the limits of retention, a little with each step.
 
 Guarantees: before its removal an image is marked in the database, and its results forget its file in the same
-transaction. So after a crash no result names a missing file, and the next run removes marked files. A row goes after
-its image, and never while its file lies in a watched folder, where it would be judged again. Age counts only on a
-steady clock, so a wrong year removes nothing. A file that cannot be removed is logged, retried in each round, and
-blocks no other.
+transaction. So after a crash no result names a missing file, and the next run removes marked files. A row is
+removed after its image, and never while its file is in a watched folder, where it would be judged again. Age counts
+only on a steady clock, so a wrong year removes nothing. A file that cannot be removed is logged, retried in each round,
+and blocks no other.
 
-A round looks at all images, decides and removes; then rows; then results.db shrinks. A round takes many short steps.
+A round, in many short steps: list all images, decide, remove images, remove rows, shrink results.db.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ STEP_FILES = 2000  # some 10 ms
 STEP_REMOVALS = 200
 STEP_ROWS = 500
 STEP_PAGES = 500  # of 4 KiB
-CANDIDATES = 20_000  # removed in a round at most; another round follows at once if needed
+CANDIDATES = 20_000  # at most removed in a round; another round follows at once if needed
 ORPHAN_S = 86_400.0  # an image without a result counts as exported after a day
 
 
 @dataclass(slots=True)
 class _Found:
-    """Images seen in a round, and the candidates for removal."""
+    """Images of a round, and the candidates for removal."""
 
     size_bytes: int = 0
     candidates: list[KeptImage] = field(default_factory=list)
@@ -78,7 +78,7 @@ REAL = Surroundings()
 
 
 class Sweeper(Rounds):
-    """``is_needed``: a result's file lies in a watched folder. ``alarm``: why a limit cannot hold; None: no alarm."""
+    """``is_needed``: True if a result's file is in a watched folder. ``alarm``: why a limit cannot hold, or None."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Sweeper(Rounds):
             return self._remove_file(Path(path), mtime_ns)
         except OSError as error:
             reason = error.strerror or str(error)
-            if reason not in self._stuck.values():  # once for a whole disk
+            if reason not in self._stuck.values():  # logged once per disk
                 log.error("image_not_removed file=%s reason=%s: others go instead of it", path, reason)
             self._stuck[path] = reason
             return False
@@ -253,7 +253,7 @@ class Sweeper(Rounds):
         return not has_image and not self._is_needed(row["key"])
 
     def _give_back(self) -> Iterator[None]:
-        """Give pages of deleted rows back to the filesystem, if the file was created with auto_vacuum."""
+        """Return pages of deleted rows to the filesystem, if the file was created with auto_vacuum."""
         before = math.inf
         while 0 < (free := read_rows(self._store.path, "PRAGMA freelist_count")[0][0]) < before:
             before = free
@@ -271,7 +271,7 @@ class Sweeper(Rounds):
         *,
         is_done: bool,
     ) -> None:
-        """Alarm, logged once, if a limit cannot hold because nothing more may go."""
+        """Alarm, logged once, if a limit cannot hold because no further image is removable."""
         freed: Counter[int] = Counter()  # by disk
         for one in going:
             freed[one.image.device] += 0 if one.image.path in self._stuck else one.image.size_bytes
