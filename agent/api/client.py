@@ -1,7 +1,7 @@
-"""Client of a running agent, for the command line: plain calls, and answers in the desk's nouns.
+"""Client of a running agent, for the command line: blocking calls, with the desk's values as answers.
 
 Guarantees: a refused call raises OrderRefused with its reason; a call that does not reach the agent raises
-AgentUnreachable, which says what to check.
+AgentUnreachable, with what to check.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from agent.api.calls.desk import StatusView, TextEvent, TextOrder, VerdictView
 
 MESSAGE_BYTES = 64 * 2**20
-AT_ONCE = 16  # images that are sent before the first one is answered
-ANSWER_S = 60.0  # for an answer to a question
-INSPECT_S = 600.0  # for one image's verdict, waiting for its turn included
-TRIES = 100  # for an image that there was no room for
+AT_ONCE = 16  # images sent before the first answer
+ANSWER_S = 60.0  # timeout of a query
+INSPECT_S = 600.0  # timeout of one image's verdict, including its wait
+TRIES = 100  # of an image refused for lack of room
 
 Call = Any  # gRPC has no types
 
@@ -48,7 +48,7 @@ class Access:
 
 
 class AgentClient:
-    """A connection; to be closed, or used as a context."""
+    """Connection to an agent; close it, or use it as a context."""
 
     def __init__(self, address: str, access: Access | None = None) -> None:
         self.address = address
@@ -73,9 +73,9 @@ class AgentClient:
         self._channel.close()
 
     def inspect(self, images: Iterable[bytes], component: str, *, with_maps: bool = False) -> Iterator[VerdictView]:
-        """Verdict of each image, in order; nothing is stored. An image that there is no room for is sent again.
+        """Verdict of each image, in order; not stored. An image refused for lack of room is sent again.
 
-        Raises OrderRefused for an image that is not taken.
+        Raises OrderRefused for an image refused otherwise.
         """
         under_way: deque[tuple[pb.InspectRequest, Call]] = deque()
         for image in images:
@@ -96,7 +96,7 @@ class AgentClient:
         try:
             with self._explained():
                 for reply in replies:
-                    if reply.WhichOneof("told") is not None:  # a refused call has an empty one
+                    if reply.WhichOneof("told") is not None:  # a refused call has empty metadata
                         yield text_event_of(reply)
         finally:
             replies.cancel()

@@ -1,7 +1,7 @@
 """Credentials at HOST:PORT: certificates and the token, read again at each reload.
 
-Guarantees: files that do not belong together are refused with their names, and those read before stay in use; a token
-is compared in a time that does not depend on where it differs.
+Guarantees: mismatched files are refused by name, and the earlier ones stay in use; tokens are compared in constant
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Any  # gRPC has no types
 
 
 class Certificates:
-    """This box's certificate and key, and whose callers it lets in."""
+    """Certificate and key of this box, and the authority of accepted callers."""
 
     def __init__(self, tls: TlsSection) -> None:
         """Raises ConfigError."""
@@ -37,8 +37,8 @@ class Certificates:
         self._now = _read(tls)
 
     def read_anew(self, tls: TlsSection) -> None:
-        """For the connections to come. Raises ConfigError, and then nothing has changed. Whether callers must show a
-        certificate at all is settled when the server starts."""
+        """Reload for later connections. Raises ConfigError and then changes nothing. The server's start decides whether
+        callers need a certificate."""
         self._now = _read(tls)
 
     def for_server(self) -> Call:
@@ -50,12 +50,12 @@ class Certificates:
 def _read(tls: TlsSection) -> Call:
     check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        check.load_cert_chain(tls.certificate, tls.key, password="")  # without one it would ask a terminal
+        check.load_cert_chain(tls.certificate, tls.key, password="")  # without it, a prompt on the terminal
         if tls.client_ca is not None:
             check.load_verify_locations(tls.client_ca)
         authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
         pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # includes SSLError
         files = ", ".join(str(file) for file in (tls.certificate, tls.key, tls.client_ca) if file)
         reason = (
             "no certificate, its key and an authority in PEM" if isinstance(error, ssl.SSLError) else error.strerror

@@ -1,8 +1,8 @@
-"""The APIs of a line over gRPC, at its addresses, on a thread of their own.
+"""Server of a line's APIs over gRPC, at its addresses, on a separate thread.
 
-Guarantees: it starts at every address or not at all. When it stops, health says so first, calls under way are answered
-within the grace time, and new calls are UNAVAILABLE. Unix sockets are guarded by their permissions, HOST:PORT by the
-configured certificates and token. Reflection answers on this machine alone.
+Guarantees: the server starts at every address or at none. At a stop, health reports NOT_SERVING first, calls under way
+are answered within the grace time, and new calls are UNAVAILABLE. Unix sockets are guarded by their permissions,
+HOST:PORT by the configured certificates and token. Reflection answers on this machine only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVICES = (*inspection.SERVICES, inference.SERVICE)
-LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
-KEEPALIVE_MS = 10_000  # until a silent caller is probed: its calls take others' places
+LAST_WORDS_S = 1.0  # for answers in transit when all calls have ended
+KEEPALIVE_MS = 10_000  # until a silent caller is probed, as its calls count against the limits
 KEEPALIVE_ANSWER_MS = 20_000
 
 Server = Any  # gRPC has no types
@@ -52,10 +52,10 @@ class _Served:
 
 
 class ApiServer:
-    """Started once, stopped once. ``addresses``: where it answers; of a port 0 the one that was found."""
+    """Start and stop once. ``addresses``: bound addresses, with the real port in place of port 0."""
 
     def __init__(self, config: ApiSection, desk: Desk) -> None:
-        """Raises ConfigError for certificates or a token that cannot be read."""
+        """Raises ConfigError for unreadable certificates or token."""
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
@@ -68,7 +68,7 @@ class ApiServer:
 
     @property
     def calls(self) -> int:
-        """Under way at the moment; health and reflection not counted."""
+        """Number of calls under way, without health and reflection."""
         return self._door.calls
 
     @property
@@ -76,7 +76,7 @@ class ApiServer:
         return self._orders.under_way + self._texts.under_way
 
     def start(self) -> None:
-        """Serve. Raises AddressUnusable, and then nothing is served."""
+        """Start serving. Raises AddressUnusable, and then serves no address."""
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="api", daemon=True)
         self._thread.start()
@@ -90,8 +90,8 @@ class ApiServer:
     def reload(self, config: ApiSection) -> None:
         """Read certificates and token again, for later connections and calls.
 
-        Raises ConfigError, and then nothing has changed. Addresses, limits, and whether there are certificates and a
-        token at all, are as they were at the start.
+        Raises ConfigError and then changes nothing. Addresses, limits, and the use of certificates and of a token stay
+        as at the start.
         """
         token = self._token and config.token and TokenGuard(config.token)
         if self._certificates is not None and config.tls is not None:
@@ -157,11 +157,11 @@ class ApiServer:
         options = (
             ("grpc.max_receive_message_length", received_at_most_bytes(message_bytes)),
             ("grpc.max_send_message_length", message_bytes),
-            ("grpc.http2.bdp_probe", 0),  # else megabytes of each call are received before it is read from
-            ("grpc.so_reuseport", 0),  # else a second agent would take every other call
+            ("grpc.http2.bdp_probe", 0),  # else gRPC receives megabytes of each call before the first read
+            ("grpc.so_reuseport", 0),  # else a second agent could bind the port and take every other call
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
-            ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # a minute by itself, and what counts
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # one minute by default, and decisive
         )
         return grpc.aio.server(interceptors=interceptors, options=options)
 
@@ -178,7 +178,7 @@ class ApiServer:
 
 
 def _reflected() -> DescriptorPool:
-    """Descriptions of all services in one pool: the Open Inference Protocol's are in another."""
+    """Descriptors of all services in one pool: the Open Inference Protocol has a separate one."""
     pool = DescriptorPool()
     for described in (timestamp_pb2, inspection_pb2, inference_pb2, health_pb2, reflection_pb2):
         file = descriptor_pb2.FileDescriptorProto()
@@ -188,7 +188,7 @@ def _reflected() -> DescriptorPool:
 
 
 def _why_not(address: str) -> str:
-    """Error of binding an address, which gRPC hides."""
+    """Reason of a failed bind, which gRPC hides."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)

@@ -1,9 +1,9 @@
-"""The desk that every API calls: requests to a line, and the nouns of question and answer.
+"""The desk that every API calls: requests to a line, and the values of orders and answers.
 
 Guarantees: no call blocks on an expert, or on the disk for longer than a short read. Every accepted order gets exactly
-one end, unless it is cancelled. A kept order is durable before it is told to be accepted, and stored before it is told
-to be judged. A refusal comes at once and leaves nothing behind. Any thread may call; listeners are called on the
-desk's threads and return at once.
+one end, unless it is cancelled. A kept order is durable before it is reported as accepted, and stored before it is
+reported as judged. A refusal is immediate and leaves no state. Any thread may call; listeners are called on the desk's
+threads and return at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageOrder:
-    """Image to be judged: a part, or without component and expert a whole board, which its layout cuts.
+    """Image to judge: a part, or without component and expert a whole board, cut by its layout.
 
     ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. The subject's key is the caller's idempotency
     key, or empty: an order with the key of another gets the same end, and is refused if its content differs.
-    ``is_kept``: the image is journaled, stored, and counts on its board; otherwise nothing remains.
-    ``wants_maps``: answers have pictures of the anomalies, as far as kept.
+    ``is_kept``: the image is journaled, stored, and counts on its board; otherwise no record remains.
+    ``wants_maps``: answers include anomaly maps, if kept.
     """
 
     subject: Subject
@@ -44,8 +44,8 @@ class ImageOrder:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyView:
-    """Measurement of an anomaly expert. ``map_png``: a small picture of where (``experts.thresholds.map_pictures``);
-    None if it is not wanted, not given by the model, or not kept, and for an image without anomaly."""
+    """Measurement of an anomaly expert. ``map_png``: anomaly map as a picture (``experts.thresholds.map_pictures``);
+    None if not requested, not given by the model, or not kept, and for an image without anomaly."""
 
     expert: str
     score: float
@@ -55,8 +55,8 @@ class AnomalyView:
 
 @dataclass(frozen=True, slots=True)
 class VerdictView:
-    """Verdict of one subject. ``seq``: its row's number; None if it is not kept. ``queue_s``: before the first batch;
-    ``compute_s``: in batches; ``seconds``: from arrival to verdict. ``is_repeat``: of an earlier order of its key."""
+    """Verdict of one subject. ``seq``: number of its row; None if not kept. ``queue_s``: before the first batch;
+    ``compute_s``: in batches; ``seconds``: from arrival to verdict. ``is_repeat``: from an earlier order of its key."""
 
     subject: Subject
     verdict: Verdict
@@ -82,29 +82,29 @@ class Listener(Protocol):
         """The order is durable and will be judged. Called for kept orders, at most once."""
 
     def judged(self, parts: Sequence[VerdictView]) -> None:
-        """The end: one part, or each part of a board. A kept order is stored by now."""
+        """End with the verdict of one part, or of each part of a board. A kept order is stored by now."""
 
     def refused(self, refusal: OrderRefused) -> None:
-        """The end of an order whose key was given for another one: nothing of it is judged."""
+        """End of an order whose key belongs to another one: no part is judged."""
 
 
 class CallerTicket(Protocol):
     """An order under way."""
 
     def cancel(self) -> None:
-        """Withdraw parts that have not begun; running parts are finished, and stored if the order is kept. The listener
-        is called no more. Idempotent."""
+        """Withdraw parts that have not begun; running parts are finished, and stored if the order is kept. No further
+        call of the listener. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextOrder:
-    """Text to be written: a prompt's continuation, or the next message of a chat. Nothing of it is stored.
+    """Text to write: a prompt's continuation, or the next message of a chat. Not stored.
 
-    ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or the expert's tokens.
+    ``model``: an expert of texts, a route of texts, or AUTO. ``prompt``: text, or the expert's tokens.
     ``messages``: with role and content, for the chat template; ``template``: its arguments. ``most_tokens``: None for
-    as many as context and memory have room for. ``given``: sampling fields that the caller set; the model's own
+    as many as context and memory have room for. ``given``: sampling fields that the caller set; the model's
     defaults replace the others. ``stop``: strings that end the text before them. ``deadline_s``: from now on; the text
-    so far stands.
+    written so far is the answer.
     """
 
     model: str
@@ -118,12 +118,12 @@ class TextOrder:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-AUTO = "auto"  # the model that is the only one, or the route of this name
+AUTO = "auto"  # the only model, or the route of this name
 
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """Written token. ``content``: its bytes, perhaps a part of a character. ``alternatives``: the likeliest others."""
+    """Written token. ``content``: its bytes, perhaps a part of a character. ``alternatives``: most likely others."""
 
     text: str
     content: bytes
@@ -133,7 +133,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Part of a text. ``tokens``: only with logprobs. ``is_thought``: the prompt itself opened the reasoning."""
+    """Part of a text. ``tokens``: only with logprobs. ``is_thought``: the prompt already opened the reasoning."""
 
     expert: str
     text: str
@@ -144,7 +144,7 @@ class TextPiece:
 @dataclass(frozen=True, slots=True)
 class TextEnd:
     """End of a text. ``ending``: None after a ``failure``. ``expert``: the writer; None if none had begun. ``queue_s``:
-    before it was begun; ``first_token_s``: until something was shown. ``label``, ``score``: of a labelling expert."""
+    until it began; ``first_token_s``: until the first output. ``label``, ``score``: of a labelling expert."""
 
     ending: Ending | None
     expert: str | None
@@ -165,14 +165,14 @@ class TextListener(Protocol):
     """Caller of a text."""
 
     def wrote(self, piece: TextPiece) -> None:
-        """Called on the thread that computes: it returns at once."""
+        """Called on the computing thread: must return at once."""
 
     def ended(self, end: TextEnd) -> None:
         """Called once, after all pieces, unless the text was cancelled."""
 
 
 class TextTicket(CallerTicket, Protocol):
-    """A text under way. A cancelled text gives its memory back."""
+    """Text under way. Cancelling releases its memory."""
 
     @property
     def due_s(self) -> float | None:
@@ -192,12 +192,12 @@ class TextModelView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A component's route, or one expert. ``reason``: why it is not ready."""
+    """Component's route, or one expert. ``reason``: why it is not ready."""
 
     name: str
     experts: tuple[str, ...]
     labels: tuple[str, ...]
-    input_px: tuple[int, int] | None  # (height, width) that its first expert sees
+    input_px: tuple[int, int] | None  # (height, width) of its first expert's input
     max_batch: int
     is_ready: bool
     reason: str | None = None
@@ -206,7 +206,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class BoardView:
-    """Board now. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
+    """Board in its current state. ``verdict``, ``closed_at``: None while open. ``missing``: component -> images."""
 
     serial: str
     board_type: str
@@ -222,7 +222,7 @@ class BoardView:
 @dataclass(frozen=True, slots=True)
 class ResultsCursor:
     """Position in a results file: its identity, and the numbers of a result and of a change of a board's verdict.
-    ``file``: None before the first read; ``seq``, ``board``: None for those to come only."""
+    ``file``: None before the first read; ``seq``, ``board``: None for future rows only."""
 
     file: str | None = None
     seq: int | None = None
@@ -231,7 +231,7 @@ class ResultsCursor:
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """Results and numbered changes of boards behind a cursor. ``end``: the cursor behind all that is stored."""
+    """Results and numbered changes of boards after a cursor. ``end``: cursor after the last stored row."""
 
     end: ResultsCursor
     results: tuple[VerdictView, ...] = ()
@@ -243,8 +243,8 @@ Event: TypeAlias = "VerdictView | BoardView"  # a result that was just stored, o
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Queue of one executor. ``running``: the expert of its batch; None while it is idle. ``busy_s``: at work since
-    the start; ``waited_s``: the part of it until images were decoded."""
+    """Queue of one executor. ``running``: expert of its batch; None while idle. ``busy_s``: seconds of work since
+    the start; ``waited_s``: of these, waits for decoded images."""
 
     executor: int
     processor: str
@@ -256,7 +256,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """Memory and its budget. ``lease_bytes``: reserved by texts under way, beside the experts."""
+    """Memory and its budget. ``lease_bytes``: reserved by texts under way, in addition to experts."""
 
     name: str
     used_bytes: int
@@ -268,7 +268,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class TextsView:
-    """Texts since the start. ``shown``: texts that showed something; ``first_token_s``: the sum over them."""
+    """Texts since the start. ``shown``: texts with output; ``first_token_s``: the sum over these."""
 
     under_way: int = 0
     ended: int = 0
@@ -280,7 +280,7 @@ class TextsView:
 
 @dataclass(frozen=True, slots=True)
 class ShadowsView:
-    """Images for shadows, now and since the start. ``dropped``: there was no time, or no room."""
+    """Images for shadows, now and since the start. ``dropped``: for lack of time or room."""
 
     waiting: int = 0
     running: int = 0
@@ -291,7 +291,7 @@ class ShadowsView:
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """Snapshot of the agent. ``standing``: expert -> why it takes no requests now."""
+    """Snapshot of the agent. ``standing``: expert -> reason to take no requests now."""
 
     line: str
     version: str
@@ -315,8 +315,8 @@ class StatusView:
 
 @dataclass(frozen=True, slots=True)
 class ReloadView:
-    """Result of a reload. ``problems``: why nothing has changed. ``needs_restart``: keys that take effect at the next
-    start only."""
+    """Result of a reload. ``problems``: why nothing has changed. ``needs_restart``: keys that take effect only at
+    the next start."""
 
     is_applied: bool
     problems: tuple[str, ...] = ()
@@ -327,7 +327,7 @@ class ReloadView:
 
 
 class Desk(Protocol):
-    """Refusals raise OrderRefused with its ``reason``."""
+    """Orders and queries of a line. Refusals raise OrderRefused with its ``reason``."""
 
     def order(self, order: ImageOrder, listener: Listener) -> CallerTicket: ...
 
@@ -339,25 +339,25 @@ class Desk(Protocol):
         """Routes by their component's name, and experts as `expert:ID`."""
 
     def load(self, model: str) -> None:
-        """Load a model's experts, if there is room that no request needs sooner. Does not wait."""
+        """Load a model's experts into room that no request needs sooner. Does not wait."""
 
     def unload(self, model: str) -> None:
         """Evict a model's experts, unless they are in use."""
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        """The latest run of the board of each type with this serial."""
+        """Latest run of the board of each type with this serial."""
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
-        """At most ``limit`` stored results with larger numbers; if fewer are left, as many changes of boards."""
+        """At most ``limit`` stored results with larger numbers; if fewer remain, as many changes of boards."""
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Call ``tell`` after each stored result or board's verdict. Returns the call that ends it."""
+        """Call ``tell`` after each stored result or board's verdict. Returns a function to unsubscribe."""
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
     ) -> str:
-        """Have a camera that waits for triggers take a frame. Returns the beginning of its results' keys. ``key``: the
-        caller's idempotency key: the same trigger again takes no frame, another one is refused."""
+        """Trigger a frame of a triggered camera. Returns the prefix of its results' keys. ``key``: the caller's
+        idempotency key: an equal trigger takes no further frame, another one is refused."""
 
     def status(self) -> StatusView: ...
 
@@ -365,4 +365,4 @@ class Desk(Protocol):
         """Sentences on the state of an expert (by id) or a component, or on a result (by key)."""
 
     def reload(self) -> ReloadView:
-        """Read the line file again and apply it. Takes as long as packing of new experts."""
+        """Read the line file again and apply it. Takes as long as packing the new experts."""

@@ -1,12 +1,12 @@
-"""Interceptor of every call: admission, receiving of the message, and the words of a failure.
+"""Interceptor of every call: admission, receiving of messages, error messages.
 
 Guarantees: a refused call gets a status, a reason and our own message, never an exception's text. Bytes of another
-message type are INVALID_ARGUMENT. Messages that are being received, or that the desk has not counted yet, take at most
-about ``limits.memory``: each call reserves the bytes of the largest message before it reads, a stream as long as it is
-open. Calls beyond the limit are refused before any byte of them is received.
+message type are INVALID_ARGUMENT. Messages in receipt, or not yet counted by the desk, take at most about
+``limits.memory``: each call reserves the bytes of the largest message before it reads, a stream while it is open. Calls
+beyond the limit are refused before any of their bytes is received.
 
-Unary calls are served as streams of one message, which is the same on the wire: so a message is read only when there
-is room for it.
+Unary calls are served as streams of one message, which is equal on the wire: so a message is read only into reserved
+room.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECEIVE_S = 20.0  # a slower caller would keep others' messages waiting
-QUESTIONS = 1000  # calls without images that are open at a time
-CHECKS = 1000  # health checks that are open at a time: each may be watched without end
+RECEIVE_S = 20.0  # a slower caller would delay others' messages
+QUESTIONS = 1000  # concurrent calls without images
+CHECKS = 1000  # concurrent health checks: a watch may last forever
 QUESTION_RECEIVE_S = 5.0  # for a message without an image
-STALL_S = 30.0  # a caller that reads nothing of a stream for so long loses its place
-STREAMS = 64  # streams of images that are open at a time, if memory has room for a message of each
-WATCHERS = 64  # watchers that are open at a time: they take no stream's place
+STALL_S = 30.0  # a caller that reads nothing of a stream for so long is cut off
+STREAMS = 64  # concurrent streams of images, if memory has room for a message of each
+WATCHERS = 64  # concurrent watchers, counted apart from streams
 FULL_RETRY_S = 0.1  # retry hint without a better estimate
-RECEIVED_AT_LEAST = 5  # messages there is always room for; more if `memory` is larger
-FIELDS = 1000  # of a message: it has a field for each of its images, outputs and parameters
-QUESTION_BYTES = 2**20  # a parsed message takes many times its bytes; names and numbers need few
+RECEIVED_AT_LEAST = 5  # messages with guaranteed room; more if `memory` is larger
+FIELDS = 1000  # of a message, which has a field per image, output and parameter
+QUESTION_BYTES = 2**20  # a parsed message takes many times these bytes; names and numbers need few
 FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for more"
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
@@ -57,23 +57,23 @@ Call = Any  # gRPC has no types: a servicer's method, its context and its handle
 
 
 class _Kind(StrEnum):
-    """Calls by what they cost."""
+    """Kinds of calls, by cost."""
 
     IMAGE = "image"
     TEXT = "text"
     STREAM = "stream"
     WATCHER = "watcher"
     QUESTION = "question"
-    CHECK = "health check"  # and reflection: also while the agent stops
+    CHECK = "health check"  # and reflection; answered also while the agent stops
 
 
 def received_at_most_bytes(message_bytes: int) -> int:
-    """Limit for gRPC, which refuses without a reason; above the smaller limit we refuse with one."""
+    """Limit for gRPC, which refuses without a reason; our smaller limit refuses with one."""
     return message_bytes + message_bytes // 16
 
 
 class _Budget:
-    """Bytes for messages that are being received or that the desk has not counted yet; first come, first served."""
+    """Bytes for messages in receipt, or not yet counted by the desk; first come, first served."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
@@ -81,7 +81,7 @@ class _Budget:
         self._freed = asyncio.Event()
 
     async def take(self, size_bytes: int, spared_bytes: int) -> None:
-        """Wait for so many bytes, and ``spared_bytes`` beside them. Calls that spare none delay no others."""
+        """Wait for so many bytes, with ``spared_bytes`` left free. Calls that spare none delay no others."""
         async with self._turns[spared_bytes > 0]:
             while self._free_bytes < size_bytes + spared_bytes:
                 self._freed.clear()
@@ -94,7 +94,7 @@ class _Budget:
 
 
 class Room:
-    """Bytes set aside for one call's message until the desk has counted it."""
+    """Bytes reserved for one call's message until the desk has counted it."""
 
     def __init__(self, budget: _Budget, size_bytes: int, spared_bytes: int) -> None:
         self._budget = budget
@@ -107,20 +107,20 @@ class Room:
         self._held_bytes = self._size_bytes
 
     def keep(self, size_bytes: int) -> None:
-        """Give back all but the bytes of the message that came."""
+        """Reduce the reservation to the bytes of the received message."""
         self._budget.give_back(self._held_bytes - size_bytes)
         self._held_bytes = size_bytes
 
     def leave(self) -> None:
-        """Idempotent."""
+        """Release the reservation. Idempotent."""
         self.keep(0)
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """Shared by all addresses; for the loop's thread alone."""
+    """Admission of calls, shared by all addresses. For the loop's thread only."""
 
     def __init__(self, limits: ApiLimitsSection) -> None:
-        self.calls = 0  # that must end before the server may; health and reflection not counted
+        self.calls = 0  # calls that must end before the server; without health and reflection
         self.stopping = asyncio.Event()
         self._most_bytes = limits.message
         self._message_bytes = received_at_most_bytes(limits.message)
@@ -129,7 +129,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self._at_most = {
             _Kind.IMAGE: limits.requests,
             _Kind.TEXT: limits.requests,
-            _Kind.STREAM: min(messages - 2, STREAMS),  # leaves room for a call's message, and for one without an image
+            _Kind.STREAM: min(messages - 2, STREAMS),  # spares a call's message, and a message without an image
             _Kind.WATCHER: WATCHERS,
             _Kind.QUESTION: QUESTIONS,
             _Kind.CHECK: CHECKS,
@@ -157,8 +157,8 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
 
     @asynccontextmanager
     async def entered(self, kind: _Kind) -> AsyncIterator[Room]:
-        """Count a call while it is under way. Raises OrderRefused beyond the limit. ``Room``: for its messages. Calls
-        without an image have bytes that no image takes."""
+        """Context that counts a call, and gives the ``Room`` of its messages. Raises OrderRefused beyond the limit.
+        Calls without an image have bytes that images cannot take."""
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
         most = self._at_most[kind]
@@ -189,7 +189,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
 
 
 class _Guarded:
-    """One call's method behind the door."""
+    """Method of one call, behind the door."""
 
     def __init__(self, door: Door, handler: Call, method: str) -> None:
         self._door = door
@@ -220,8 +220,8 @@ class _Guarded:
                     raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: ask again") from None
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
-        """Argument of a method: its message, or messages. No other reference is kept. Raises OrderRefused. A method
-        that gives images to the desk leaves the room as soon as they are counted there."""
+        """Argument of a method: its message or messages, without another reference. Raises OrderRefused. A method
+        that passes images to the desk leaves the room once they are counted there."""
         is_check, has_image = self._kind is _Kind.CHECK, self._kind is _Kind.IMAGE
         if not (self._takes_stream and is_check):
             await room.enter()
@@ -242,8 +242,8 @@ class _Guarded:
 
 
 class _Messages:
-    """Messages of a stream. gRPC's iterator, or a generator, would hold the last message until the next one comes.
-    ``room``: for one message at a time; None if the stream has its own."""
+    """Messages of a stream. gRPC's iterator, or a generator, would hold the last message until the next one arrives.
+    ``room``: for one message at a time; None if the stream has reserved one."""
 
     def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room | None) -> None:
         self._context = context
@@ -286,7 +286,7 @@ async def _read_within(timeout_s: float, context: Call) -> Any:  # noqa: ANN401 
 
 
 def _parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
-    """Parse a message. Raises OrderRefused for bytes of another type, and for more fields than any caller needs."""
+    """Parse a message. Raises OrderRefused for bytes of another type, and for too many fields."""
     if has_more_fields(raw, FIELDS):
         raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
     try:
@@ -298,8 +298,8 @@ def _parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  
 def has_more_fields(message: bytes, most: int) -> bool:
     """True for more fields than the limit; an embedded message counts as one, and contents are not read.
 
-    Parsing makes an object of each embedded message, fifty times the two bytes that an empty one takes on the wire: a
-    message within the limit of bytes could take gigabytes. A cut or otherwise wrong message is the parser's to refuse.
+    Parsing makes an object of each embedded message, fifty times the two bytes of an empty one on the wire: a message
+    within the limit of bytes could take gigabytes. The parser refuses cut or otherwise invalid messages.
     """
     position = 0
     for _ in range(most):
@@ -318,7 +318,7 @@ def has_more_fields(message: bytes, most: int) -> bool:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """The number there, and its end; of a cut or endless one the rest of the message."""
+    """Number at a position, and its end; the end of the message for a cut or endless number."""
     number = 0
     for place, byte in enumerate(message[position : position + VARINT_BYTES]):
         number |= (byte & 0x7F) << 7 * place
@@ -336,8 +336,8 @@ def _too_large(size_bytes: int, most: str) -> OrderRefused:
 async def _told(context: Call, method: str) -> AsyncIterator[None]:
     """End the call with our own message after any error.
 
-    Not by ``context.abort``: gRPC keeps its exception with the call. The exception holds the call's frames and images,
-    in a cycle that only the garbage collector frees, long after memory has run out.
+    ``context.abort`` would not do: gRPC keeps its exception with the call. The exception holds the call's frames and
+    images in a cycle that only the garbage collector frees, long after memory has run out.
     """
     try:
         yield

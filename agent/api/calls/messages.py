@@ -1,8 +1,8 @@
-"""The desk's nouns as messages of coserve.v1, and back.
+"""Conversion between the desk's values and messages of coserve.v1.
 
-Guarantees: a noun comes out of its message as it went in; a field has one name in both. Text that is not Unicode, such
-as a file's name in another encoding, is sent with these bytes escaped. A value that no order may have is refused with
-its field.
+Guarantees: conversion to a message and back is the identity; a field has one name in both. Text that is not Unicode,
+such as a file's name in another encoding, is sent with these bytes escaped. An invalid value of an order is refused
+with its field.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _image_of(request: pb.InspectRequest) -> bytes | NDArray[np.uint8]:
 
 
 def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
-    """Image of its bytes. Raises OrderRefused for another number of bytes."""
+    """Pixels from their bytes. Raises OrderRefused for another number of bytes."""
     if height < 1 or width < 1 or height * width * 3 != len(rgb):
         raise OrderRefused(
             Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
@@ -157,7 +157,7 @@ def text_request(order: TextOrder) -> pb.GenerateRequest:
 
 
 def text_reply(event: TextEvent) -> pb.GenerateReply:
-    """Message of a piece, or of the end."""
+    """Message of a piece or of the end."""
     if isinstance(event, TextPiece):
         return pb.GenerateReply(piece=_message(pb.TextPiece, event))
     ending = pb.ENDING_UNKNOWN if event.ending is None else ENDINGS[event.ending]
@@ -171,7 +171,7 @@ def text_event_of(reply: pb.GenerateReply) -> TextEvent:
 
 
 def _message(kind: type[Kind], *views: object, **ours: object) -> Kind:
-    """Message of the fields that views have under the same names; ``ours`` are set as they are."""
+    """Message of fields with equal names in the view; ``ours``: further fields."""
     values: dict[str, Any] = {}
     for view in views:
         values |= _fields(view, kind.DESCRIPTOR, ours.keys())  # type: ignore[arg-type]  # upb's has a type of its own
@@ -197,7 +197,7 @@ def _field(value: object, kind: Descriptor | None) -> object:
 
 
 def _values(message: Message) -> dict[str, Any]:
-    """Fields by name; None for an optional one that is not set."""
+    """Fields by name; None for an unset optional field."""
     return {
         field.name: _noun(getattr(message, field.name))
         if not field.has_presence or message.HasField(field.name)

@@ -1,7 +1,7 @@
 """Orders of images and texts between an event loop and the desk, whose threads report verdicts and pieces.
 
 Guarantees: a caller that stops waiting withdraws its order. A text past its deadline ends, even if it never began. The
-desk never blocks the loop, and a caller that reads slowly delays itself alone.
+desk never blocks the loop, and a slow reader delays only itself.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import Desk, ImageOrder, TextEvent, TextOrder, TextPiece, VerdictView
 
-NAME_CHARACTERS = 512  # at most: of a serial, a reference, a key
-LATE_S = 1.0  # for the writer to report the end
+NAME_CHARACTERS = 512  # longest serial, reference or key
+LATE_S = 1.0  # for the writer's report of the end
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 class Orders:
-    """The desk, called from an event loop. Texts have ``Orders`` apart from images: placing one takes tokenising."""
+    """Desk for an event loop. Texts and images have separate ``Orders``: placing a text takes tokenising."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -49,8 +49,11 @@ class Orders:
         tell_taken: Callable[[], None] = lambda: None,
         tell_accepted: Callable[[], None] | None = None,
     ) -> Sequence[VerdictView]:
-        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order. ``tell_taken``: the desk counts
-        it. ``tell_accepted``: the order is durable, and judged also after a cancel. Both are called on the loop."""
+        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order. Both callbacks run on the loop.
+
+        ``tell_taken``: the desk counts the order. ``tell_accepted``: the order is durable, and judged even after a
+        cancel.
+        """
         names = ("component", "expert", "board", "board_type", "ref", "key")
         check_names(**{name: getattr(order.subject, name) for name in names})
         listener = _ImageListener(tell_accepted)
@@ -63,8 +66,8 @@ class Orders:
 
     @asynccontextmanager
     async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[TextEvent, None]]:
-        """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused, at
-        once, or inside for a text that fails."""
+        """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused on
+        entry, or during iteration for a text that fails."""
         listener = _TextListener()
         async with self._placed(listener, self.desk.generate, order) as ticket:
             yield listener.events(ticket.due_s)
@@ -77,7 +80,7 @@ class Orders:
     async def _placed(
         self, listener: _Listener, place: Callable[[Any, Any], Result], order: object
     ) -> AsyncIterator[Result]:
-        """Place an order, first come, first served. Leaving withdraws it unless its listener is settled."""
+        """Place an order, first come, first served. Leaving withdraws the order unless its listener is settled."""
         ticket = self._ordering.submit(_taken, place, order, listener)
         self.under_way += 1
         try:
@@ -92,7 +95,7 @@ class Orders:
 
 
 class _Listener:
-    """Passes calls of the desk's threads on to the loop. ``is_settled``: a caller that leaves withdraws nothing."""
+    """Forwards calls of the desk's threads to the loop. ``is_settled``: leaving no longer withdraws the order."""
 
     def __init__(self) -> None:
         self.is_settled = False
@@ -160,7 +163,7 @@ class _TextListener(_Listener):
             yield event
 
     async def _wait(self, due_s: float | None) -> bool:
-        """True once something was written."""
+        """True once a piece was written."""
         self._news.clear()
         rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
         with suppress(TimeoutError):
@@ -173,12 +176,12 @@ class _TextListener(_Listener):
 
 
 def anew(refused: OrderRefused) -> OrderRefused:
-    """A copy: the original, once raised, would hold the frames that hold it."""
+    """Copy: the original, once raised, would form a cycle with its frames."""
     return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
 
 
 def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
-    """Return the refusal: as a future's exception its traceback would hold the image, in a cycle with the future,
+    """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future,
     which only the garbage collector frees, long after memory has run out."""
     try:
         return call(*given, **named)
@@ -187,7 +190,7 @@ def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwa
 
 
 def _withdraw(ticket: Future[Any]) -> None:
-    """Cancel an order that was taken, now or once it is."""
+    """Cancel an order, now or once it is taken."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
     given = ticket.result()

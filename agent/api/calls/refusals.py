@@ -1,6 +1,6 @@
 """Refusals over gRPC: one status code for each reason, and the reason in the trailing metadata.
 
-Codes alone are too few: gRPC answers RESOURCE_EXHAUSTED also to a message that is too large. A retry does not help it.
+Codes are ambiguous: gRPC also answers RESOURCE_EXHAUSTED to a message that is too large, where no retry helps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from experts.errors import OrderRefused
 
 REASON = "coserve-reason"
-PUSHBACK_MS = "grpc-retry-pushback-ms"  # what clients of gRPC with a retry policy keep to
+PUSHBACK_MS = "grpc-retry-pushback-ms"  # respected by gRPC clients with a retry policy
 INTERNAL = "INTERNAL"  # reason of a bug
 MOST_CHARACTERS = 500  # gRPC's clients take more than 8 KiB of encoded text for RESOURCE_EXHAUSTED
 MISTAKE = "a mistake of the agent's program, which its log tells more about"
@@ -41,7 +41,7 @@ def retry_ms(refused: OrderRefused) -> int | None:
 
 
 def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC has no types
-    """Set the end of a call, for when its method returns."""
+    """Set the status of a call, sent when its method returns."""
     pushback_ms = retry_ms(refused)
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
     context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))

@@ -1,8 +1,8 @@
 """Many orders over one stream: each is answered when it ends, and none ends the stream.
 
-Guarantees: a caller that does not read its answers is not read from, nor is one whose last order the desk has not
-counted yet. When the agent stops, orders under way are answered before the stream ends. When the caller goes away,
-orders under way are withdrawn, except those that were told to be accepted.
+Guarantees: backpressure: orders are read only while the caller reads its answers, and after the desk has counted the
+last order. When the agent stops, orders under way are answered before the stream ends. When the caller disconnects,
+orders under way are withdrawn, except accepted ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WINDOW = 1000  # orders of a stream that are under way, or answered and not read yet
+WINDOW = 1000  # orders of a stream under way, or answered and unread
 FINAL_WANTED = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
 
@@ -45,22 +45,22 @@ class Conversation(ABC, Generic[Request, Answer]):
 
     @abstractmethod
     async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
-        """Judge one order; returns its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused. No other
-        object holds the request: while its image waits there is one copy."""
+        """Judge one order; returns its last answer. ``tell_taken``: the desk counts the order. Raises OrderRefused.
+        No other object holds the request: a waiting image has one copy."""
 
     @abstractmethod
     def begun(self, request: Request) -> Answer:
-        """An answer with the order's id alone; short, since a thousand may wait for a caller that reads none."""
+        """Answer with only the order's id; short, as a thousand may wait for a slow caller."""
 
     @abstractmethod
     def failed(self, answer: Answer, reason: str, message: str, again_ms: int | None) -> Answer:
-        """Answer for a refused or failed order, made of its ``begun``."""
+        """Answer for a refused or failed order, based on its ``begun``."""
 
     def tell(self, answer: Answer, *, is_last: bool = False) -> None:
         self._told.put_nowait((answer, is_last))
 
     async def answers(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Answer, None]:
-        """Until the caller has ended its side and all is answered. Raises OrderRefused when the agent stops."""
+        """Answers until the caller and all orders have ended. Raises OrderRefused when the agent stops."""
         reader = asyncio.create_task(self._read(requests))
         reader.add_done_callback(lambda _: self._told.put_nowait(None))
         try:
@@ -93,7 +93,7 @@ class Conversation(ABC, Generic[Request, Answer]):
             task = asyncio.create_task(self._answer(request, is_taken.set))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
-            del request  # the next one may be long in coming
+            del request  # the next request may take long
             await is_taken.wait()
 
     async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:

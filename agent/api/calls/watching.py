@@ -1,9 +1,9 @@
 """Stored results and boards' verdicts as one stream, followed by new ones.
 
-Guarantees: every stored result behind the cursor is told once, in order, without a gap, however slow the watcher is.
-Each board's verdict is told as it is when its turn comes, behind the results that led to it. The desk's news only
-trigger a read; all is read from the store. Cursors of another results file, or beyond this one's end, are refused; a
-watcher ends when another file takes its file's place.
+Guarantees: every stored result after the cursor is sent once, in order, without a gap, also to a slow watcher.
+Each board's verdict is sent in its latest form, after the results that led to it. The desk's notifications only
+trigger a read from the store. Cursors of another results file, or beyond this file's end, are refused; a
+watcher ends when another file replaces its file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from agent.api.calls.desk import Event, StoredView
     from agent.api.calls.orders import Orders
 
-PAGE, PAGE_WITH_MAPS = 500, 50  # results read at a time; pictures are of some kilobytes each
+PAGE, PAGE_WITH_MAPS = 500, 50  # results per read; pictures have some kilobytes each
 ALL = "watch from 0 to have all of this file"
 
 
 async def watch(
     orders: Orders, place: ResultsCursor, stopping: asyncio.Event, *, with_maps: bool = False
 ) -> AsyncGenerator[tuple[Event, ResultsCursor], None]:
-    """Events behind a cursor, each with the cursor behind it, until the caller closes the iterator. ``with_maps``:
-    pictures of anomalies, too. Raises OrderRefused for a place of another results file, and at a stop."""
+    """Events after a cursor, each with its own cursor, until the caller closes the iterator. ``with_maps``: include
+    anomaly maps. Raises OrderRefused for a cursor of another results file, and at a stop."""
     news, loop = asyncio.Event(), asyncio.get_running_loop()
     most = PAGE_WITH_MAPS if with_maps else PAGE
 
@@ -42,7 +42,7 @@ async def watch(
         _check(place, page.end)
         return page
 
-    def wake() -> None:  # on a thread of the desk's
+    def wake() -> None:  # on a desk's thread
         with suppress(RuntimeError):  # the loop is closed: no watcher is left
             loop.call_soon_threadsafe(news.set)
 
@@ -51,7 +51,7 @@ async def watch(
     place = ResultsCursor(end.file, seq, board)
     unsubscribe = orders.desk.subscribe(wake)
     try:
-        news.set()  # read what is stored already
+        news.set()  # first read what is stored
         while not stopping.is_set():
             await first_of(news.wait(), stopping.wait())
             news.clear()
@@ -71,7 +71,7 @@ async def watch(
 
 
 def _check(place: ResultsCursor, end: ResultsCursor) -> None:
-    """Raises OrderRefused for numbers that are not of the file that was read."""
+    """Raises OrderRefused for numbers of another file."""
     if place.file is None and (place.seq or place.board):
         raise invalid("file", f"whose numbers are these? - send it with them, as the last event had it, or {ALL}")
     if place.file not in (None, end.file):

@@ -1,4 +1,4 @@
-"""Texts and errors as OpenAI's clients read them: whole, or as events of a stream."""
+"""Texts and errors in OpenAI's format: whole, or as events of a stream."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 JSON = ("content-type", "application/json")
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
-ANSWER, THOUGHT = "content", "reasoning_content"  # the second as vLLM, SGLang and llama.cpp have it
+ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
 THINK, THOUGHT_OVER = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
 OWNER = "coserve"
 LEAST_LOGPROB = -9999.0  # of an impossible token, as with OpenAI: JSON has no infinity
-# OpenAI has no deadline: a text that it ended counts as cut by its length.
+# OpenAI has no deadline: a text ended by one counts as cut by length.
 FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "length"}
 
 
@@ -55,7 +55,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class TextReply:
-    """Reply of one text. ``is_chat``: a message of a chat, else a completion. It names the expert that writes."""
+    """Reply of one text. ``is_chat``: a message of a chat, else a completion. The reply names the writing expert."""
 
     asked: TextAsked
     is_chat: bool
@@ -147,21 +147,21 @@ class TextReply:
 
 
 class _Thoughts:
-    """Splits reasoning from the answer. Reasoning stands first, between THINK and THOUGHT_OVER. Both marks, and empty
-    lines behind them, are left out."""
+    """Splits reasoning from the answer. Reasoning comes first, between THINK and THOUGHT_OVER. Both marks, and empty
+    lines after them, are dropped."""
 
     def __init__(self) -> None:
-        self._name: str | None = None  # of the part that is written now; None: not known yet
+        self._name: str | None = None  # of the current part; None: not known yet
         self._held = ""
-        self._is_fresh = False  # nothing is shown yet behind a mark
+        self._is_fresh = False  # no output yet after a mark
 
     def begin(self, piece: TextPiece) -> None:
-        """Call before the first piece: the prompt itself may open the reasoning."""
+        """Call before the first piece: the prompt may already open the reasoning."""
         if self._name is None and piece.is_thought:
             self._name, self._is_fresh = THOUGHT, True
 
     def add(self, text: str, *, is_last: bool = False) -> list[tuple[str, str]]:
-        """Parts that can be shown by now, each with its name."""
+        """Parts that can be sent by now, each with its name."""
         self._held += text
         if self._name is None:
             begun = self._held.lstrip()

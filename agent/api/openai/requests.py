@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's clients as orders for texts.
+"""Conversion of OpenAI's request bodies to orders for texts.
 
 Guarantees: a field that would change the answer and is not served (several answers, tools, JSON schemas, biases) is
-refused by name, never ignored. Fields that change no answer (a user's name, metadata) are ignored. Types are strict: a
-number in quotes is refused.
+refused by name, never ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
+strict: a number in quotes is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from experts.llm.serving.generation import Sampling
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat has the whole context
+USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
 PASSED_OVER = frozenset({
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
@@ -104,7 +104,7 @@ class _Message(_Section):
     tool_calls: list[_ToolCall] | None = None
     function_call: None = None
     audio: None = None
-    annotations: list[Any] | None = None  # of an answer of OpenAI's that a client sends back
+    annotations: list[Any] | None = None  # of an earlier answer that a client sends back
     reasoning_content: str | None = None
 
 
@@ -176,7 +176,7 @@ def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
 
 
 def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
-    """Path as OpenAI writes it: messages[0].content. pydantic's names of union members are left out."""
+    """Path in OpenAI's notation: messages[0].content. Drops pydantic's names of union members."""
     path = ""
     for part in where:
         if isinstance(part, int):
@@ -209,7 +209,7 @@ def _given(asked: _Text) -> frozenset[str]:
 
 
 def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
-    """The only prompt, in words or tokens. Raises OrderRefused for several."""
+    """Prompt as text or tokens. Raises OrderRefused for several prompts."""
     if isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt[0], int):

@@ -1,4 +1,4 @@
-"""grpc.health.v1.Health: whether each service takes calls; watchers hear of a change at once."""
+"""grpc.health.v1.Health: state of each service; watchers are notified of changes at once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Message = Any  # its stubs have no types
 class Health:
     """State of all services: serving until the stop begins.
 
-    Not the servicer of grpcio-health-checking: there the first watcher that leaves takes away the condition that the
-    other watchers of its service wait for, and they never hear of the end.
+    Replaces the servicer of grpcio-health-checking: its first watcher that leaves removes the condition that other
+    watchers of the service wait for, so they never see the end.
     """
 
     def __init__(self, services: Iterable[str]) -> None:

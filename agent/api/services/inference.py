@@ -1,7 +1,7 @@
 """inference.GRPCInferenceService: the Open Inference Protocol, with Triton's extensions that its clients count on.
 
-A model is a component's route, or one expert as `expert:ID`; each has one version. A call that names a board is an
-inspection, which is stored; one that does not is a question, of which nothing remains.
+A model is a component's route, or one expert as `expert:ID`; each has one version. A call that names a board is a
+stored inspection; any other call leaves no record.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVER = "coserve"
 PLATFORM = "coserve"
-VERSION = "1"  # of every model: its weights change in place
+VERSION = "1"  # of every model, as weights change in place
 EXPERT = "expert:"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 DATA_TYPES = {tensors.BYTES: pb.TYPE_STRING, tensors.FP32: pb.TYPE_FP32}
 INPUTS = (tensors.IMAGE, tensors.BOARD, tensors.REF)
-MODELS_COUNTED = 10_000  # names that calls have made up among them
+MODELS_COUNTED = 10_000  # names, unknown models included
 MAX_MESSAGE = "max_message_bytes"
 
 
@@ -67,7 +67,7 @@ class InferenceService:
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
-        """Equal tensors for every model, with more for anomaly experts; -1: as many as images are sent."""
+        """Tensors, equal for all models, with more for anomaly experts; -1: number of images."""
         model = await self._model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
         for name in INPUTS:
@@ -111,7 +111,7 @@ class InferenceService:
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, room: Room
     ) -> pb.RepositoryModelLoadResponse:
-        """Bring it into memory, if there is room that no request needs sooner."""
+        """Load a model into room that no request needs sooner."""
         if request.parameters:
             raise OrderRefused(
                 Refusing.INVALID, "models come from the line file, not from a call - change it there, and reload"
@@ -142,7 +142,7 @@ class InferenceService:
         with self._timed(model) as parts:
             asked = tensors.asked(request, self._limits.requests)
             orders, outputs, is_raw = _orders_of(request, asked), asked.outputs, asked.is_raw
-            del request, asked  # so that waiting images are in memory once
+            del request, asked  # so that waiting images have one copy in memory
             parts += [each[0] for each in await _all(self._orders, orders, tell_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)
         response.model_name = model
@@ -152,7 +152,7 @@ class InferenceService:
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[list[VerdictView]]:
-        """Count a call by its end."""
+        """Context that counts a call by its end."""
         counted, began_s = self._statistics, time.perf_counter()
         parts: list[VerdictView] = []
         try:
@@ -246,7 +246,7 @@ def _no_calls(model: str) -> pb.ModelStatistics:
 
 
 def _add_judged(statistics: pb.ModelStatistics, parts: Sequence[VerdictView], seconds: float) -> None:
-    """Count an answered call, whose ``parts`` count one by one but for ``success``."""
+    """Count an answered call. Each of its ``parts`` counts, except in ``success``."""
     times = statistics.inference_stats
     _add(times.success, seconds)
     statistics.last_inference = round(time.time() * 1000)

@@ -45,7 +45,7 @@ class InspectionService:
     async def Inspect(self, request: pb.InspectRequest, room: Room) -> pb.InspectReply:
         """Judge one image; a caller that gives up withdraws it."""
         order = order_of(request)
-        del request  # so that a waiting image is in memory once
+        del request  # so that a waiting image has one copy in memory
         parts = await self._orders.judged(order, tell_taken=room.leave)
         return pb.InspectReply(parts=[part_message(part) for part in parts])
 
@@ -57,7 +57,7 @@ class InspectionService:
                 yield answer
 
     async def GetBoard(self, request: pb.GetBoardRequest, room: Room) -> pb.GetBoardReply:
-        """The latest run of the boards with a serial."""
+        """Latest run of the boards with a serial."""
         check_names(serial=request.serial, board_type=request.board_type)
         boards = await self._orders.ask(self._desk.boards, request.serial, request.board_type or None)
         if not boards:
@@ -77,7 +77,7 @@ class InspectionService:
                 yield _event_message(event, place)
 
     async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
-        """A frame of a camera."""
+        """Trigger a frame of a camera."""
         check_names(camera=request.camera, board=request.board, board_type=request.board_type, key=request.key)
         given = (request.board or None, request.board_type or None, request.key or None)
         key = await self._orders.ask(self._desk.trigger, request.camera, *given)

@@ -1,7 +1,7 @@
 """Tensors of the Open Inference Protocol: images and their boards in, verdicts out.
 
-Guarantees: a tensor whose name, type, shape or bytes contradict one another is refused in words, before anything is
-made of it; so is one of more elements than a line takes images at once, however few bytes they have.
+Guarantees: a tensor with contradictory name, type, shape or bytes is refused with a message, before it is converted. So
+is a tensor with more elements than a line takes images at once, of any size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
 ANOMALY_SCORE, ANOMALY_MAP = "ANOMALY_SCORE", "ANOMALY_MAP"
 ANOMALY_OUTPUTS = {ANOMALY_SCORE: FP32, ANOMALY_MAP: BYTES}  # of models that measure anomalies, if requested
 MOST_OUTPUTS = 100  # in one call, repetitions included
-# Where a caller says in a parameter what could stand in a tensor.
+# Parameters that callers may send in place of tensors.
 PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
 SHARED_MEMORY = "shared_memory_region"
 
@@ -47,13 +47,13 @@ def _invalid(message: str) -> OrderRefused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferInputs:
-    """Images of one call, each with its board and reference, where given."""
+    """Images of one call, each with its board and reference, if given."""
 
     images: tuple[Image, ...]
     boards: tuple[str | None, ...]
     refs: tuple[str | None, ...]
     outputs: tuple[str, ...]
-    is_raw: bool  # tensors came as bytes, and go so
+    is_raw: bool  # raw tensors in, so raw tensors out
 
 
 def asked(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
@@ -74,7 +74,7 @@ def asked(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
 
 
 def parameter(parameters: Mapping[str, pb.InferParameter], *names: str) -> str | None:
-    """The first of these that is there, a text; None without. Raises OrderRefused for one that is no text."""
+    """First of these parameters that is present; None without. Raises OrderRefused unless it is a text."""
     for name in names:
         if name in parameters:
             if parameters[name].WhichOneof("parameter_choice") != "string_param":
@@ -84,7 +84,7 @@ def parameter(parameters: Mapping[str, pb.InferParameter], *names: str) -> str |
 
 
 def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor, bytes | None]]]:
-    """Tensors and their bytes by name; None for bytes where the contents stand in the tensor."""
+    """Tensors and their bytes by name; None for bytes if the tensor contains its values."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise _invalid(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs - send one each, or none")
@@ -103,7 +103,7 @@ def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor,
 
 
 def _check_count(tensor: Tensor, most: int) -> None:
-    """Millions of tiny elements fit into one message: refuse them before each becomes an object."""
+    """Refuse too many elements: millions of tiny ones fit into one message, and each would become an object."""
     count = max(tensor.shape[:1], default=0)
     if tensor.datatype == BYTES and count > most:
         raise OrderRefused(
@@ -132,7 +132,7 @@ def _uint8(tensor: Tensor) -> bytes:
 
 
 def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
-    """The elements of a tensor of bytes of one dimension."""
+    """Elements of a one-dimensional tensor of bytes."""
     if tensor.datatype != BYTES or len(tensor.shape) != 1 or tensor.shape[0] < 1:
         raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] is read")
     count = tensor.shape[0]
@@ -145,7 +145,7 @@ def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
 
 
 def _elements(name: str, raw: bytes) -> Iterator[bytes]:
-    """Each is preceded by its length in four bytes, the lowest first."""
+    """Split elements, each preceded by its length in four bytes, little-endian."""
     at = 0
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
@@ -161,7 +161,7 @@ def _names(
     parameters: Mapping[str, pb.InferParameter],
     count: int,
 ) -> tuple[str | None, ...]:
-    """Names for each image: from its tensor, or from the parameter, which counts for all images."""
+    """Names of the images: from the tensor, or from the parameter, which applies to all images."""
     if name not in tensors:
         return (parameter(parameters, *PARAMETERS[name]),) * count
     elements = _texts(*tensors[name])
@@ -210,7 +210,7 @@ def answer(parts: Sequence[VerdictView], outputs: Sequence[str], *, is_raw: bool
 
 
 def _score(name: str, part: VerdictView) -> float:
-    """Score of the label, or measured by the route's last anomaly expert; NaN without either."""
+    """Score of the label, or of the route's last anomaly expert; NaN without either."""
     if name == ANOMALY_SCORE:
         return part.anomalies[-1].score if part.anomalies else math.nan
     return math.nan if part.score is None else part.score

@@ -113,7 +113,7 @@ class ImageKeeper:
         self._alarm: str | None = None
 
     def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
-        """Keep an image, and call ``then`` with its path below the folder; None if not kept in time. ``then`` runs once,
+        """Keep an image, and call ``then`` with its path below the folder; None if not kept in time. ``then``: once,
         on this or a keeper's thread; never after a ``stop`` that timed out."""
         deadline_s = time.monotonic() + KEEP_DEADLINE_S
         with self._lock:
