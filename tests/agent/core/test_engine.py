@@ -2,19 +2,7 @@
 
 import pytest
 
-from agent.core import events
-from agent.core.effects import (
-    Assigned,
-    AssignmentCandidate,
-    Complete,
-    Evict,
-    EvictionDecision,
-    Fail,
-    Standing,
-    StandingChanged,
-    StartBatch,
-    StartLoad,
-)
+from agent.core import effects, events
 from agent.core.performance import SSD, PoolSpec
 from agent.core.pool import PoolStatistics, Residency
 from agent.core.request import Batch, Outcome, Rejected, StepResult
@@ -25,17 +13,12 @@ from experts.expert import Prediction, Verdict
 from tests.agent.core.worlds import PASS, Line, alone, of, played
 
 DEFECT = Prediction("bad", 0.625)
-LOAD_A = StartLoad(1, "a", "a@fp32", SSD, "host", 1)
-EVICT_A = Evict("a", "a@fp32", "host", 1, 0, EvictionDecision("a@fp32", 0, ()))
+LOAD_A = effects.StartLoad(1, "a", "a@fp32", SSD, "host", 1)
 PASSED_A = Outcome(Verdict.OK, "ok", 1.0, (StepResult("a", PASS),))
 
 
 def unknown(request, reason, *steps):
-    return Fail(request, Outcome(Verdict.UNKNOWN, None, None, tuple(steps), reason))
-
-
-def quarantined(reason):
-    return StandingChanged("a", Standing.QUARANTINE, reason)
+    return effects.Fail(request, Outcome(Verdict.UNKNOWN, None, None, tuple(steps), reason))
 
 
 def running(policy="coserve", components="A", **line):
@@ -54,10 +37,10 @@ def told_by(line, event, at=None):
 
 def test_a_request_is_assigned_its_expert_loaded_run_and_its_outcome_told():
     line = alone()
-    assigned = Assigned(7, "a", 0, False, (AssignmentCandidate(0, 0.0, 13.0),))
+    assigned = effects.Assigned(7, "a", 0, False, (effects.AssignmentCandidate(0, 0.0, 13.0),))
     assert told_by(line, events.Arrived(7, "A")) == [assigned, LOAD_A]
-    assert told_by(line, events.Loaded(1), 10.0) == [StartBatch(Batch(1, 0, "a", "a@fp32", (7,), 1))]
-    assert told_by(line, events.Finished(1, (PASS,)), 13.0) == [Complete(7, PASSED_A)]
+    assert told_by(line, events.Loaded(1), 10.0) == [effects.StartBatch(Batch(1, 0, "a", "a@fp32", (7,), 1))]
+    assert told_by(line, events.Finished(1, (PASS,)), 13.0) == [effects.Complete(7, PASSED_A)]
 
 
 @pytest.mark.parametrize(("results", "verdict"), [((PASS, PASS, PASS), Verdict.OK), ((PASS, DEFECT), Verdict.NG)])
@@ -89,8 +72,8 @@ def test_what_the_line_does_not_know_is_unknown_by_name(arrived, reason):
 
 def test_an_image_that_is_rejected_ends_its_request_and_no_other():
     line = running("paper", ["AB", "AB"], routes={"AB": "ab"})
-    effects = told_by(line, events.Finished(line.batches["a"].id, (PASS, Rejected("not an image"))))
-    assert of(Fail, effects) == [unknown(2, "not an image")]
+    told = told_by(line, events.Finished(line.batches["a"].id, (PASS, Rejected("not an image"))))
+    assert of(effects.Fail, told) == [unknown(2, "not an image")]
     line.loaded("b")
     assert line.batches["b"].requests == (1,)
     line.finished("b", result=Rejected("gone"))
@@ -160,7 +143,7 @@ def test_results_that_are_too_few_or_too_many_are_a_failure_of_the_batch():
     line.handle(events.Finished(line.batches["a"].id, (PASS,)))
     assert line.batches["a"].requests == (1,)
     line.handle(events.Finished(line.batches["a"].id, (PASS, PASS)))
-    assert of(Fail, line.effects) == [unknown(1, "a: 2 results for 1 images")]
+    assert of(effects.Fail, line.effects) == [unknown(1, "a: 2 results for 1 images")]
 
 
 def test_a_batch_without_memory_is_halved_and_grows_again_once_halved_ones_have_been_good_for_long():
@@ -172,9 +155,6 @@ def test_a_batch_without_memory_is_halved_and_grows_again_once_halved_ones_have_
         sizes.append(len(line.batches["a"].requests))
         line.finished("a")
     assert sizes == [1] * 4 + [2] * FIRST_PATIENCE + [4]
-
-
-NEXT_LOAD = StartLoad(2, "b", "b@fp32", SSD, "host", 1)
 
 
 def test_an_event_that_fits_nothing_is_counted_and_otherwise_ignored():
@@ -269,7 +249,7 @@ def test_every_executor_is_owed_the_workspace_of_one_image_of_its_largest_expert
     for _ in range(12):
         line.ask("a")
     line.loaded("a")
-    assert [len(each.batch.requests) for each in of(StartBatch, line.effects)] == [3, 2]
+    assert [len(each.batch.requests) for each in of(effects.StartBatch, line.effects)] == [3, 2]
     assert [queue.running for queue in line.engine.statistics().queues] == [3, 2]
 
 
