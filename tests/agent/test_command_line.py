@@ -1,16 +1,8 @@
-"""The commands as a line engineer types them: processes, real files, the fake backend where no model is needed.
-
-One agent is a process from its first instruction on; the others are forks that have imported it already.
-"""
-
-from __future__ import annotations
+"""The commands as a line engineer types them: real files, the fake backend where no model is needed."""
 
 import json
-import signal
-import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +18,12 @@ from agent.deployment.build import build_agent
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.expert import Verdict
+from tests.agent import line_files
 from tests.agent.service.fake_line import FakeLine
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
-OK = Verdict.OK
 
 
 def coserve(*words, check):
@@ -51,65 +43,19 @@ def line(tmp_path):
     return line
 
 
-FORKED = "from coserve import main; main()"
-TYPED = f"import os, sys; os.execv(sys.executable, [sys.executable, {str(ROOT / 'coserve.py')!r}, *sys.argv[1:]])"
-
-
-@pytest.fixture
-def serve(forks, line):
-    """`coserve serve` in its own process."""
-    running = []
-
-    def start(code=FORKED):
-        running.append(forks.start(code, "serve", line.write(), "--json"))
-        return running[-1]
-
-    yield start
-    for process in running:
-        process.kill()
-
-
-def stored(line, process):
-    """Images that have a verdict, while the agent runs."""
-    assert process.poll() is None, process.wait(0.0).stderr
-    with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
-        return line.verdicts
-    return []
-
-
-def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(line, serve):
-    line.drop("B1_c0_R1.png")
-    process = serve(TYPED)
-    until(lambda: len(stored(line, process)) == 1)
-    line.drop("B1_c1_R1.png")
-    until(lambda: len(stored(line, process)) == 2)
-    process.send_signal(signal.SIGTERM)
-    ended = process.wait(DEADLINE_S)
-    assert (ended.returncode, json.loads(ended.stdout)["requests"]) == (0, 2), ended.stderr
-    assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
-    assert line.shelf("done") == ["B1_c0_R1.png", "B1_c1_R1.png"]
+def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(line):
+    names = ["B1_c0_R1.png", "B1_c1_R1.png"]
+    command = [sys.executable, ROOT / "coserve.py", "serve", line.write(), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for count, name in enumerate(names, 1):
+            line.drop(name)
+            until(lambda count=count: len(line.shelf("done")) == count or process.poll() is not None)
+        process.terminate()
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, json.loads(out)["requests"]) == (0, 2), err
+    assert line.verdicts == [(name, Verdict.OK) for name in names]
     boards = json.loads(coserve("results", line.write(), "--boards", "--json", check=0).stdout)["results"]
     assert [(board["serial"], board["verdict"]) for board in boards] == [("B1", "OK")]
-
-
-def test_after_kill_9_nothing_is_lost_or_counted_twice(line, serve):
-    for number in range(2):
-        line.fake(number, K_s=0.05)
-    names = [f"B{board}_c{number}_R1.png" for board in range(20) for number in range(2)]
-    process = serve()
-    for name in names:
-        line.drop(name)
-    until(lambda: len(stored(line, process)) >= 5)
-    process.kill()
-    process.wait(DEADLINE_S)
-    assert 5 <= len(line.rows) < len(names)
-    again = serve()
-    until(lambda: len(stored(line, again)) >= len(names))
-    again.send_signal(signal.SIGTERM)
-    assert again.wait(DEADLINE_S).returncode == 0
-    assert line.verdicts == sorted((name, OK) for name in names)
-    assert line.shelf("done") == sorted(names)
-    assert sorted(line.boards) == sorted((f"B{board}", OK) for board in range(20))
 
 
 def test_a_state_that_is_no_folder_is_told_in_one_line(line):
@@ -137,8 +83,7 @@ def test_an_onnx_file_that_is_not_served_is_named_by_config_check_alone(line):
     model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [images], [answers]))
     onnx.helper.set_model_props(model, {"task": "pose"})
     onnx.save_model(model, line.folder / "pose.onnx")
-    expert = {"architecture": "onnx", "weights": "pose.onnx", "labels": ["ok", "bad"], "input": {"size": [64, 64]}}
-    line.document["experts"]["det/p"] = expert
+    line.document["experts"]["det/p"] = line_files.expert("pose.onnx", "onnx", 64)
     file = line.write()
     told = json.loads(coserve("config", "check", file, "--json", check=78).stdout)
     (problem,) = told["problems"]
@@ -170,15 +115,16 @@ def real_line(tmp_path):
     for number in range(4):
         write_random_weights(tmp_path / f"r{number}.safetensors", "squeezenet1_1", 3, number, image_size=64)
     labels = ["ok", "missing", "bent"]
-    squeezenet = {"architecture": "squeezenet1_1", "labels": labels, "input": {"size": [64, 64]}}
-    routes = {f"c{number}": [{"expert": f"cls/r{number}", "pass": labels}] for number in range(3)}
-    routes["c2"].append({"expert": "cls/r3", "pass": ["ok"]})
     line.document |= {
-        "experts": {f"cls/r{number}": squeezenet | {"weights": f"r{number}.safetensors"} for number in range(4)},
-        "routes": routes,
+        "experts": {
+            f"cls/r{number}": line_files.expert(f"r{number}.safetensors", "squeezenet1_1", 64, labels=labels)
+            for number in range(4)
+        },
+        "routes": {f"c{number}": line_files.route(f"cls/r{number}", passing=labels) for number in range(3)},
         "boards": {},
         "memory": {"host": "10MiB", "device": "12MiB", "workspace": "4MiB"},
     }
+    line.document["routes"]["c2"] += line_files.route("cls/r3")
     return line.write()
 
 

@@ -1,11 +1,9 @@
 """Line files: their configuration, overrides by the environment, and the report of every mistake."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
@@ -47,8 +45,13 @@ intake:
 def test_values_become_typed_and_paths_are_the_file_s(tmp_path):
     config = line_of(
         tmp_path,
-        MINIMAL + "memory: {host: 4GiB, device: 1.5GB}\nprecision: bf16\nexecutors: {cuda: 3, cpu: 1}\npolicy: em-ra\n"
-        "boards: {main: {components: {r: 2}, takt_s: 30}}\napi: {grpc: 'unix:s.sock', http: '[::1]:80'}\n",
+        f"""{MINIMAL}
+memory: {{host: 4GiB, device: 1.5GB}}
+precision: bf16
+executors: {{cuda: 3, cpu: 1}}
+boards: {{main: {{components: {{r: 2}}, takt_s: 30}}}}
+api: {{grpc: 'unix:s.sock', http: '[::1]:80'}}
+""",
     )
     assert (config.line, config.state) == ("demo", tmp_path / "state")
     assert config.intake.folders[0].path == tmp_path / "inbox"
@@ -80,10 +83,7 @@ CAMERAS = [
     (f"{{{CAMERA}}}", "a frame has neither a component nor a layout"),
     (f"{{{CAMERA}, component: q}}", "intake.cameras[0].component: no route for 'q'"),
     (f"{{{CAMERA}, component: r, board_type: none}}", "intake.cameras[0].board_type: no board type 'none'"),
-    (
-        f"{{{CAMERA}, component: r}}, {{{CAMERA}, component: r}}",
-        "intake.cameras[0].name: two cameras have this name",
-    ),
+    (f"{{{CAMERA}, component: r}}, {{{CAMERA}, component: r}}", "cameras[0].name: two cameras have this name"),
     (f"{{{CAMERA}, component: r, interval_s: 2.0}}", "interval_s is for mode: triggered"),
     (f"{{{CAMERA}, component: r, loop: true}}", "loop and frames_per_s are for file:"),
     (f"{{{CAMERA}, component: r, password: {{file: x}}}}", "a password without a user"),
@@ -111,10 +111,7 @@ RECEIVERS = [
         ("executors: {cpu: 0}", "executors: there is no executor"),
         ("executors: 3", "executors: 3 is not auto or counts"),
         ("scheduling: {max_overtake_s: soon}", "scheduling.max_overtake_s: Input should be a valid number, not 'soon'"),
-        (
-            "boards: {b: {components: {x: 1}}}",
-            "line.yaml:16:27: boards.b.components.x: no route for 'x' - add its route",
-        ),
+        ("boards: {b: {components: {x: 1}}}", "line.yaml:16:27: boards.b.components.x: no route for 'x' - add its"),
         ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> number on a board"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
         ("records: {keep: {export_required: true}}", "records: export_required keeps everything for ever without an"),
@@ -168,10 +165,7 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
     ("folder", "expected"),
     [
         ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
-        (
-            "pattern: '(?P<board>.+)', board_type: bare",
-            "[1].board_type: board type 'bare' has no layout to cut the image by",
-        ),
+        ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: board type 'bare' has no layout to cut the"),
         ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
         ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "unknown group 'ref' - known here: board"),
         ("pattern: '(?P<board>.+)', board_type: main, max_pixels: 199", "[1].max_pixels: images of 20 x 10 pixels, as"),
@@ -183,31 +177,22 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
 def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path, folder, expected):
     (tmp_path / "layout.yaml").write_text(LAYOUT)
     boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
-    text = (
-        MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>")
-        + f"    - {{{'' if 'path:' in folder else 'path: boards, '}{folder}}}\n"
-        + boards
-    )
-    (problem,) = problems_of(tmp_path, text)
+    text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>")
+    folder = folder if "path:" in folder else f"path: boards, {folder}"
+    (problem,) = problems_of(tmp_path, f"{text}    - {{{folder}}}\n{boards}")
     assert expected in problem
 
 
-@pytest.mark.parametrize(
-    "camera",
-    [
-        "url: 'rtsp://u:s3cret@h/'",
-        "url: 'rtsp://u:s3cret#1@h/'",
-        "url: 'rtsp://u:s3cret/1@h/'",
-        "url: 'rtsp://u:12/s3cret@h/'",
-        "url: 'rtsp://u@s3cret@h:x/'",
-        "url: 'rtsp:u:s3cret@h/'",
-        "url: 'http://h/', user: u, password: s3cret",
-        "url: 'http://h/', user: u, password: [s3cret]",
-        "url: 'http://h/', user: u, password: {value: s3cret}",
-    ],
+PASSWORDS = (
+    *(f"rtsp:{rest}'" for rest in ("//u:s3cret@h/", "//u:s3cret#1@h/", "//u:s3cret/1@h/", "//u:12/s3cret@h/")),
+    *(f"rtsp:{rest}'" for rest in ("//u@s3cret@h:x/", "u:s3cret@h/")),
+    *(f"http://h/', user: u, password: {secret}" for secret in ("s3cret", "[s3cret]", "{value: s3cret}")),
 )
+
+
+@pytest.mark.parametrize("camera", PASSWORDS)
 def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path, camera):
-    problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, {camera}}}]\n")
+    problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, url: '{camera}}}]\n")
     assert problems
     assert "s3cret" not in "".join(problems)
 
@@ -242,10 +227,7 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
 @pytest.mark.parametrize(
     ("api", "expected"),
     [
-        (
-            "{grpc: ['0.0.0.0:8461']}",
-            "api: 0.0.0.0:8461 can be reached from other machines, unencrypted - add tls:",
-        ),
+        ("{grpc: ['0.0.0.0:8461']}", "api: 0.0.0.0:8461 can be reached from other machines, unencrypted - add tls:"),
         ("{grpc: [':8461']}", "api: :8461 can be reached from other machines"),
         ("{http: '192.0.2.1:80', insecure_ok: true}", "api: 192.0.2.1:80 can be reached from other machines - http"),
         ("{http: 'unix:s.sock', grpc: 'unix:./s.sock'}", "s.sock is used by grpc and by http - give each another"),
@@ -253,7 +235,6 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
     ],
 )
 def test_an_unguarded_door_is_refused(tmp_path, api, expected):
-    """AC21: an address that other machines reach is encrypted, or declared insecure."""
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
     for guard in ("tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"):
         assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc
@@ -299,22 +280,18 @@ def test_a_bad_variable_is_named(tmp_path, variable, value, expected):
 
 
 def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path):
-    assert usage_probabilities(line_of(tmp_path, MINIMAL)) == {"cls/r": 0.5, "det/a": 0.5, "cls/c": 0.5}
-    boards = "boards: {one: {components: {r: 3}}}\n"
-    assert usage_probabilities(line_of(tmp_path, MINIMAL + boards)) == {"cls/r": 1.0, "det/a": 1.0, "cls/c": 0.0}
-    config = line_of(tmp_path, MINIMAL + "boards: {one: {components: {r: 3, c: 1}}}\n")
-    assert usage_probabilities(config) == {"cls/r": 0.75, "cls/c": 0.25, "det/a": 0.75}
-    assert usage_probabilities(config, {"cls/r": 0.5})["det/a"] == 0.375
-
-
-def keys_of(schema):
-    return {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", {})}
+    boards = ("", "boards: {one: {components: {r: 3}}}\n", "boards: {one: {components: {r: 3, c: 1}}}\n")
+    configs = [line_of(tmp_path, MINIMAL + each) for each in boards]
+    assert [usage_probabilities(config) for config in configs] == [
+        {"cls/r": of_r, "det/a": of_r, "cls/c": of_c} for of_r, of_c in ((0.5, 0.5), (1.0, 0.0), (0.75, 0.25))
+    ]
+    assert usage_probabilities(configs[-1], {"cls/r": 0.5})["det/a"] == 0.375
 
 
 def keys_in_full(schema, part, path=""):
     """Every key of a part of the schema by its path: `*` for the owner's names, `[]` for a list's entry."""
     part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for alternative in (each for each in part.get("anyOf", ()) if "$ref" in each):
         found |= keys_in_full(schema, alternative, path)
     for name, key in part.get("properties", {}).items():
@@ -326,23 +303,18 @@ def keys_in_full(schema, part, path=""):
     return found
 
 
-def rows_of(markdown):
-    """The keys of a page's tables with their defaults."""
-    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", markdown, re.MULTILINE))
-
-
 def test_the_example_is_valid_and_names_every_key_with_its_default():
-    config = read_line(EXAMPLE, {})
-    assert config.line == "demo"
+    assert read_line(EXAMPLE, {}).line == "demo"
     assert set(get_args(PolicyName)) == set(PRESETS)
-    text = EXAMPLE.read_text()
-    for key in keys_of(json_schema()):
-        assert re.search(rf"\b{key}:", text), key
+    schema, text = json_schema(), EXAMPLE.read_text()
+    for part in (schema, *schema["$defs"].values()):
+        assert [key for key in part.get("properties", {}) if not re.search(rf"\b{key}:", text)] == []
 
 
 def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds():
-    schema, stated = json_schema(), rows_of(PAGE.read_text("utf-8"))
+    schema = json_schema()
     keys = keys_in_full(schema, schema)
+    stated = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", PAGE.read_text("utf-8"), re.MULTILINE))
     assert stated.keys() == keys.keys()
     for path, key in keys.items():
         assert key.get("description"), path

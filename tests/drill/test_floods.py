@@ -1,7 +1,5 @@
 """A thousand callers at once, and thousands of messages and files that are nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -70,7 +68,6 @@ async def flooded(scene, name, calls, at_once):
 
 
 def test_a_thousand_calls_at_once(scene, agents, told):
-    """AC18: memory stays bounded, each call has an end, the excess is told when to come again."""
     scene.document["api"]["limits"] = {"requests": LIMIT}
     scene.write()
     agents.start()

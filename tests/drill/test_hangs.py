@@ -33,7 +33,6 @@ def test_an_executor_that_hangs(scene, agents, forks, told):
 
 
 def test_a_camera_that_stalls(scene, told):
-    """AC12: it is told, killed and connected anew; a stop does not wait for it."""
     camera = MjpegCamera()
     scene.document["intake"]["cameras"] = [
         {"name": "top", "url": camera.url, "component": "c0",

@@ -21,7 +21,6 @@ def verdicts_of_all(scene):
 
 
 def test_kill_at_random_moments(scene, agents, told):
-    """AC6: whatever moment an agent dies at, the next one finishes what was accepted, once."""
     chance = random.Random(7)
     agents.start()
     until(scene.is_up)

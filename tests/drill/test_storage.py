@@ -33,7 +33,6 @@ def small_disk(scene):
 
 
 def test_disk_full(scene, small_disk, told):
-    """AC11: while nothing can be written work waits, and is done when there is room again."""
     with scene.served() as service:
         filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
@@ -58,7 +57,6 @@ def fill(file):
 
 
 def test_torn_and_bit_flipped_weights(scene, told):
-    """AC38: an expert whose bytes changed never answers; what it was to judge is UNKNOWN."""
     chance = random.Random(3)
     counts = {"damaged": 0, "unknown": 0, "judged by others": 0}
     for damage in range(DAMAGES):

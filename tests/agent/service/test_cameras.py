@@ -1,7 +1,7 @@
 """Cameras of a served line, played from real clips: frames become requests, triggers end once, whatever happens."""
 
 import json
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
 import pytest
@@ -35,17 +35,6 @@ def streaming(line):
     with line.served() as service:
         until(lambda: all(view.state == "STREAMING" for view in service.desk.status().sources))
         yield service
-
-
-def test_frames_of_a_camera_are_cut_by_the_layout_and_judged_as_boards(line):
-    change(line, mode="free_run", frames_per_s=20.0)
-    with line.served() as service:
-        until(lambda: service.judged >= 4)
-        (view,) = service.desk.status().sources
-        assert (view.name, view.kind, view.state) == ("top", "camera", "STREAMING")
-    assert {row.verdict for row in line.rows} == {OK}
-    assert {(row.subject.component, row.subject.ref) for row in line.rows} == {("c0", "R1"), ("c1", "R2")}
-    assert {verdict for _, verdict in line.boards} == {OK}
 
 
 @pytest.mark.parametrize("state", ["waits for its frame", "under way", "stored", "after a restart"])
@@ -104,23 +93,7 @@ def test_a_frame_of_another_size_is_unknown_part_by_part(line):
     assert line.boards == [("B1", UNKNOWN)]
 
 
-def test_a_trigger_without_a_frame_is_unknown_and_says_why(line):
-    """AC14: an overflow or a camera that is gone is a result, not silence."""
-    change(line, stall_timeout_s=0.5, loop=False, frames_per_s=1.0)
-    with streaming(line) as service:
-        (line.folder / "clip.avi").unlink()  # and it cannot be connected anew
-        service.desk.trigger("top", board="B0")
-        accepted = 1
-        while service.desk.status().sources[0].state == "STREAMING":
-            with suppress(OrderRefused):  # the queue is full
-                service.desk.trigger("top", board=f"B{accepted}")
-                accepted += 1
-        until(lambda: service.judged == 2 * accepted and line.unfinished == [])
-    assert all(row.verdict is OK or row.reason.startswith("camera top: ") for row in line.rows)
-
-
 def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(line, batches):
-    """AC14: its frame comes when nobody knows any more how to cut it."""
     change(line, board_type="main")
     line.document["boards"]["other"] = line.document["boards"]["main"]
     with streaming(line) as service:
@@ -150,7 +123,6 @@ def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(
 
 
 def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_stays(line):
-    """AC14: no trigger is accepted of which nothing could come."""
     change(line, board_type="main")
     line.document["boards"]["other"] = {"components": {"c0": 1}}
     with streaming(line) as service:

@@ -102,7 +102,6 @@ def busy(tmp_path_factory):
 
 
 def test_no_metric_has_a_serial_or_a_path_for_a_label(busy):
-    """AC28, first half: by name and by value, on a line where all that has metrics has had something to do."""
     found = Scraped(busy)
     labels = {(name, value) for sample in found.samples.values() for name, value in sample.labels.items()}
     assert {name for name, _ in labels} <= LABELS
@@ -117,7 +116,6 @@ def test_no_metric_has_a_serial_or_a_path_for_a_label(busy):
 
 
 def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
-    """AC28, second half: the real `promtool check metrics`."""
     text = Scraped(busy).text
     done = promtool("metrics", input=text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -223,7 +221,6 @@ def test_while_it_stops_it_lives_and_is_not_ready(line):
 
 
 def test_a_scheduler_that_hangs_is_told_and_so_is_that_it_goes_on(line):
-    """AC31's hang, as whoever looks after health sees it."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def hang(_):

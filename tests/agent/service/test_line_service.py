@@ -158,7 +158,6 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
 
 
 def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
-    """AC11."""
     with line.served(in_flight_limit=3) as service:
         until(lambda: service.store.statistics().pending == 0)  # what is written at the start counts as well
         with line.full_disk():
@@ -249,7 +248,6 @@ def judged_anew(line):
 
 
 def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
-    """AC7: also after a restart; another part, or other bytes, are no duplicate."""
     line, larger = skipping, picture(size=(9, 9))
     line.fake(0, label="bad")
     with line.served() as service:
@@ -276,7 +274,6 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
     ("content", "verdict", "judged"), [(None, OK, 1), (picture()[:40] + bytes(20) + picture()[60:], UNKNOWN, 9)]
 )
 def test_duplicates_that_come_together_wait_for_the_first_and_share_no_unknown(skipping, content, verdict, judged):
-    """AC7: none is judged twice, and none is UNKNOWN for another one's sake."""
     with skipping.served() as service:
         for number in range(9):
             skipping.drop(f"B1_c0_R1-{number}.png", content)
@@ -308,7 +305,6 @@ def bomb():
 
 
 def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_other(line):
-    """AC9, AC10: a bomb, no image at all, nothing at all, broken pixels; an ending that lies is nothing wrong."""
     watched(line).update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
     broken = picture()[:45] + bytes(10) + picture()[55:]
     files = {"bomb": bomb(), "text": b"no image", "empty": b"", "broken": broken}

@@ -39,7 +39,6 @@ def bytes_input(name, content):
 
 
 def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
-    """AC15, on the real agent."""
     image = bytes_input("IMAGE", picture())
     with line.served() as service:
         for url in (address, service.api.addresses[1]):
@@ -124,7 +123,6 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, s
 
 
 def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches):
-    """AC17, on the real agent: what waits behind a batch is neither run nor stored, and nothing is counted."""
     line.document["executors"] = {"cpu": 1}
     request = pb.InspectRequest(file=picture(), component="c0", board="B1", ref="R1")
     with line.served() as service, grpc.insecure_channel(address) as channel:
@@ -160,7 +158,6 @@ def test_a_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):
 
 
 def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, address, tmp_path, monkeypatch):
-    """AC19: also beside a camera that hangs, nobody is let in who would have to be sent away."""
     camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
     line.document["intake"] = {"cameras": [camera]}
     stop, answered = CameraSource.stop, []

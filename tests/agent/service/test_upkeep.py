@@ -64,7 +64,6 @@ def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(line):
 
 
 def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(line, monkeypatch):
-    """AC23: somebody is told, wherever alarms are shown."""
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
     with line.served() as service:

@@ -1,7 +1,6 @@
 """The desk of a served line: what callers order, ask, cancel, and what of it survives the agent's end."""
 
 import signal
-import threading
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,11 +39,9 @@ def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
         (told,) = someone.wait()
         assert someone.was_accepted.is_set()
         assert (told.subject.key, told.verdict, told.seq, told.experts) == ("api/mine", OK, 1, ("cls/f0",))
-        (board,) = service.desk.boards("B1")
-        assert (board.verdict, dict(board.missing)) == (None, {"c1": 1})
+        assert [(board.verdict, board.missing) for board in service.desk.boards("B1")] == [(None, {"c1": 1})]
         asked(service, part(component="c1", board="B1", ref="R2"))
-        (board,) = service.desk.boards("B1")
-        assert (board.verdict, dict(board.missing), len(board.parts)) == (OK, {}, 2)
+        assert [(board.verdict, board.missing) for board in service.desk.boards("B1")] == [(OK, {})]
         status = service.desk.status()
         assert (status.line, status.verdicts[OK], status.requests_in_flight) == ("test", 2, 0)
         assert status.pools[0].capacity_bytes > status.pools[0].used_bytes > 0
@@ -56,13 +53,8 @@ def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
 def test_a_question_is_answered_and_nothing_remains_of_it(line):
     with line.served() as service:
         pixels = np.full((8, 8, 3), 99, np.uint8)
-        answers = asked(
-            service,
-            question(),
-            order_of(pixels, component="c1", is_kept=False),
-            order_of(pixels, expert="cls/f1", is_kept=False),
-        )
-        said = [(told.verdict, told.seq, told.label) for (told,) in answers]
+        others = [order_of(pixels, is_kept=False, **about) for about in ({"component": "c1"}, {"expert": "cls/f1"})]
+        said = [(told.verdict, told.seq, told.label) for (told,) in asked(service, question(), *others)]
         assert said == [(OK, None, "ok"), (OK, None, "ok"), (UNKNOWN, None, "ok")]
     assert line.rows == []
 
@@ -79,7 +71,6 @@ def test_one_key_is_judged_once_whoever_sends_it_how_often(line):
 
 @pytest.mark.parametrize("state", ["under way", "stored", "after a restart"])
 def test_a_key_that_stands_for_one_inspection_stands_for_no_other(line, batches, state):
-    """A verdict that another image was given is nobody's: neither OK for a defective part, nor NG for a good one."""
     changes = ({"component": "c1"}, {"board": "B2"}, {"board": None}, {"ref": "R2"})
     others = [
         order_of(picture((200, 0, 0)), **PART, key="B1/R1"),
@@ -150,10 +141,8 @@ def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_jud
     with line.served() as service:
         order = order_of(picture(size=(32, 16)), board="B7", key="frame")
         (parts,) = asked(service, order)
-        assert [(told.subject.key, told.subject.component, told.subject.ref) for told in parts] == [
-            ("api/frame#R1", "c0", "R1"),
-            ("api/frame#R2", "c1", "R2"),
-        ]
+        about = [(told.subject.key, told.subject.component, told.subject.ref) for told in parts]
+        assert about == [("api/frame#R1", "c0", "R1"), ("api/frame#R2", "c1", "R2")]
         assert [board.verdict for board in service.desk.boards("B7", "main")] == [OK]
         (again,) = asked(service, order)
         assert again == [replace(told, queue_s=0.0, compute_s=0.0, is_repeat=True) for told in parts]
@@ -187,35 +176,7 @@ def test_what_cannot_be_ordered_is_refused_and_leaves_nothing(line):
         assert [told.verdict for (told,) in asked(service, part(), part())] == [OK, OK]
 
 
-def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(line):
-    """AC18: at once, for a refusal waits for neither."""
-    line.document["api"] = {"limits": {"requests": 3}}
-    is_stuck, may_go = threading.Event(), threading.Event()
-
-    class Stuck(Caller):
-        def judged(self, parts):
-            is_stuck.set()
-            assert may_go.wait(PATIENCE_S)  # on the thread of the Engine's
-            super().judged(parts)
-
-    with line.served() as service:
-        stuck = Stuck()
-        service.desk.order(question(), stuck)
-        assert is_stuck.wait(PATIENCE_S)
-        with line.full_disk():
-            waiting = ordered(service, part(), part(), question())
-            for order in (question(), part(component="c1")):
-                with pytest.raises(OrderRefused) as refused:
-                    service.desk.order(order, Caller())
-                assert (refused.value.reason, refused.value.retry_s > 0) == (Refusing.QUEUE_FULL, True)
-            assert not any(someone.answers for someone in (stuck, *waiting))
-            assert not any(someone.was_accepted.is_set() for someone in waiting)  # it is not on the disk
-            may_go.set()
-        assert [someone.wait()[0].verdict for someone in (stuck, *waiting)] == [OK] * 4
-
-
 def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(line):
-    """AC11, AC18: what waits for the disk is in memory, whether anybody waits for it or not."""
     line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
     with line.served() as service:
         with line.full_disk():
@@ -246,7 +207,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(line, forks):
-    """AC6, for what comes by wire."""
     for number in range(2):
         line.fake(number, K_s=0.02)
     (line.folder / "image.png").write_bytes(picture())
@@ -282,16 +242,13 @@ def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(line)
     assert [(number, board.serial, board.verdict) for number, board in heard[-1].boards] == [(1, "B1", OK)]
 
 
-def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(line, monkeypatch):
-    """AC34, for `device: auto`."""
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(line, monkeypatch, device):
     monkeypatch.setattr("agent.service.line_service.has_nvidia_gpu", lambda: True)
-    line.document["device"] = "cpu"
-    with line.served() as service:
-        assert service.desk.status().alarms == ()
-    line.document["device"] = "auto"
+    line.document["device"] = device
     with line.served() as service:
         alarms = service.desk.status().alarms
-        assert len(alarms) == (1 if service.agent.box.name == "cpu" else 0)
+        assert len(alarms) == (device == "auto" and service.agent.box.name == "cpu")
         assert all("torch does not see this box's NVIDIA GPU" in alarm for alarm in alarms)
 
 

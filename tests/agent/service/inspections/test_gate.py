@@ -72,12 +72,6 @@ def filled(held, limit, order):
     return held
 
 
-def test_a_backlog_leaves_each_other_folder_its_share():
-    assert [filled([0], limit, [0]) for limit in (1, 2, 3, 2000)] == [[1], [2], [3], [2000]]
-    assert filled([0, 0], 2000, [0, 1]) == [1500, 500]
-    assert filled([0, 0, 0, 0], 2000, [2, 0, 1, 3]) == [250, 250, 1250, 250]
-
-
 @given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 50))
 def test_whoever_comes_first_the_limit_holds_and_nobody_is_starved(order, limit):
     held = filled([0] * 6, limit, order)

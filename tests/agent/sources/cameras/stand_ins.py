@@ -1,7 +1,5 @@
 """Cameras that misbehave on command, and a taker of their frames."""
 
-from __future__ import annotations
-
 import os
 import socket
 import socketserver
@@ -9,11 +7,9 @@ import ssl
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import cv2
@@ -25,9 +21,6 @@ from agent.sources.cameras.camera import CameraSource
 from experts.expert import Verdict
 from tests.agent.sources.cameras import fault
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from agent.subject import Subject
 
 process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__name__}\n{process.BOOT}"
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
@@ -172,12 +165,6 @@ class FailingCamera:
         os.replace(fresh, self._path)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    subject: Subject
-    content: bytes
-
-
 class Taker:
     """A line with one camera, and the frames that it took while it had room and its door was open."""
 
@@ -205,7 +192,7 @@ class Taker:
 
     def offer_image(self, arrival, source):
         self._pass_door()
-        self.frames.append(Frame(arrival.subject, arrival.image))
+        self.frames.append(arrival)
         source.verdict_committed(arrival.subject, Verdict.OK, None)
 
     def refuse_subject(self, subject, reason, source):

@@ -124,7 +124,7 @@ def busy():
 
 def drawn_at(frame):
     """Time shown in the picture, by ``time.monotonic``."""
-    picture = read_image(frame.content, frame.subject.key)
+    picture = read_image(frame.image, frame.subject.key)
     assert picture.shape == (1080, 1920, 3)
     middles = picture[SQUARE // 2, SQUARE // 2 : BITS * SQUARE : SQUARE, 0]
     return sum(1 << bit for bit, level in enumerate(middles) if level > 127) / 1000

@@ -80,17 +80,6 @@ def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew():
     assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
 
 
-def test_no_next_process_is_started_before_the_killed_one_has_ended():
-    desk = Desk()
-    desk.say(*STREAMING)
-    desk.wait()
-    assert shown(desk.wait()) == [Report]
-    assert "hangs in a driver" in (desk.one.alarm or "")
-    assert desk.one.deadline == supervision.NEVER
-    desk.say(ENDED)
-    assert desk.wait() == [ProcessOrder.START]
-
-
 @pytest.mark.parametrize(
     ("said", "state", "reason"),
     [

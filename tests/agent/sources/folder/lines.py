@@ -1,7 +1,5 @@
 """Watched folders for tests: one under a virtual clock, one with a thread and real events."""
 
-from __future__ import annotations
-
 import io
 import os
 import queue
@@ -14,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import dedent
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,10 +20,8 @@ from PIL import Image
 from agent.line_file.intake import FolderSection
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.folder import FolderSource
+from agent.subject import Subject
 from experts.expert import Verdict
-
-if TYPE_CHECKING:
-    from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
 NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
@@ -122,10 +118,6 @@ class Line:
     def refused(self):
         return {refusal.subject.image: refusal.reason for refusal in self.refusals}
 
-    @property
-    def stale(self):
-        return self.source._waiting.stale
-
     def files(self):
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
 
@@ -168,7 +160,7 @@ if os.geteuid() == 0:
 
 def printed_by_another_user(steps, **config):
     """Lines printed by these steps on a ``line``, under a user whom permissions bind."""
-    script = f"{ANOTHER_USER}\nline = Line(Path(sys.argv[1]), **{config})\n{dedent(steps)}"
+    script = f"{ANOTHER_USER}line = Line(Path(sys.argv[1]), **{config})\n{dedent(steps)}"
     with TemporaryDirectory(dir="/tmp") as folder:  # each start of pytest closes its own folders to other users
         command = [sys.executable, "-c", script, f"{folder}/inbox"]
         os.chmod(folder, 0o755)

@@ -1,7 +1,5 @@
 """Reading of a folder's images under a virtual clock: real files, and a filesystem that fails on command."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import contextmanager
