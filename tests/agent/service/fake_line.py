@@ -11,10 +11,10 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from agent.config import read_line
 from agent.records.journal import JournalReader
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
+from tests.agent import line_files
 
 PATIENCE_S = 60.0
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
@@ -40,11 +40,8 @@ class Caller:
     """A listener that remembers, and can be waited for."""
 
     def __init__(self):
-        self.was_accepted = threading.Event()
-        self.ended = threading.Event()
-        self.parts = []
-        self.refusal = None
-        self.answers = 0
+        self.was_accepted, self.ended = threading.Event(), threading.Event()
+        self.parts, self.refusal, self.answers = [], None, 0
 
     def accepted(self):
         self.was_accepted.set()
@@ -77,37 +74,24 @@ def asked(service, *orders):
     return [each.wait() for each in ordered(service, *orders)]
 
 
-class FakeLine:
+class FakeLine(line_files.LineFile):
     """Two fake experts, one route each; boards of one type show one image of each, and its layout cuts a frame."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.folder.mkdir(exist_ok=True)
-        layout = {
-            "size": [16, 32],
-            "parts": {
-                "R1": {"component": "c0", "box": [0, 0, 16, 16]},
-                "R2": {"component": "c1", "box": [16, 0, 32, 16]},
-            },
-        }
-        (folder / "layout.yaml").write_text(yaml.safe_dump(layout))
-        self.document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {},
-            "routes": {},
-            "boards": {"main": {"components": {"c0": 1, "c1": 1}, "takt_s": 3600, "layout": "layout.yaml"}},
-            "memory": {"host": "20MiB", "workspace": "10MiB"},
-        }
+        folder.mkdir(exist_ok=True)
+        boxes = {"R1": ("c0", [0, 0, 16, 16]), "R2": ("c1", [16, 0, 32, 16])}
+        parts = {ref: {"component": component, "box": box} for ref, (component, box) in boxes.items()}
+        (folder / "layout.yaml").write_text(yaml.safe_dump({"size": [16, 32], "parts": parts}))
+        boards = {"main": {"components": {"c0": 1, "c1": 1}, "takt_s": 3600, "layout": "layout.yaml"}}
+        memory = {"host": "20MiB", "workspace": "10MiB"}
+        super().__init__(folder, experts={}, routes={}, boards=boards, memory=memory)
         for number in range(2):
             self.add_expert(number)
 
     def add_expert(self, number, *, has_route=True):
-        weights = str(self.folder / f"f{number}.yaml")
-        expert = {"architecture": "fake", "weights": weights, "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-        self.document["experts"][f"cls/f{number}"] = expert
+        self.document["experts"][f"cls/f{number}"] = line_files.expert(str(self.folder / f"f{number}.yaml"))
         if has_route:
-            self.document["routes"][f"c{number}"] = [{"expert": f"cls/f{number}", "pass": ["ok"]}]
+            self.document["routes"][f"c{number}"] = line_files.route(f"cls/f{number}")
         self.fake(number)
 
     def remove_expert(self, number):
@@ -134,14 +118,6 @@ class FakeLine:
 
     def shelf(self, name):
         return sorted(file.name for file in (self.inbox / name).rglob("*") if file.is_file())
-
-    def write(self):
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-        return self.folder / "line.yaml"
-
-    @property
-    def config(self):
-        return read_line(self.write(), {})
 
     @property
     def results(self):

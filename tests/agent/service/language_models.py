@@ -45,11 +45,8 @@ class Reader:
     """A listener that remembers, and can be waited for."""
 
     def __init__(self):
-        self.pieces = []
-        self.end = None
-        self.calls_after_end = 0
-        self.has_ended = threading.Event()
-        self.has_read = threading.Event()
+        self.pieces, self.end, self.calls_after_end = [], None, 0
+        self.has_ended, self.has_read = threading.Event(), threading.Event()
 
     def wrote(self, piece):
         self.calls_after_end += self.end is not None

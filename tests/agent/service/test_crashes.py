@@ -132,11 +132,7 @@ def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_
 
 @pytest.mark.parametrize(
     ("hanging", "serving"),
-    [
-        (HANGING_BATCH, SERVING),
-        (HANGING_LOAD, SERVING),
-        pytest.param(HANGING_LOAD, EMBEDDING, marks=pytest.mark.slow),
-    ],
+    [(HANGING_BATCH, SERVING), (HANGING_LOAD, SERVING), pytest.param(HANGING_LOAD, EMBEDDING, marks=pytest.mark.slow)],
     ids=["a batch", "a load", "a load, in a program that embeds the service"],
 )
 def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hanging, serving):

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import struct
-import sys
 import threading
 import time
 import zlib
@@ -33,12 +32,8 @@ OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 @pytest.fixture
 def line(line):
-    line.watch()
+    line.watched = line.watch()
     return line
-
-
-def watched(line):
-    return line.document["intake"]["folders"][0]
 
 
 def look_again(service, steps=3):
@@ -146,7 +141,7 @@ def test_a_refused_file_whose_row_was_stored_before_a_crash_is_moved_and_not_cou
 
 
 def test_files_that_are_kept_add_no_row_at_a_restart(line):
-    watched(line)["after"] = "keep"
+    line.watched["after"] = "keep"
     with line.served() as service:
         judge(service, line, "misnamed.png", "B1_c0_R1.png")
     first = line.rows
@@ -193,23 +188,20 @@ def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, mon
     hangs, answers = threading.Event(), threading.Event()
 
     def hanging(arrival, max_pixels):
-        if arrival.file.path.is_relative_to(line.folder / "share"):
+        if not answers.is_set() and arrival.file.path.is_relative_to(line.folder / "share"):
             hangs.set()
             answers.wait(PATIENCE_S)
             raise OSError(errno.EIO, "the server came back and gave up")
         return read_as_seen(arrival, max_pixels)
 
     monkeypatch.setattr("agent.sources.folder.reading.read_as_seen", hanging)
-    try:
-        with line.served() as service:
-            line.drop("B0_c0_R1.png", inbox="share")
-            assert hangs.wait(PATIENCE_S)
-            judge(service, line, *(f"B{number}_c0_R1.png" for number in range(1, 4)))
-        claimed = [file.name for file in (line.folder / "share" / ".work").rglob("*~*")]
-        assert [name.partition("~")[2] for name in claimed] == ["B0_c0_R1.png"]
-    finally:
-        answers.set()
-    monkeypatch.undo()
+    with line.served() as service:
+        line.drop("B0_c0_R1.png", inbox="share")
+        assert hangs.wait(PATIENCE_S)
+        judge(service, line, *(f"B{number}_c0_R1.png" for number in range(1, 4)))
+    (claimed,) = (line.folder / "share" / ".work").rglob("*~*")
+    assert claimed.name.partition("~")[2] == "B0_c0_R1.png"
+    answers.set()
     with line.served() as service:
         until(lambda: service.judged == 1)
     assert [verdict for _, verdict in line.verdicts] == [OK] * 4
@@ -217,7 +209,7 @@ def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, mon
 
 @pytest.mark.parametrize("after", ["keep", "move"])
 def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_under_its_key(line, monkeypatch, after):
-    watched(line)["after"] = after
+    line.watched["after"] = after
     larger, seen = picture(size=(9, 9)), []
 
     def rewritten(arrival, max_pixels):
@@ -239,12 +231,8 @@ def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_un
 def skipping(line):
     """Duplicates are skipped: B1_c0_R1-2.png shows what B1_c0_R1.png does."""
     pattern = PATTERN.replace("[^.]+", "[^.-]+").replace(r"\.png", r"(-\d+)?\.png")
-    watched(line).update(pattern=pattern, duplicate="skip")
+    line.watched.update(pattern=pattern, duplicate="skip")
     return line
-
-
-def judged_anew(line):
-    return sorted(row.subject.image for row in line.rows if row.experts)
 
 
 def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
@@ -266,8 +254,7 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
         assert (row.verdict, row.label, row.experts, row.subject.board_type) == (NG, "bad", (), None)
         assert (row.subject.board, row.subject.component, row.subject.ref) == ("B1", "c0", "R1")
         assert row.reason == f"the same bytes as {first.subject.key}, which was NG: not judged again"
-    assert len(judged_anew(line)) == 4
-    assert len(line.shelf("ng")) == 7
+    assert (sum(bool(row.experts) for row in line.rows), len(line.shelf("ng"))) == (4, 7)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +292,7 @@ def bomb():
 
 
 def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_other(line):
-    watched(line).update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
+    line.watched.update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
     broken = picture()[:45] + bytes(10) + picture()[55:]
     files = {"bomb": bomb(), "text": b"no image", "empty": b"", "broken": broken}
     with line.served() as service:
@@ -355,57 +342,36 @@ def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lo
         until(lambda: len(line.rows) == 5)
         assert service.agent.loop.requests_in_flight == 0
     assert line.verdicts == [(name, UNKNOWN if "poison" in name else OK) for name in names]
-    reason = next(row.reason for row in line.rows if row.verdict is UNKNOWN)
-    assert reason == (
-        "B2_c0_poison.png: ended the agent: it was being judged each of the 2 times that the agent was ended"
-    )
-    explained = json.loads((line.inbox / "failed" / "B2_c0_poison.png.error.json").read_text())
-    assert explained["reason"] == reason
+    reason = "B2_c0_poison.png: ended the agent: it was being judged each of the 2 times that the agent was ended"
+    assert [row.reason for row in line.rows if row.verdict is UNKNOWN] == [reason]
+    assert json.loads((line.inbox / "failed" / "B2_c0_poison.png.error.json").read_text())["reason"] == reason
     line.drop("B2_c0_poison.png", picture(size=(9, 9)))
     with line.served() as service:  # another file of that name is another image
         until(lambda: service.judged == 1)
     assert line.rows[-1].verdict is OK
 
 
-@pytest.fixture
-def handlers():
-    """Whatever handles these signals afterwards; an alarm ends what hangs."""
+SIGNALLED = """
+import signal, sys
+from pathlib import Path
+from agent.config import read_line
+from agent.service.line_service import LineService
+from agent.service.serve import serve_line
+start, stop = LineService.start, LineService.stop
+def started(service):
+    start(service)
+    sys.setprofile(lambda *_: signal.raise_signal(signal.SIGTERM))
+def stopped(service):
+    sys.setprofile(None)
+    return stop(service)
+LineService.start, LineService.stop = started, stopped
+print(serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)["requests"])
+"""
 
-    def ended(*_):
-        raise TimeoutError
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
-    signal.signal(signal.SIGALRM, ended)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_a_signal_in_any_moment_of_waiting_ends_it(line, monkeypatch):
-    start, stop, moments = LineService.start, LineService.stop, []
-
-    def signalled(*_):
-        moments.append(None)
-        signal.raise_signal(signal.SIGTERM)
-
-    def started(service):
-        start(service)
-        sys.setprofile(signalled)
-
-    def stopped(service):
-        sys.setprofile(None)
-        return stop(service)
-
-    monkeypatch.setattr(LineService, "start", started)
-    monkeypatch.setattr(LineService, "stop", stopped)
-    try:
-        assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
-    finally:
-        sys.setprofile(None)
-    assert moments
+def test_a_signal_in_any_moment_of_waiting_ends_it(line, forks):
+    ended = forks.run(SIGNALLED, line.write(), timeout_s=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
 
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):

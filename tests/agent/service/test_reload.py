@@ -141,16 +141,6 @@ def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(line):
         assert verdict(service) is OK
 
 
-def test_new_boards_are_judged_by_their_new_components(line):
-    with line.served() as service:
-        asked(service, part(board="B1", ref="R1"))
-        line.document["boards"] = {"main": {"components": {"c0": 1}, "takt_s": 3600}}
-        assert reload(service, line).is_applied
-        asked(service, part(board="B2", ref="R1"))
-        (earlier,), (later,) = service.desk.boards("B1"), service.desk.boards("B2")
-        assert (earlier.verdict, dict(earlier.missing), later.verdict) == (None, {"c1": 1}, OK)
-
-
 def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go_on(line, tmp_path):
     labels = ("ok", "bad", "bent")
     expert = ExpertFiles(tmp_path).onnx("cls/x", labels=labels)

@@ -5,11 +5,10 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,6 @@ from agent.service.service_manager import (
 from experts.errors import ConfigError
 from experts.packed.weights import SegmentStore
 from tests.agent.service.fake_line import PATIENCE_S
-
-ROOT = Path(__file__).parents[3]
 
 
 class Listener:
@@ -80,18 +77,15 @@ def notifier(tmp_path, listener):
 
 
 class TestTheNotifier:
-    def test_a_start_is_extended_now_and_then_not_with_every_step(self, tmp_path, listener):
-        now_s = [100.0]
-        notifier = Notifier(ServiceManager(str(tmp_path / "notify")), clock=lambda: now_s[0])
-        notifier.starting("pack", 1, 350)
-        notifier.starting("pack", 2, 350)
-        first = listener.hear()
-        assert int(first["EXTEND_TIMEOUT_USEC"]) > EXTENDED_EVERY_S * 1e6
-        assert first["STATUS"] == "starting: pack 1/350"
+    def test_a_start_is_extended_now_and_then_not_with_every_step(self, notifier, listener):
+        for now_s in (100.0, 100.0, 100.0 + EXTENDED_EVERY_S):
+            notifier._clock = lambda now_s=now_s: now_s
+            notifier.starting("pack", 1, 350)
+        for _ in range(2):
+            said = listener.hear()
+            assert int(said["EXTEND_TIMEOUT_USEC"]) > EXTENDED_EVERY_S * 1e6
+            assert said["STATUS"] == "starting: pack 1/350"
         assert listener.hears_nothing()
-        now_s[0] += EXTENDED_EVERY_S
-        notifier.starting("pack", 3, 350)
-        assert listener.hear()["STATUS"] == "starting: pack 3/350"
 
     def test_a_socket_that_is_gone_costs_one_line_in_the_log_and_none_nothing(self, tmp_path, caplog):
         Notifier(ServiceManager()).ready("here")
@@ -121,22 +115,24 @@ class TestTheNotifier:
         assert listener.hear() == {"STATUS": "line.yaml:3: no such key"}
 
 
-class TestTheHeartbeat:
-    def test_a_look_that_hangs_feeds_nothing(self, notifier, listener):
-        is_asked, may_answer = threading.Event(), threading.Event()
+def test_a_look_that_hangs_or_raises_does_not_feed_the_watchdog_and_the_next_ones_do(notifier, listener):
+    is_asked, may_answer = threading.Event(), threading.Event()
+    errors = iter([ValueError("the agent is gone")])
 
-        def look():
-            is_asked.set()
-            assert may_answer.wait(PATIENCE_S)
-            return "back"
+    def look():
+        for error in errors:
+            raise error
+        is_asked.set()
+        assert may_answer.wait(PATIENCE_S)
+        return "back"
 
-        beating = heartbeat(notifier, 0.03, look)
-        beating.start()
-        assert is_asked.wait(PATIENCE_S)
-        assert listener.hears_nothing()
-        beating.stop(0.0)  # does not wait for the look either
-        may_answer.set()
-        assert listener.hear() == {"WATCHDOG": "1", "STATUS": "back"}
+    beating = heartbeat(notifier, 0.03, look)
+    beating.start()
+    assert is_asked.wait(PATIENCE_S)
+    assert listener.hears_nothing()
+    beating.stop(0.0)  # does not wait for the look either
+    may_answer.set()
+    assert listener.hear() == {"WATCHDOG": "1", "STATUS": "back"}
 
 
 def test_a_watchdog_of_another_process_is_not_ours():
@@ -153,28 +149,22 @@ class TestTheJournal:
         except ValueError:
             failed = logging.LogRecord("agent.x", logging.ERROR, "f", 1, "failed expert=%s", ("a",), sys.exc_info())
         lines = JournalFormatter().format(failed).splitlines()
-        assert lines[0] == "<3>agent.x failed expert=a"
-        assert len(lines) > 3
+        assert (lines[0], len(lines) > 3) == ("<3>agent.x failed expert=a", True)
         assert all(line.startswith("<3>") for line in lines)
         for level, told in (("DEBUG", 7), ("INFO", 6), ("WARNING", 4), ("CRITICAL", 2)):
             record = logging.LogRecord("agent.x", getattr(logging, level), "f", 1, "ready", (), None)
             assert JournalFormatter().format(record) == f"<{told}>agent.x ready"
 
     @pytest.mark.parametrize("is_journal", [True, False])
-    def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path):
+    def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path, forks):
         """A file stands for the journal's stream: what counts is that stderr is the one which systemd names."""
-        with (tmp_path / "stderr").open("w+") as stderr:
-            status = os.fstat(stderr.fileno())
-            stream = f"{status.st_dev}:{status.st_ino}" if is_journal else f"{status.st_dev}:1"
-            code = (
-                "import logging, agent.cli.endings; agent.cli.endings.log_to_stderr(logging.INFO); logging.info('here')"
-            )
-            subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"JOURNAL_STREAM": stream},
-                           stderr=stderr, timeout=PATIENCE_S, check=True)  # fmt: skip
-            stderr.seek(0)
-            said = stderr.read()
-        assert (said == "<6>root here\n") is is_journal
-        assert said.endswith("root here\n")
+        file = tmp_path / "stderr"
+        file.touch()
+        stream = f"{file.stat().st_dev}:{file.stat().st_ino if is_journal else 1}"
+        code = "import logging, agent.cli.endings as e; e.log_to_stderr(logging.INFO); logging.info('here')"
+        assert forks.start(code, log=file, JOURNAL_STREAM=stream).wait(PATIENCE_S).returncode == 0
+        assert (file.read_text() == "<6>root here\n") is is_journal
+        assert file.read_text().endswith("root here\n")
 
 
 class TestTheAgent:
@@ -182,17 +172,16 @@ class TestTheAgent:
 
     @pytest.fixture
     def start(self, listener, tmp_path, forks, monkeypatch):
-        running = []
-        monkeypatch.delenv("WATCHDOG_PID", raising=False)
-        told = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+        with ExitStack() as running:
+            monkeypatch.delenv("WATCHDOG_PID", raising=False)
+            told = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
 
-        def start(line):
-            running.append(forks.start("from coserve import main; main()", "serve", line, "--json", **told))
-            return running[-1]
+            def start(line):
+                process = forks.start("from coserve import main; main()", "serve", line, "--json", **told)
+                running.callback(process.kill)
+                return process
 
-        yield start
-        for process in running:
-            process.kill()
+            yield start
 
     def ended(self, process):
         process.send_signal(signal.SIGTERM)
@@ -202,11 +191,8 @@ class TestTheAgent:
 
     def test_tells_its_start_its_readiness_its_progress_its_reload_and_its_end(self, line, listener, start):
         process = start(line.write())
-        starting = listener.hear()
-        assert int(starting["EXTEND_TIMEOUT_USEC"]) > 0
-        assert starting["STATUS"].startswith("starting: ")
-        ready = listener.hear_until("READY")
-        assert "/2 experts in memory" in ready["STATUS"]
+        assert listener.hear()["STATUS"].startswith("starting: ")
+        assert "/2 experts in memory" in listener.hear_until("READY")["STATUS"]
         assert not any("WATCHDOG" in message for message in listener.heard)
         assert "queued" in listener.hear_until("WATCHDOG")["STATUS"]
         process.send_signal(signal.SIGHUP)
@@ -239,9 +225,7 @@ class TestTheAgent:
     def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(self, line, listener, start):
         line.document["device"] = "cuda"
         process = start(line.write())
-        said = listener.hear_until("STATUS", "torch sees no CUDA device")
-        assert said["STATUS"].startswith("waiting ")
-        assert int(said["EXTEND_TIMEOUT_USEC"]) > 0
+        assert listener.hear_until("STATUS", "torch sees no CUDA device")["STATUS"].startswith("waiting ")
         self.ended(process)
         assert not any("READY" in message for message in listener.heard)
         assert not (line.folder / "state" / "starts.json").exists()  # it waits as long before each try
@@ -264,22 +248,17 @@ class TestTheAgent:
         state = line.folder / "state"
         with state_held(state):
             process = start(line.write())
-            said = listener.hear_until("STATUS")
-            assert said["STATUS"].startswith("waiting 20 s: ")
-            assert str(state) in said["STATUS"]
+            status = listener.hear_until("STATUS")["STATUS"]
+            assert (status.startswith("waiting 20 s: "), str(state) in status) == (True, True)
             self.ended(process)
         assert not any("READY" in message for message in listener.heard)
         assert not (state / "starts.json").exists()
 
     def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, line, listener, start):
         line.document["experts"] = 7
-        process = start(line.write())
-        said = listener.hear()
-        ended = process.wait(PATIENCE_S)
-        assert ended.returncode == 78
-        assert said["STATUS"] == ended.stderr.splitlines()[0]
-        assert "line.yaml:" in said["STATUS"]
-        assert not any("READY" in message for message in listener.heard)
+        ended = start(line.write()).wait(PATIENCE_S)
+        assert (ended.returncode, "line.yaml:" in ended.stderr) == (78, True)
+        assert listener.hear() == {"STATUS": ended.stderr.splitlines()[0]}
 
 
 @pytest.fixture

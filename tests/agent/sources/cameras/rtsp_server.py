@@ -1,4 +1,4 @@
-"""An RTSP server with three live streams: /h264 and /jpeg, small, and /drawn, 1080p H.264.
+"""An RTSP server with two live streams of H.264: /h264, small, and /drawn, 1080p.
 
 Each picture of /drawn shows when it was drawn: the milliseconds of CLOCK_MONOTONIC as BITS squares in its first rows,
 white for 1, the lowest bit first. For the system's Python: GStreamer's bindings are Debian's.
@@ -19,7 +19,6 @@ DRAWN = (
 H264 = "rtph264pay name=pay0 pt=96"
 STREAMS = {
     "/h264": f"{PICTURES} ! x264enc tune=zerolatency key-int-max=10 ! {H264}",
-    "/jpeg": f"{PICTURES} ! jpegenc ! rtpjpegpay name=pay0 pt=26",
     "/drawn": f"{DRAWN} ! x264enc tune=zerolatency speed-preset=ultrafast key-int-max=25 ! {H264}",
 }
 REST = b"\x80" * (WIDTH * (HEIGHT - SQUARE) + WIDTH * HEIGHT // 2)

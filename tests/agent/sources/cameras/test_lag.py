@@ -5,17 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
 from experts.images import read_image
-from tests.agent.sources.cameras.stand_ins import WAIT_S, Taker
+from tests.agent.sources.cameras.stand_ins import WAIT_S
 from tests.waiting import until
 
-Watch = Callable[..., Taker]
 PERIOD_S = 0.04
 BITS, SQUARE = 40, 48  # as rtsp_server.py draws
 BACKLOG_S = 1.0

@@ -29,10 +29,8 @@ NOTHING = "127.0.0.1:1"  # nobody listens there
 has_genicam = importlib.util.find_spec("harvesters") is not None
 
 
-def connection(url, **given):
-    return CameraConnection(
-        **{"url": url, "open_timeout_s": WAIT_S, "stall_timeout_s": 5.0, "max_pixels": 10**7, **given}
-    )
+def connection(url, open_timeout_s=WAIT_S, **given):
+    return CameraConnection(url=url, open_timeout_s=open_timeout_s, stall_timeout_s=5.0, max_pixels=10**7, **given)
 
 
 def opened(url, **given):
@@ -49,22 +47,16 @@ def next_picture(source):
 
 
 def pixels(found):
-    content = encode(found, 10**7)
-    assert content is not None
-    return read_image(content, "a picture")
+    return read_image(encode(found, 10**7), "a picture")
 
 
-@pytest.fixture(params=["file", "http", "rtsp", "genicam", "fault"])
-def url(request, monkeypatch):
+@pytest.fixture(params=["clip", "mjpeg", "rtsp", "virtual_genicam", "failing"])
+def url(request):
     """One camera of each kind that can run on this machine."""
-    kind = request.param
-    if kind == "file":
-        return f"file:{request.getfixturevalue('clip')}"
-    if kind == "rtsp":
-        return f"{request.getfixturevalue('rtsp')}/h264"
-    if kind == "genicam":
-        return request.getfixturevalue("virtual_genicam")
-    return request.getfixturevalue({"http": "mjpeg", "fault": "failing"}[kind]).url
+    made = request.getfixturevalue(request.param)
+    if request.param in ("mjpeg", "failing"):
+        return made.url
+    return {"clip": f"file:{made}", "rtsp": f"{made}/h264"}.get(request.param, made)
 
 
 @pytest.fixture
@@ -72,10 +64,7 @@ def virtual_genicam(monkeypatch):
     """The virtual camera of the genicam package, through the real harvesters."""
     if not has_genicam:
         pytest.skip("harvesters is not installed: pip install 'coserve[genicam]'")
-    found = importlib.util.find_spec("genicam")
-    assert found is not None
-    assert found.origin is not None
-    monkeypatch.setenv("GENICAM_GENTL64_PATH", str(Path(found.origin).parent))
+    monkeypatch.setenv("GENICAM_GENTL64_PATH", str(Path(importlib.util.find_spec("genicam").origin).parent))
     return "genicam:1"
 
 
@@ -194,11 +183,10 @@ class TestMotionJpeg:
 
     def test_a_login_reaches_the_camera(self, mjpeg):
         mjpeg.word = "lock"
-        given = connection(mjpeg.url, user="line", password="p@ss:word/?#")
-        with closing(source_of(given)) as one:
-            one.open(time.monotonic() + WAIT_S)
+        login = {"user": "line", "password": "p@ss:word/?#"}
+        opened(mjpeg.url, **login).close()
         assert mjpeg.login == "Basic bGluZTpwQHNzOndvcmQvPyM="  # line:p@ss:word/?#
-        assert "p@ss" not in repr(given)
+        assert "p@ss" not in repr(connection(mjpeg.url, **login))
 
     @pytest.mark.parametrize(
         ("word", "scheme", "words"),
@@ -248,11 +236,10 @@ def without_tables(jpeg):
 class TestTls:
     """A camera whose certificate, of an authority of our own, is for localhost and 127.0.0.1."""
 
-    @pytest.fixture(params=["http", "rtsp"])
+    @pytest.fixture(params=["mjpeg", "rtsp"])
     def plain(self, request):
-        if request.param == "http":
-            return request.getfixturevalue("mjpeg").url
-        return f"{request.getfixturevalue('rtsp')}/h264"
+        made = request.getfixturevalue(request.param)
+        return made.url if request.param == "mjpeg" else f"{made}/h264"
 
     def sees(self, url, **given):
         with closing(opened(url, **given)) as one:
@@ -281,9 +268,7 @@ class TestEncoding:
     @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
     def test_loses_nothing(self, shape, dtype):
         original = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, shape).astype(dtype)
-        content = encode(original, 100)
-        assert content is not None
-        decoded = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
+        decoded = cv2.imdecode(np.frombuffer(encode(original, 100), np.uint8), cv2.IMREAD_UNCHANGED)
         assert np.array_equal(decoded, original)
 
     def test_leaves_a_jpeg_as_it_is_and_refuses_what_is_too_large(self):

@@ -37,7 +37,6 @@ from tests.agent.sources.folder.lines import (
     WAIT_S,
     Line,
     LiveLine,
-    printed_by_another_user,
     told,
     told_of,
 )
@@ -372,23 +371,6 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
     assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 
 
-def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long():
-    steps = """
-        for number in (1, 2, 3):
-            line.write(f"b1_r_R{number}.png")
-            (line.root / f"b1_r_R{number}.png").chmod(0o600 if number == 3 else 0)
-        line.run(10)
-        print(line.offered, line.refused)
-        (line.root / "b1_r_R2.png").chmod(0o600)
-        line.run(60)
-        print(line.offered, line.refused)
-        """
-    assert printed_by_another_user(steps) == [
-        "['b1_r_R3.png'] {}",
-        "['b1_r_R3.png', 'b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'}",
-    ]
-
-
 def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line):
     (line.root / "sub").mkdir()
     line.arrive("b1_r_R1.png", "sub/b1_r_R2.png")
@@ -624,27 +606,6 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
         "online ['b1_r_R1.png', 'b1_r_R1.png', 'b1_r_R2.png'] "
         "['done/2026-05-01/b1_r_R1.png', 'done/2026-05-01/b1_r_R2.png'] {}",
     ]
-
-
-def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path):
-    file = tmp_path / "x.png"
-    file.write_bytes(PNG)
-    stop = threading.Event()
-
-    def write_again_and_again():
-        while not stop.is_set():
-            with file.open("r+b"):
-                pass
-
-    writer = threading.Thread(target=write_again_and_again)
-    writer.start()
-    try:
-        for _ in range(2000):
-            with file.open("rb") as reader:
-                assert lease_of(reader.fileno()) in set(Lease)
-    finally:
-        stop.set()
-        writer.join()
 
 
 def test_a_part_is_held_as_long_as_its_image(tmp_path):

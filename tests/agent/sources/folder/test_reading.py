@@ -85,21 +85,6 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN]
-)
-def test_what_the_filesystem_says_is_no_word_on_the_image(desk, file, code):
-    desk.trouble = OSError(code, os.strerror(code))
-    desk.reader.read_image(arrival_of(file))
-    desk.run(5.0)
-    assert (desk.read, desk.changed, desk.unreadable) == ([], [], [])
-    assert (desk.reader.waiting, desk.reader.alarm) == (1, os.strerror(code))
-    desk.trouble = None
-    desk.run(BACKOFF.longest_s)
-    assert desk.read == [(file.name, CONTENT)]
-    assert (desk.reader.waiting, desk.reader.alarm) == (0, None)
-
-
 def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk, file):
     desk.trouble = OSError(errno.EIO, "Input/output error")
     desk.reader.read_image(arrival_of(file))
@@ -118,10 +103,12 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk, f
     desk.run(100 * PATIENCE_S)
     desk.is_sound = True  # the share is back, a moment after the file was asked for in vain
     desk.run(BACKOFF.longest_s)
-    assert desk.unreadable == []
+    assert (desk.read, desk.changed, desk.unreadable) == ([], [], [])
+    assert (desk.reader.waiting, desk.reader.alarm) == (1, "Host is down")
     desk.trouble = None
     desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
+    assert (desk.reader.waiting, desk.reader.alarm) == (0, None)
 
 
 def test_what_anything_else_raises_stays_with_its_own_file(desk, file):
@@ -228,12 +215,7 @@ def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_th
         path = tmp_path / f"{number}.png"
         path.write_bytes(b"x" * 10)
         desk.reader.read_image(arrival_of(path))
-    desk.reader.step(0.0)
-    assert [key for key, _ in desk.read] == ["0.png", "1.png", "2.png"]
-    desk.reader.add_bytes(5)  # as pixels of a frame
-    desk.reader.release_bytes(10)
-    desk.reader.step(0.0)
-    assert len(desk.read) == 3
-    desk.reader.release_bytes(5)
-    desk.reader.step(0.0)
-    assert len(desk.read) == 4
+    for released, count in ((0, 3), (5, 3), (5, 4)):
+        desk.reader.release_bytes(released)
+        desk.reader.step(0.0)
+        assert [key for key, _ in desk.read] == [f"{number}.png" for number in range(count)]

@@ -13,15 +13,7 @@ from agent.sources.folder.files.sidecar import LARGEST_BYTES, said_in
 from agent.sources.folder.watch import SourceState
 from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
-from tests.agent.sources.folder.lines import (
-    IMAGES,
-    PNG,
-    Line,
-    LiveLine,
-    printed_by_another_user,
-    told,
-    told_of,
-)
+from tests.agent.sources.folder.lines import IMAGES, PNG, Line, LiveLine, printed_by_another_user, told, told_of
 from tests.waiting import until
 
 SAID = {"board": "B1", "component": "r", "ref": "R7"}
@@ -38,7 +30,7 @@ def sidecar_line(root, **config):
 
 
 def arrive(line, stem="x", **changes):
-    (line.root / f"{stem}.png").write_bytes(PNG)
+    line.write(f"{stem}.png")
     say(line, f"{stem}.json", **changes)
     line.run(5)
 
@@ -70,22 +62,17 @@ def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, r
 def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
     line = sidecar_line(tmp_path / "inbox", after=after)
     (line.root / "sub").mkdir()
-    (line.root / "sub" / "x.png").write_bytes(PNG)
-    say(line, "sub/x.json")
-    line.run(5)
+    arrive(line, "sub/x")
     line.source.verdict_committed(line.arrivals[0].subject, verdict, "why")
     line.run(5)
     shelf = {Verdict.OK: "done/2026-05-01/sub/", Verdict.NG: "ng/2026-05-01/sub/", Verdict.UNKNOWN: "failed/sub/"}
-    left = {f"{shelf[verdict]}x.png", f"{shelf[verdict]}x.json"}
-    if verdict is Verdict.UNKNOWN:
-        left.add("failed/sub/x.png.error.json")
-    elif after == "delete":
-        left = set()
-    assert line.files() == ({"sub/x.png", "sub/x.json"} if after == "keep" else left)
+    left = {f"{shelf[verdict]}x.png", f"{shelf[verdict]}x.json"} if after != "keep" else {"sub/x.png", "sub/x.json"}
     if verdict is Verdict.UNKNOWN and after != "keep":
+        left.add("failed/sub/x.png.error.json")
         error = json.loads((line.root / "failed/sub/x.png.error.json").read_text())
         said = (error["file"], error["reason"], error["key"])
         assert said == ("sub/x.png", "why", line.arrivals[0].subject.key)
+    assert line.files() == (set() if after == "delete" and verdict is not Verdict.UNKNOWN else left)
     line.run(200)
     assert (len(line.arrivals), line.refusals) == (1, [])
 
@@ -146,8 +133,7 @@ def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line):
     line.run(5)
     for number in range(len(NO_JSON)):
         assert line.refused[f"{number}.png"].startswith(f"its sidecar {number}.json is not JSON")
-    assert len(line.files()) == 3 * len(NO_JSON)
-    assert all(name.startswith("failed/") for name in line.files())
+    assert [name.startswith("failed/") for name in line.files()] == [True] * (3 * len(NO_JSON))
 
 
 def test_what_is_no_file_is_no_sidecar(line, tmp_path):
@@ -179,31 +165,32 @@ def test_no_beginning_of_a_sidecar_says_anything(said):
             said_in(content[:end])
 
 
-def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told():
+@pytest.mark.parametrize(
+    ("suffix", "reason"),
+    [("json", "its sidecar x.json cannot be read (Permission denied)"), ("png", "not permitted to read it")],
+)
+def test_what_may_not_be_read_is_waited_for_and_told(suffix, reason):
     steps = f"""
         for name in ("x", "y"):
-            (line.root / (name + ".png")).write_bytes(PNG)
+            line.write(name + ".png")
             (line.root / (name + ".json")).write_text({json.dumps(SAID)!r})
-            (line.root / (name + ".json")).chmod(0)
+            (line.root / (name + ".{suffix}")).chmod(0)
         line.run(50)
-        (line.root / "y.json").chmod(0o600)
+        print(line.offered, line.refused)
+        (line.root / "y.{suffix}").chmod(0o600)
         line.run(20)
         print(line.offered, line.refused, line.source.status().alarm, sorted(os.listdir(line.root / "failed")))
         """
     assert printed_by_another_user(steps, identity="sidecar") == [
-        "['y.png'] {'x.png': 'its sidecar x.json cannot be read (Permission denied)'} None "
-        "['x.json', 'x.png', 'x.png.error.json']"
-    ]
+        "[] {}", f"['y.png'] {{'x.png': {reason!r}}} None ['x.json', 'x.png', 'x.png.error.json']"
+    ]  # fmt: skip
 
 
 def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line):
     line.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
     for name, component, board_type in (("a", None, "top"), ("b", "c", "bottom"), ("c", "r", "top"), ("d", "c", None)):
         arrive(line, name, component=component, type=board_type)
-    assert [told_of(one.subject) for one in line.arrivals] == [
-        told("B1", "c", "R7", "top"),
-        told("B1", "c", "R7", "bottom"),
-    ]
+    assert told_by(line) == [told("B1", "c", "R7", board_type) for board_type in ("top", "bottom")]
     assert line.refused == {
         "c.png": "its sidecar c.json says component 'r', but all images here are 'c'",
         "d.png": "its sidecar d.json gives no board type",
@@ -229,15 +216,13 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line):
 
 def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
     arrive(line)
-    (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
+    line.write("x.png")
     line.run(20)
     assert told_by(line) == [B1]
     say(line, board="B2")
     line.run(5)
     assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
-    for arrival in line.arrivals:
-        line.source.verdict_committed(arrival.subject, Verdict.OK, None)
-    line.run(5)
+    line.settle()
     shelf = line.root / "done" / "2026-05-01"
     boards = {path.stem: json.loads(path.read_text())["board"] for path in shelf.glob("*.json")}
     assert boards.keys() == {path.stem for path in shelf.glob("*.png")}
@@ -278,33 +263,23 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(lin
 @pytest.mark.parametrize("length", [10, 240, 250])
 def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length):
     stem = (length - 4) * "x"
-    for name in (f"{stem}.png", "y.png"):
-        (line.root / name).write_bytes(PNG)
-    say(line, f"{stem}.json")
-    say(line, "y.json", ref="R8")
-    line.run(5)
+    arrive(line, stem)
+    arrive(line, "y", ref="R8")
     say(line, f"{stem}.json", board="B2")
     again = sidecar_line(line.root)
     again.run(1)
-    assert sorted((one.subject.key, one.subject.board) for one in again.arrivals) == sorted(
-        (one.subject.key, "B1") for one in line.arrivals
-    )
-    for arrival in again.arrivals:
-        again.source.verdict_committed(arrival.subject, Verdict.NG, None)
-    again.run(5)
-    shelf = "ng/2026-05-01"
-    assert again.files() == {
-        f"{shelf}/{stem}.png", f"{shelf}/{stem}.json", f"{shelf}/y.png", f"{shelf}/y.json", f"{stem}.json",
-    }  # fmt: skip
+    known, found = ({one.subject.key: one.subject.board for one in each.arrivals} for each in (line, again))
+    assert (len(found), found, set(found.values())) == (2, known, {"B1"})
+    again.settle(Verdict.NG)
+    put_away = {f"ng/2026-05-01/{name}.{suffix}" for name in (stem, "y") for suffix in ("png", "json")}
+    assert again.files() == put_away | {f"{stem}.json"}
 
 
 def test_a_crash_between_the_two_claims_is_repaired(line):
     line.write("x.png")
     say(line)
     inbox = Inbox(line.root, "demo", has_sidecars=True)
-    found = inbox.look("x.png")
-    assert found is not None
-    inbox.claim("x.png", found.sighting)
+    inbox.claim("x.png", inbox.look("x.png").sighting)
     line.run(1)
     assert told_by(line) == [B1]
 
@@ -319,9 +294,8 @@ def test_a_crash_while_both_are_put_away_is_repaired(line, is_taken, is_linked):
         (shelf / "x.json").write_bytes(b"another's")
     arrive(line)
     (arrival,) = line.arrivals
-    identity = arrival.subject.key.rpartition("@")[2]
     (sidecar,) = (line.root / ".work" / "demo").glob(".*.json")
-    target = shelf / (f"x~{identity}.json" if is_taken else "x.json")
+    target = shelf / (f"x~{arrival.subject.key.rpartition('@')[2]}.json" if is_taken else "x.json")
     os.link(sidecar, target)
     if not is_linked:
         sidecar.unlink()
@@ -351,19 +325,15 @@ def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path):
         until(lambda: service.source._watch.state is SourceState.ONLINE)
         if service.source._watch.is_polled:
             pytest.skip("this filesystem tells no changes")
-        for number, is_sidecar_first in enumerate((True, False, False)):
-            image = tmp_path / "inbox" / f"{number}.PNG"
-            sidecar = image.with_suffix(".json")
-            said = json.dumps({**SAID, "ref": f"R{number}"})
-            if is_sidecar_first:
-                sidecar.write_text(said)
-            image.write_bytes(PNG)
-            if not is_sidecar_first:
+        for number in range(2):
+            if number:
+                say(service, "1.json")
+            service.write(f"{number}.PNG")
+            if not number:
                 until(lambda: service.source.status().waiting == 1)
-                sidecar.write_text(said)
-            arrival = service.next()
-            assert arrival.subject.ref == f"R{number}"
-            service.source.verdict_committed(arrival.subject, Verdict.OK, None)
+                say(service, "0.json")
+            service.source.verdict_committed(service.next().subject, Verdict.OK, None)
         until(lambda: service.source.held == 0)
-    assert len(list((tmp_path / "inbox" / "done").rglob("*.json"))) == 3
-    assert not (tmp_path / "inbox" / ".work").exists()
+    assert service.files() == {
+        f"done/2026-05-01/{number}.{suffix}" for number in range(2) for suffix in ("PNG", "json")
+    }
