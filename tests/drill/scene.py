@@ -152,16 +152,6 @@ class Scene(fake_line.FakeLine):
             assert found == [shelves[row.verdict]], f"{row.subject.image} is {row.verdict}, and lies in {found}"
 
 
-SERVED = """
-import logging, sys
-from pathlib import Path
-from agent.config import read_line
-from agent.service.serve import serve_line
-logging.basicConfig(level=logging.INFO)
-serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
-"""
-
-
 class Agents:
     """Agents of a scene, each a fork that takes a moment to start and can be killed at any."""
 
@@ -171,7 +161,8 @@ class Agents:
         self.running = None
 
     def start(self):
-        self.running = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
+        code = f"import logging\nlogging.basicConfig(level=logging.INFO)\n{fake_line.SERVED}"
+        self.running = self._forks.start(code, self._scene.folder / "line.yaml", log=self._scene.log)
 
     def stop(self):
         """As systemd does; its exit code."""

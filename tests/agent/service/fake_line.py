@@ -17,6 +17,13 @@ from agent.service.line_service import LineService
 from tests.agent import line_files
 
 PATIENCE_S = 60.0
+SERVED = """
+import sys
+from pathlib import Path
+from agent.config import read_line
+from agent.service.serve import serve_line
+serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
+"""
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
 

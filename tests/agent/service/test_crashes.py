@@ -1,20 +1,15 @@
 """`coserve serve` ended by what nothing else helps against: exit code 1, nothing judged, and the next one judges it."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from experts.expert import Verdict
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[3]
 DEADLINE_S = 90.0
 IMAGES = [f"B{board}_c{number}_R1.png" for board in range(6) for number in range(2)]
 
 PREAMBLE = """
-import sys, threading
+import threading
 import agent.service.inspections.inspector
 from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
@@ -29,12 +24,10 @@ def once_it_serves(change):
 LOSING = """
 import torch
 
-def lose():
-    def infer(*_):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    FakeSkeleton.infer = infer
+def infer(*_):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-once_it_serves(lose)
+once_it_serves(lambda: setattr(FakeSkeleton, "infer", infer))
 """
 HANGING = """
 from functools import partial
@@ -54,34 +47,14 @@ agent.runtime.loop.STOP_S = experts.packed.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"
 HANGING_LOAD = HANGING + "once_it_serves(lambda: setattr(experts.packed.direct_reads, '_read_part', hang))"
-EMBEDDING = """
-from pathlib import Path
-from agent.config import read_line
-from experts.errors import AgentCrashed
-crashed = threading.Event()
-service = LineService(read_line(Path({line!r}), {{}}), lambda *_: None, on_crash=crashed.set)
-service.start()
-crashed.wait()
-try:
-    service.stop()
-except AgentCrashed as error:
-    sys.exit(str(error))
-"""
 DYING = """
 import agent.records.group_commit
 from agent.records.group_commit import GroupCommitter
 
-def die():
-    def settle(*_):
-        raise RuntimeError("a fault of the program")
-    GroupCommitter._settle = settle
+def settle(*_):
+    raise RuntimeError("a fault of the program")
 
-once_it_serves(die)
-"""
-SERVING = """
-sys.argv = ["coserve", "serve", {line!r}]
-from coserve import main
-main()
+once_it_serves(lambda: setattr(GroupCommitter, "_settle", settle))
 """
 
 
@@ -94,13 +67,10 @@ def line(line):
     return line
 
 
-def serve_broken(forks, line, breaking, serving=SERVING):
-    """Run ``coserve serve``, or what embeds its service, with something broken in it, to its end."""
-    script = "\n".join((PREAMBLE, breaking, serving)).format(line=str(line.write()))
-    if serving == SERVING:
-        return forks.run(script, timeout_s=DEADLINE_S)
-    command = [sys.executable, "-c", script]  # only the interpreter's own end tells that it comes to it
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def serve_broken(forks, line, breaking):
+    """Run ``coserve serve`` with something broken in it, to its end."""
+    script = f"{PREAMBLE}{breaking}\nfrom coserve import main\nmain()"
+    return forks.run(script, "serve", line.write(), timeout_s=DEADLINE_S)
 
 
 def judge_what_waits(line):
@@ -116,9 +86,7 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")
     assert "expert_quarantined" not in done.stderr
-    assert line.rows == []
-    assert line.shelf(".work")
-    assert line.shelf("failed") == []
+    assert (line.rows, line.shelf("failed"), line.shelf(".work") != []) == ([], [], True)
     judge_what_waits(line)
 
 
@@ -130,13 +98,9 @@ def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_
     judge_what_waits(line)
 
 
-@pytest.mark.parametrize(
-    ("hanging", "serving"),
-    [(HANGING_BATCH, SERVING), (HANGING_LOAD, SERVING), pytest.param(HANGING_LOAD, EMBEDDING, marks=pytest.mark.slow)],
-    ids=["a batch", "a load", "a load, in a program that embeds the service"],
-)
-def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hanging, serving):
-    done = serve_broken(forks, line, hanging, serving)
+@pytest.mark.parametrize("hanging", [HANGING_BATCH, HANGING_LOAD], ids=["a batch", "a load"])
+def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hanging):
+    done = serve_broken(forks, line, hanging)
     assert done.returncode == 1, done.stderr
     assert "overdue age_s=" in done.stderr
     assert "the agent crashed: WorkOverdue: the " in done.stderr.splitlines()[-1]

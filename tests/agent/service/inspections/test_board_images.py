@@ -9,7 +9,7 @@ import yaml
 
 from agent.records.result_reader import ResultReader
 from experts.expert import Verdict
-from tests.agent.service.fake_line import picture
+from tests.agent.service.fake_line import SERVED, picture
 from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -83,16 +83,6 @@ def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line):
     assert sorted(line.boards) == [("B1", OK), ("B2", OK)]
 
 
-SERVED = """
-import sys, time
-from pathlib import Path
-from agent.config import read_line
-from agent.service.line_service import LineService
-LineService(read_line(Path(sys.argv[1]), {}), lambda *_: None).start()
-time.sleep(600)
-"""
-
-
 def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, forks):
 
     def rows():
@@ -115,8 +105,7 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
         until(lambda: len(line.shelf("done")) == 10)
         assert service.judged == 20 - len(before)
         assert service.store.statistics().duplicates == 0  # what was judged was not asked about again
-    assert len(rows()) == 20
-    assert before.items() <= rows().items()
+    assert (len(rows()), before.items() <= rows().items()) == (20, True)
     assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]
 
 

@@ -2,9 +2,9 @@
 
 import json
 import math
+import os
 import random
-from contextlib import contextmanager
-from copy import deepcopy
+import shutil
 
 import pytest
 
@@ -65,18 +65,11 @@ def refusal(service, order):
     return refused.value
 
 
-@contextmanager
-def files_as_they_were(folder):
-    """A model's folder, whose small files are as before in the end."""
-    before = {path: path.read_bytes() for path in folder.glob("*.json")}
-    try:
-        yield folder
-    finally:
-        for path in folder.glob("*.json"):
-            if path in before:
-                path.write_bytes(before[path])
-            else:
-                path.unlink()
+def copied(line, models, folder, name="code"):
+    """A copy of a model, to be changed, as the line's expert of this name."""
+    copy = shutil.copytree(models / "code", folder / name)
+    line.document["experts"][f"llm/{name}"] = {"architecture": "llm", "weights": str(copy)}
+    return copy
 
 
 class TestWriting:
@@ -114,9 +107,9 @@ class TestWriting:
 
 class TestRoutes:
     def test_a_rule_sends_a_text_without_asking_anybody(self, service):
-        assert written(service, "helpdesk", "write Python", most_tokens=3).end.expert == "llm/code"
-        assert written(service, "plain", "1 + 1", most_tokens=3).end.expert == "llm/maths"
-        assert written(service, "plain", "fox", most_tokens=3).end.expert == "llm/code"
+        asked = (("helpdesk", "write Python"), ("plain", "1 + 1"), ("plain", "fox"))
+        found = [written(service, *each, most_tokens=3).end.expert for each in asked]
+        assert found == ["llm/code", "llm/maths", "llm/code"]
         said = (("user", "1"), ("assistant", "2"), ("user", "fox"))  # the last words of the user's count
         messages = tuple({"role": role, "content": content} for role, content in said)
         assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
@@ -141,10 +134,9 @@ class TestRoutes:
 
     def test_all_are_told_with_their_contexts(self, service):
         views = {view.name: view for view in service.desk.text_models()}
-        assert set(views) == {"llm/router", "llm/code", "llm/maths", "llm/mute", "helpdesk", "plain"}
+        names = {"llm/router", "llm/code", "llm/maths", "llm/mute", "helpdesk", "plain"}
+        assert {name: view.is_ready for name, view in views.items()} == {name: name != "llm/mute" for name in names}
         assert views["llm/code"].context_tokens == views["helpdesk"].context_tokens == CONTEXT
-        assert views["llm/code"].is_ready
-        assert not views["llm/mute"].is_ready
         assert "tokenizer.json: is not there" in views["llm/mute"].reason
 
 
@@ -180,12 +172,7 @@ def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(service):
 
 
 def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_says_why(text_line, models, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in (models / "code").iterdir():
-        size = 1000 if path.suffix == ".safetensors" else None
-        (broken / path.name).write_bytes(path.read_bytes()[:size])
-    text_line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
+    os.truncate(copied(text_line, models, tmp_path, "broken") / "model.safetensors", 1000)
     text_line.document["api"] = {"limits": {"requests": 1}}
     with text_line.served() as service:
         refused = refusal(service, TextOrder("llm/broken", "x"))
@@ -252,82 +239,66 @@ class TestRoom:
     """Where memory has room for less than the context."""
 
     @pytest.fixture
-    def service(self, text_line, models):
-        text_line.document = deepcopy(text_line.document)
-        text_line.document["texts"]["kv"] = "64KiB"
-        with files_as_they_were(models / "code") as folder:
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-            with text_line.served() as service:
-                yield service
+    def service(self, text_line, models, tmp_path):
+        text_line.document["texts"] = text_line.document["texts"] | {"kv": "64KiB"}
+        config = copied(text_line, models, tmp_path) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 1024}))
+        with text_line.served() as service:
+            yield service
 
-    def test_a_text_is_as_long_as_memory_has_room_for_and_no_longer(self, service):
-        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
-        assert CONTEXT < code.context_tokens < 1024
+    @pytest.fixture
+    def most(self, service):
+        return next(each.context_tokens for each in service.desk.text_models() if each.name == "llm/code")
+
+    def test_a_text_is_as_long_as_memory_has_room_for_and_no_longer(self, service, most):
+        assert CONTEXT < most < 1024
         end = written(service).end
-        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, code.context_tokens)
+        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, most)
 
-    def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service):
-        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
-        most = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=code.context_tokens - 1, sampling=GREEDY))
-        assert (most.reason, most.field) == (Refusing.INVALID, "max_tokens")
-        assert f"ask for at most {code.context_tokens - 2}" in str(most)
-        long = refusal(service, TextOrder("llm/code", (1,) * code.context_tokens, sampling=GREEDY))
+    def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service, most):
+        many = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=most - 1, sampling=GREEDY))
+        assert (many.reason, many.field) == (Refusing.INVALID, "max_tokens")
+        assert f"ask for at most {most - 2}" in str(many)
+        long = refusal(service, TextOrder("llm/code", (1,) * most, sampling=GREEDY))
         assert (long.reason, long.field) == (Refusing.INVALID, "prompt")
 
 
-def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models):
-    with files_as_they_were(models / "code") as folder:
-        (folder / "generation_config.json").write_text('{"top_k": 1}')  # the likeliest
-        with text_line.served() as service:
-            texts, free = (
-                {
-                    written(service, most_tokens=8, sampling=Sampling(seed=seed), given=frozenset(given)).text
-                    for seed in range(4)
-                }
-                for given in ((), ("top_k",))
-            )
-    assert texts == {greedy(models, "code", "the quick", 8)}
-    assert len(free) > 1
+def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models, tmp_path):
+    (copied(text_line, models, tmp_path) / "generation_config.json").write_text('{"top_k": 1}')  # the likeliest
+    with text_line.served() as service:
+
+        def drawn(*given):
+            drawings = (Sampling(seed=seed) for seed in range(4))
+            return {written(service, most_tokens=8, sampling=each, given=frozenset(given)).text for each in drawings}
+
+        assert drawn() == {greedy(models, "code", "the quick", 8)}
+        assert len(drawn("top_k")) > 1
 
 
 WITHDRAWN = Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED)
 
 
-class Waiting:
-    """A text that was asked at 0 s and is due at 10 s, and what is told of it."""
-
-    def __init__(self, due_s=10.0):
-        self.now_s, self.withdrawn, self.left, self.reader = 0.0, [], [], Reader()
-        self.text = TextUnderWay(
-            TextOrder("llm/code", "x"), self.reader, None, due_s, lambda: self.now_s,
-            lambda _, how: self.left.append(how),
-        )  # fmt: skip
-        self.text.withdraw = lambda: self.withdrawn.append(self.now_s)
-
-    def end_if_overdue(self, now_s):
-        self.now_s = now_s
-        self.text.end_if_overdue(0.5)
-
-
-def test_it_waits_no_longer_once_its_deadline_has_passed():
-    waiting = Waiting()
-    waiting.end_if_overdue(10.4)  # what runs ends by itself
-    waiting.end_if_overdue(10.5)
-    assert waiting.withdrawn == [10.5]
-    waiting.text.end(WITHDRAWN, Course(queue_s=10.5))
-    end = waiting.reader.end
-    assert (end.ending, end.expert, end.failure, end.queue_s) == (Ending.DEADLINE, None, None, 10.5)
-    assert waiting.left == [Ending.DEADLINE]
-
-
-@pytest.mark.parametrize("due_s", [None, 10.0])
-def test_without_a_deadline_it_waits_and_whoever_went_away_is_told_nothing(due_s):
-    waiting = Waiting(due_s)
-    if due_s is None:
-        waiting.end_if_overdue(1e9)
-        assert waiting.withdrawn == []
-    waiting.text.cancel()
-    waiting.now_s += 11.0
-    waiting.text.end(WITHDRAWN, Course())
-    assert (waiting.reader.end, waiting.left) == (None, [CANCELLED])
+@pytest.mark.parametrize(
+    ("due_s", "looks", "withdrawn", "is_cancelled"),
+    [(10.0, (10.4, 10.5), [10.5], False), (10.0, (), [11.0], True), (None, (1e9,), [1e9], True)],
+)
+def test_a_text_waits_no_longer_than_its_deadline_and_whoever_went_away_is_told_nothing(
+    due_s, looks, withdrawn, is_cancelled
+):
+    now_s, found, left, reader = [0.0], [], [], Reader()
+    order = TextOrder("llm/code", "x")
+    text = TextUnderWay(order, reader, None, due_s, lambda: now_s[0], lambda _, how: left.append(how))
+    text.withdraw = lambda: found.append(now_s[0])
+    for now_s[0] in looks:
+        text.end_if_overdue(0.5)  # what runs ends by itself
+    if is_cancelled:
+        now_s[0] = max(now_s[0], 11.0)
+        text.cancel()
+    assert found == withdrawn
+    text.end(WITHDRAWN, Course(queue_s=10.5))
+    if is_cancelled:
+        assert (reader.end, left) == (None, [CANCELLED])
+    else:
+        end = reader.end
+        assert (end.ending, end.expert, end.failure, end.queue_s) == (Ending.DEADLINE, None, None, 10.5)
+        assert left == [Ending.DEADLINE]
