@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import grpc
 import psutil
@@ -27,19 +27,9 @@ def percentile(seconds, fraction):
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)] if ordered else float("nan")
 
 
-@dataclass
-class Flood:
-    """What calls came to: ends by name, seconds of those that were admitted and refused, hints when to come again."""
-
-    ends: Counter = field(default_factory=Counter)
-    admitted_s: list = field(default_factory=list)
-    refused_s: list = field(default_factory=list)
-    hints: list = field(default_factory=list)
-
-
 async def flooded(scene, name, calls, at_once):
-    """So many calls, so many of them at once."""
-    flood = Flood()
+    """Ends by name, seconds of the admitted and the refused, and hints when to come again."""
+    flood = SimpleNamespace(ends=Counter(), admitted_s=[], refused_s=[], hints=[])
     image = picture(0, IMAGE_PX)
     room = asyncio.Semaphore(at_once)
 

@@ -34,11 +34,8 @@ def test_an_executor_that_hangs(scene, agents, forks, told):
 
 def test_a_camera_that_stalls(scene, told):
     camera = MjpegCamera()
-    scene.document["intake"]["cameras"] = [
-        {"name": "top", "url": camera.url, "component": "c0",
-         "stall_timeout_s": 1.0}
-    ]  # fmt: skip
-    scene.write()
+    asked = {"name": "top", "url": camera.url, "component": "c0", "stall_timeout_s": 1.0}
+    scene.document["intake"]["cameras"] = [asked]
 
     def view():
         return next(each for each in service.desk.status().sources if each.name == "top")

@@ -41,10 +41,8 @@ def group():
             continue
         try:
             (folder / limit).write_text(str(LIMIT_BYTES))
-            yield (
-                folder,
-                lambda told=folder / kills: int(dict(map(str.split, told.read_text().splitlines()))["oom_kill"]),
-            )
+            told = folder / kills
+            yield folder, lambda told=told: int(dict(map(str.split, told.read_text().splitlines()))["oom_kill"])
         finally:
             folder.rmdir()
         return

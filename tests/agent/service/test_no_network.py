@@ -1,11 +1,5 @@
-"""AC36: the agent sends nothing, neither to other machines nor to this one. Every packet is counted.
+"""The agent sends nothing: in a network namespace with a way out to everywhere, every packet is counted."""
 
-It serves in a network namespace of its own that has a way out to everywhere: whatever it tried to send would leave by
-it, and be counted. The run is as long as a start, a verdict of a YOLO detector (whose library asks the network when it
-is let), a text and an end take; it is not the ten minutes that the criterion names.
-"""
-
-import json
 import os
 import shutil
 import signal
@@ -18,10 +12,10 @@ from safetensors.torch import save_file
 
 from agent.api.calls.desk import TextOrder
 from agent.api.client import AgentClient
-from agent.records.result_reader import ResultReader
 from experts.backends.detector import build_trainable
 from experts.llm.serving.generation import GREEDY
-from tests.agent.service.fake_line import PATTERN, picture
+from tests.agent import line_files
+from tests.agent.service.fake_line import picture
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -86,30 +80,22 @@ def namespace():
         each.close()
 
 
-def test_serving_judging_and_writing_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models):
+def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_path, tmp_path_factory, models):
+    """Of a YOLO detector, too, whose library asks the network when it is let."""
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"  # is no network
     save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
-    detector = {"architecture": "yolov5n", "weights": "shift.safetensors", "labels": ["ok", "bad"]}
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {
-            "det/shift": detector | {"input": {"size": [64, 64]}},
-            "llm/code": {"architecture": "llm", "weights": str(models / "code")},
-        },
-        "routes": {"c0": [{"expert": "det/shift", "pass": ["ok"]}]},
-        "memory": {"host": "160MiB"},
-        "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0}]},
-        "api": {"grpc": address},
+    line.document["experts"] |= {
+        "cls/f0": line_files.expert("shift.safetensors", "yolov5n", 64),
+        "llm/code": {"architecture": "llm", "weights": str(models / "code")},
     }
-    (tmp_path / "line.yaml").write_text(json.dumps(document))
-    (tmp_path / "inbox").mkdir()
-    (tmp_path / "inbox" / "B1_c0_R1.png").write_bytes(picture(size=(64, 64)))
-    agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(tmp_path / "line.yaml"))
+    line.document |= {"memory": {"host": "160MiB"}, "api": {"grpc": address}}
+    line.watch()
+    line.drop("B1_c0_R1.png", picture(size=(64, 64)))
+    agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(line.write()))
 
     def is_judged():
         assert agent.process.poll() is None, agent.process.stderr.read()
-        return any(file for place in ("done", "ng", "failed") for file in (tmp_path / "inbox" / place).rglob("*.png"))
+        return line.shelf("done") + line.shelf("ng") + line.shelf("failed")
 
     until(is_judged)
     with AgentClient(address) as client:
@@ -118,8 +104,7 @@ def test_serving_judging_and_writing_sends_not_one_packet(namespace, tmp_path, t
     agent.process.send_signal(signal.SIGTERM)
     _, err = agent.process.communicate(timeout=PATIENCE_S)
     assert (agent.process.returncode, end.written_tokens) == (0, 5), err
-    (row,) = ResultReader(tmp_path / "state" / "results.db").query()
-    assert row.result.experts == ("det/shift",), row
+    assert [row.experts for row in line.rows] == [("cls/f0",)]
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
 

@@ -43,22 +43,6 @@ def test_an_added_expert_and_its_route_are_served_at_once_and_keys_that_wait_for
         assert (told.verdict, told.experts) == (OK, ("cls/f2",))
 
 
-def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line):
-    with line.served() as service:
-        assert verdict(service) is OK
-        for number, label in enumerate(["bad", "ok", "bad"]):
-            line.fake(0, label=label, weight_bytes=1_000_000 + number)
-            done = service.desk.reload()
-            assert (done.added, done.replaced, done.removed) == ((), ("cls/f0",), ())
-            answers = asked(service, part(), order_of(picture(), expert="cls/f0", is_kept=False))
-            assert [(told.label, told.experts) for (told,) in answers] == [(label, ("cls/f0",))] * 2
-        resident = {name for pool in service.desk.status().pools for name in pool.experts}
-        assert len(resident) <= 2  # those that were replaced have left
-    assert {row.experts for row in line.rows} == {("cls/f0",)}
-    with line.served() as service:
-        assert asked(service, part())[0][0].label == "bad"
-
-
 def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
     def sizes(service):
         agent, loop = service.agent, service.agent.loop

@@ -36,16 +36,6 @@ def put_back(line, shelf):
     moved.rename(line.inbox / "B1.png")
 
 
-def test_an_image_of_a_board_is_cut_and_each_part_has_its_row(line):
-    service = judge_until(line, "done")
-    assert service.sources[0].status().held_bytes == 0
-    boxes = {"R1": [0, 0, 16, 16], "R2": [16, 0, 32, 16]}
-    about = [(row.subject.ref, row.subject.component, row.detail["box"], row.verdict) for row in line.rows]
-    assert sorted(about) == [("R1", "c0", boxes["R1"], OK), ("R2", "c1", boxes["R2"], OK)]
-    assert {(row.subject.image, row.subject.board_type) for row in line.rows} == {("B1.png", "main")}
-    assert line.boards == [("B1", OK)]
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -103,9 +93,11 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
     line.fake(1)
     with line.served() as service:
         until(lambda: len(line.shelf("done")) == 10)
-        assert service.judged == 20 - len(before)
+        assert (service.judged, service.sources[0].status().held_bytes) == (20 - len(before), 0)
         assert service.store.statistics().duplicates == 0  # what was judged was not asked about again
     assert (len(rows()), before.items() <= rows().items()) == (20, True)
+    boxes = {(row.subject.ref, row.subject.component, *row.detail["box"]) for row in line.rows}
+    assert boxes == {("R1", "c0", 0, 0, 16, 16), ("R2", "c1", 16, 0, 32, 16)}
     assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]
 
 

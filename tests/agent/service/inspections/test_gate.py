@@ -18,9 +18,8 @@ class Room:
         self.ever.append(item)
         return True
 
-    def enter(self, *items):
-        for item in items:
-            self.gate.admit(item, is_suspect=item.endswith("?"))
+    def enter(self, item):
+        self.gate.admit(item, is_suspect=item.endswith("?"))
 
     def leave(self, item):
         self.inside.remove(item)
@@ -28,19 +27,18 @@ class Room:
 
 
 def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in():
-    ever = []
+    ever, items = [], list(range(10_003))
 
     def let_in(item):
         ever.append(item)
-        if item == "leaves":
+        if item == items[-2]:
             gate.leave()  # while it goes in
-        return not item.startswith("cancelled")
+        return item in (0, *items[-2:])
 
     gate = Gate(let_in)
-    items = ["s?", *(f"cancelled {number}" for number in range(10_000)), "leaves", "last"]
     for item in items:
-        gate.admit(item, is_suspect=item.endswith("?"))
-    assert ever == ["s?"]
+        gate.admit(item, is_suspect=item == 0)
+    assert ever == [0]
     gate.leave()
     assert ever == items
 
@@ -58,9 +56,8 @@ def test_whatever_the_order_suspects_are_alone_and_nobody_is_lost_or_let_in_twic
     while room.inside:
         room.leave(room.inside[0])
     for is_suspect in (True, False):
-        assert [item for item in room.ever if item.endswith("?") is is_suspect] == [
-            item for item in came if item.endswith("?") is is_suspect
-        ]
+        ever, alike = ([each for each in items if each.endswith("?") is is_suspect] for items in (room.ever, came))
+        assert ever == alike
 
 
 def filled(held, limit, order):

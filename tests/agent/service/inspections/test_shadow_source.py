@@ -1,13 +1,10 @@
 """Judged images offered to shadows: which are kept and for how long, what is asked, and which rows are written."""
 
-import io
 from datetime import UTC, datetime
 from itertools import count
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from agent.api.calls.desk import ShadowsView
 from agent.core.performance import ExecutorSpec
@@ -20,6 +17,7 @@ from agent.service.inspections.shadow_source import ShadowSource
 from agent.subject import Subject
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.service.fake_line import picture
 
 OK, BAD = Prediction("ok", 0.9), Prediction("bad", 0.6)
 ROUTES = {"c": (RouteStep("a", frozenset({"ok"})), RouteStep("b", frozenset({"ok"})))}
@@ -62,11 +60,10 @@ class Line:
         """The shadow that was asked last ends."""
         asked = self.entered.pop()
         asked.number = next(self.numbers)
-        steps = ()
+        shadow = asked.subject.expert
         if prediction is not None:
-            shadow = asked.subject.expert
             self.watch.ran(Batch(2, 2, shadow, shadow, (asked.number,), 0), 0.25)
-            steps = (StepResult(shadow, prediction),)
+        steps = () if prediction is None else (StepResult(shadow, prediction),)
         self.watch.judged(asked, Outcome(Verdict.UNKNOWN, None, None, steps, reason))
 
     def asked(self):
@@ -101,10 +98,9 @@ def test_a_row_says_what_both_said_and_how_long_each_took(line):
     assert (failed.shadow_said, failed.reason) == (None, "a2 is in quarantine: broken")
     assert (row.key, row.image, row.component, row.reason) == ("key 1", "image 1", "c", None)
     assert (row.pair.expert_sha256, row.pair.shadow_sha256) == ("sha of a", "sha of a2")
-    assert (row.said.passes, row.said.executor, row.said.processor) == (True, 0, "cpu")
-    assert row.said.seconds == pytest.approx(0.2)
-    assert (row.shadow_said.label, row.shadow_said.passes, row.shadow_said.seconds) == ("bad", False, 0.25)
-    assert (row.shadow_said.executor, row.shadow_said.processor) == (2, "gpu")
+    said = [(one.label, one.passes, one.executor, one.processor) for one in (row.said, row.shadow_said)]
+    assert said == [("ok", True, 0, "cpu"), ("bad", False, 2, "gpu")]
+    assert (row.said.seconds, row.shadow_said.seconds) == (pytest.approx(0.2), 0.25)
     assert line.shadow_counts() == ShadowsView(ran=1, failed=1)
 
 
@@ -147,15 +143,12 @@ def test_of_a_frame_the_part_alone_is_kept_a_file_stays_where_it_is_and_texts_ha
     line, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(shadow_source, "MOST_BYTES", 300)
-    content = io.BytesIO()
-    Image.new("RGB", (40, 20)).save(content, "PNG")
-    frame = Frame(EncodedImage(content.getvalue(), "frame.png", 10**6), None)
+    frame = Frame(EncodedImage(picture(size=(40, 20)), "frame.png", 10**6), None)
     line.judged(FramePart(frame, (10, 5, 20, 15), "part"))
     line.judged(ImageFile(tmp_path / "image.png", 10))
     line.judged(TextSource(lambda _: None))
     assert line.shadow_counts() == ShadowsView(waiting=2)
     line.asked()
-    assert isinstance(line.entered[0].image, np.ndarray)
     assert line.entered[0].image.shape == (10, 10, 3)
 
 
