@@ -1,49 +1,27 @@
 """What becomes of a served line's verdicts: told to a web server, kept with their images, traceable to their models."""
 
 import hashlib
-import json
 import sqlite3
-import threading
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from experts.errors import ConfigError
 from experts.expert import Verdict
+from tests.agent.records.delivery.conftest import web_server  # noqa: F401  a fixture
 from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of
 from tests.waiting import until
 
 
-@pytest.fixture
-def hook():
-    """A web server: its url, and what it was told."""
-    told = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self):
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/verdicts", told
-        server.shutdown()
-
-
-def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line, hook):
+def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line, web_server):  # noqa: F811
     line.fake(1, label="bad")
-    url, messages = hook
-    line.document["outbox"] = {"webhook": {"url": url}, "events": ["board", "ng"]}
+    server = web_server()
+    line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["board", "ng"]}
     orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n}", key=f"R{n}") for n in range(2)]
     with line.served() as service:
         assert [asked(service, order)[0][0].verdict for order in orders] == [Verdict.OK, Verdict.NG]
-        until(lambda: len(messages) == 2)
+        messages = [server.posted.get(timeout=60).json for _ in range(2)]
     images = [file for file in (line.folder / "state" / "images").rglob("*") if file.is_file()]
     assert [file.read_bytes() for file in images] == [picture()]
     rows = {row.subject.key: row for row in line.rows}
