@@ -14,14 +14,6 @@ def line(tmp_path):
     return FakeLine(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """The usual line, served for all tests of a module."""
-    line = FakeLine(tmp_path_factory.mktemp("shared"))
-    with line.served() as service:
-        yield service
-
-
 @pytest.fixture
 def batches(monkeypatch):
     """While it is clear, what runs does not end. It is set until the agent has started."""

@@ -72,21 +72,6 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
         assert found[4:8] == found[12:16]
 
 
-def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
-    line.fake(1, B_s=0.1)
-    with line.served() as service:
-        callers = ordered(service, *[part("c1")] * 20)
-        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 20)  # the agent has them
-        line.remove_expert(1)
-        del line.document["boards"]
-        done = reload(service, line)
-        assert (done.is_applied, done.problems, done.removed) == (True, (), ("cls/f1",))
-        assert [each.wait()[0].verdict for each in callers] == [OK] * 20
-        with pytest.raises(OrderRefused, match="no route"):
-            service.desk.order(part("c1"), Caller())
-        assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
-
-
 def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(line):
     with line.served() as service:
         with line.full_disk():
@@ -99,15 +84,22 @@ def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_an
     assert line.unfinished == []
 
 
-def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(line):
-    line.fake(0, B_s=0.1)
+def test_what_is_under_way_is_judged_by_the_expert_and_the_route_that_it_came_under(line):
+    for number in range(2):
+        line.fake(number, B_s=0.1)
     with line.served() as service:
-        callers = ordered(service, *[part()] * 10)
-        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 10)  # the agent has them
-        line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
-        assert reload(service, line).is_applied
-        assert [each.wait()[0].verdict for each in callers] == [OK] * 10
+        callers = ordered(service, *[part("c0"), part("c1")] * 10)
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 20)  # the agent has them
+        line.document["routes"]["c0"] = line_files.route("cls/f0", passing=["bad"])
+        line.remove_expert(1)
+        del line.document["boards"]
+        done = reload(service, line)
+        assert (done.is_applied, done.problems, done.removed) == (True, (), ("cls/f1",))
+        assert [each.wait()[0].verdict for each in callers] == [OK] * 20
         assert verdict(service) is NG
+        with pytest.raises(OrderRefused, match="no route"):
+            service.desk.order(part("c1"), Caller())
+        assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
 
 
 def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(line):
