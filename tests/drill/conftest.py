@@ -15,7 +15,6 @@ def scene(tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def agents(scene, forks):
-    """Agents of it that can be killed."""
     all_of_them = Agents(scene, forks)
     yield all_of_them
     if all_of_them.running is not None:

@@ -58,7 +58,6 @@ class Scene(fake_line.FakeLine):
         self.write()
 
     def drop_one(self, colour, content=None):
-        """One image of this colour, or with this content, into the folder."""
         self._number += 1
         name = f"B{self._number // EXPERTS}_c{self._number % EXPERTS}_R{self._number}.png"
         self.drop(name, picture(colour) if content is None else content)

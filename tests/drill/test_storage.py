@@ -88,7 +88,6 @@ def harm(file, chance):
 
 
 def test_slow_ssd(scene, told, monkeypatch):
-    """A drive at 20 MB a second, a hundredth of a usual one, delays verdicts and costs none."""
     scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
     slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", partial(build_agent, options=slow))

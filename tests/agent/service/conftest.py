@@ -31,11 +31,9 @@ def batches(monkeypatch):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """A folder of language models."""
     return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def text_line(line, models):
-    """The line of the images' tests, with language models and routes to them."""
     return with_models(line, models)

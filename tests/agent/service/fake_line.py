@@ -44,8 +44,6 @@ def write_clip(path, size=(16, 32)):
 
 
 class Caller:
-    """A listener that remembers, and can be waited for."""
-
     def __init__(self):
         self.was_accepted, self.ended = threading.Event(), threading.Event()
         self.parts, self.refusal, self.answers = [], None, 0
@@ -69,7 +67,6 @@ class Caller:
 
 
 def ordered(service, *orders):
-    """Their callers, who wait."""
     callers = [Caller() for _ in orders]
     for order, each in zip(orders, callers, strict=True):
         service.desk.order(order, each)
@@ -109,7 +106,6 @@ class FakeLine(line_files.LineFile):
         (self.folder / f"f{number}.yaml").write_text(json.dumps({"weight_bytes": 1_000_000, "label": "ok"} | model))
 
     def watch(self, name="inbox", **keys):
-        """Watch a folder of this name."""
         usual = {"path": f"./{name}", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.1}
         self.document.setdefault("intake", {}).setdefault("folders", []).append(usual | keys)
         (self.folder / name).mkdir()

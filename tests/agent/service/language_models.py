@@ -42,8 +42,6 @@ def random_tensors(config, seed):
 
 
 class Reader:
-    """A listener that remembers, and can be waited for."""
-
     def __init__(self):
         self.pieces, self.end, self.calls_after_end = [], None, 0
         self.has_ended, self.has_read = threading.Event(), threading.Event()
@@ -84,7 +82,6 @@ class Held(Reader):
 
 
 def write_models(folder):
-    """Three models of one tokenizer, and one without."""
     tokenizer = byte_level()
     config = config_of(tokenizer)
     for seed, name in enumerate(("router", "code", "maths", "mute")):

@@ -47,7 +47,6 @@ def promtool(*words, **options):
 
 
 def page(service, path):
-    """The status and the text of one page."""
     host, _, port = service.web.addresses[0].rpartition(":")
     with closing(http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)) as caller:
         caller.request("GET", path)
@@ -56,8 +55,6 @@ def page(service, path):
 
 
 class Scraped:
-    """One answer of /metrics."""
-
     def __init__(self, service):
         status, self.text = page(service, "/metrics")
         assert status == 200, self.text

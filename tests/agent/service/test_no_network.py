@@ -48,7 +48,6 @@ class Namespace:
         self._namespace = os.open(f"/proc/{self.process.pid}/ns/net", os.O_RDONLY)
 
     def packets(self):
-        """How many were sent, by device."""
         command = ["nsenter", f"--net=/proc/self/fd/{self._namespace}", "cat", "/proc/net/dev"]
         done = subprocess.run(command, pass_fds=[self._namespace], capture_output=True, text=True, check=True)
         rows = [line.replace(":", " ").split() for line in done.stdout.splitlines()[2:]]
@@ -81,7 +80,6 @@ def namespace():
 
 
 def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_path, tmp_path_factory, models):
-    """Of a YOLO detector, too, whose library asks the network when it is let."""
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"  # is no network
     save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
     line.document["experts"] |= {

@@ -95,7 +95,6 @@ SPOT = {(row, column) for row in range(4, 8) for column in range(20, 24)}
 
 
 def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, solder):
-    """An inspection, the same one again, a question, stored results, and a tritonclient."""
     with line.served(), grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         request = pb.InspectRequest(file=solder, component="solder", key="one", wants_maps=True)

@@ -31,7 +31,6 @@ def written(client):
 
 
 def at_the_desk(service, **given):
-    """The same text without a wire."""
     reader = Reader()
     service.desk.generate(TextOrder("llm/code", sampling=GREEDY, **given), reader)
     reader.wait()

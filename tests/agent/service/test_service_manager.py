@@ -157,7 +157,6 @@ class TestTheJournal:
 
     @pytest.mark.parametrize("is_journal", [True, False])
     def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path, forks):
-        """A file stands for the journal's stream: what counts is that stderr is the one which systemd names."""
         file = tmp_path / "stderr"
         file.touch()
         stream = f"{file.stat().st_dev}:{file.stat().st_ino if is_journal else 1}"

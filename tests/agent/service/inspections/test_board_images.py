@@ -24,7 +24,6 @@ def line(line):
 
 
 def judge_until(line, shelf, image=BOARD):
-    """Judge a picture of B1, until it lies there."""
     with line.served() as service:
         line.drop("B1.png", image)
         until(lambda: "B1.png" in line.shelf(shelf))

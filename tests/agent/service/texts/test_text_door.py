@@ -236,8 +236,6 @@ def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(te
 
 
 class TestRoom:
-    """Where memory has room for less than the context."""
-
     @pytest.fixture
     def service(self, text_line, models, tmp_path):
         text_line.document["texts"] = text_line.document["texts"] | {"kv": "64KiB"}

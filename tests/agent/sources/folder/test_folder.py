@@ -132,7 +132,6 @@ def test_a_file_that_its_writer_holds_open_is_not_offered(line):
 
 
 def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line):
-    """The oldest first, however they are called."""
 
     def write(names, age_s):
         for number, name in enumerate(names):
