@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 
 import agent.service.inspections.inspector
+import agent.service.serve
 from agent.deployment.build import AgentOptions, build_agent
 from agent.deployment.packed_copies import packed_experts
 from agent.runtime.loop import LoopOptions
@@ -43,6 +44,7 @@ def look_again(service, steps=3):
 
 
 def judge(service, line, *names):
+    """Drop these files, and wait for their verdicts."""
     before = service.judged
     for name in names:
         line.drop(name)
@@ -106,6 +108,7 @@ def test_what_cannot_be_packed_anew_as_it_was_is_quarantined_with_its_reason(lin
 
 
 def test_a_source_with_other_bytes_is_found_in_the_background_though_it_lies_as_it_did(line):
+    """As in a system's image that gives every file one time and the inodes of the image before."""
     with line.served():
         pass
     manifests = line.config.packed_folder / "manifests"
@@ -302,10 +305,10 @@ def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_othe
     assert reasons.keys() == files.keys()
     expected = {"bomb": "900000000 pixels", "text": "not an image", "empty": "empty", "broken": "cannot be decoded"}
     for ref, reason in expected.items():
-        file = line.inbox / "failed" / f"B1_c0_{ref}.png"
-        explained = json.loads(file.with_name(f"{file.name}.error.json").read_text())
-        assert (reason in reasons[ref], reason in explained["reason"]) == (True, True)
-        assert file.read_bytes() == files[ref]
+        explained = json.loads((line.inbox / "failed" / f"B1_c0_{ref}.png.error.json").read_text())
+        assert reason in reasons[ref]
+        assert reason in explained["reason"]
+        assert (line.inbox / "failed" / f"B1_c0_{ref}.png").read_bytes() == files[ref]
     assert {row.subject.ref for row in line.rows if row.verdict is OK} == {"good", "lying"}
     assert line.boards == [("B1", UNKNOWN)]
 

@@ -43,6 +43,22 @@ def test_an_added_expert_and_its_route_are_served_at_once_and_keys_that_wait_for
         assert (told.verdict, told.experts) == (OK, ("cls/f2",))
 
 
+def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line):
+    with line.served() as service:
+        assert verdict(service) is OK
+        for number, label in enumerate(["bad", "ok", "bad"]):
+            line.fake(0, label=label, weight_bytes=1_000_000 + number)
+            done = service.desk.reload()
+            assert (done.added, done.replaced, done.removed) == ((), ("cls/f0",), ())
+            answers = asked(service, part(), order_of(picture(), expert="cls/f0", is_kept=False))
+            assert [(told.label, told.experts) for (told,) in answers] == [(label, ("cls/f0",))] * 2
+        resident = {name for pool in service.desk.status().pools for name in pool.experts}
+        assert len(resident) <= 2  # those that were replaced have left
+    assert {row.experts for row in line.rows} == {("cls/f0",)}
+    with line.served() as service:
+        assert asked(service, part())[0][0].label == "bad"
+
+
 def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
     def sizes(service):
         agent, loop = service.agent, service.agent.loop
@@ -72,6 +88,21 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
         assert found[4:8] == found[12:16]
 
 
+def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
+    line.fake(1, B_s=0.1)
+    with line.served() as service:
+        callers = ordered(service, *[part("c1")] * 20)
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 20)  # the agent has them
+        line.remove_expert(1)
+        del line.document["boards"]
+        done = reload(service, line)
+        assert (done.is_applied, done.problems, done.removed) == (True, (), ("cls/f1",))
+        assert [each.wait()[0].verdict for each in callers] == [OK] * 20
+        with pytest.raises(OrderRefused, match="no route"):
+            service.desk.order(part("c1"), Caller())
+        assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
+
+
 def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(line):
     with line.served() as service:
         with line.full_disk():
@@ -84,22 +115,15 @@ def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_an
     assert line.unfinished == []
 
 
-def test_what_is_under_way_is_judged_by_the_expert_and_the_route_that_it_came_under(line):
-    for number in range(2):
-        line.fake(number, B_s=0.1)
+def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(line):
+    line.fake(0, B_s=0.1)
     with line.served() as service:
-        callers = ordered(service, *[part("c0"), part("c1")] * 10)
-        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 20)  # the agent has them
-        line.document["routes"]["c0"] = line_files.route("cls/f0", passing=["bad"])
-        line.remove_expert(1)
-        del line.document["boards"]
-        done = reload(service, line)
-        assert (done.is_applied, done.problems, done.removed) == (True, (), ("cls/f1",))
-        assert [each.wait()[0].verdict for each in callers] == [OK] * 20
+        callers = ordered(service, *[part()] * 10)
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 10)  # the agent has them
+        line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
+        assert reload(service, line).is_applied
+        assert [each.wait()[0].verdict for each in callers] == [OK] * 10
         assert verdict(service) is NG
-        with pytest.raises(OrderRefused, match="no route"):
-            service.desk.order(part("c1"), Caller())
-        assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
 
 
 def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(line):
