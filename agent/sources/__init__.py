@@ -1,1 +1,1 @@
-"""Sources of a line's subjects: the contract, the registry, and what a start finds in the journal."""
+"""Sources of a line's subjects: the contract, the registry, and unfinished images of the journal."""

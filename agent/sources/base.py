@@ -1,4 +1,4 @@
-"""The contract of a source: where the subjects of a line come from.
+"""Contract of a source of a line's subjects.
 
 A source gets the verdict of each image that it offered or refused: once, after the commit of its rows. After a crash
 it gets none: the next start offers the image again, from a source that ``keeps_images``, otherwise from the journal.
@@ -29,9 +29,9 @@ def local_time() -> datetime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """A subject, and the bytes of the image file that shows it.
+    """Subject, with the bytes of its image file.
 
-    ``pieces``: the parts that an earlier run accepted; empty where the layout of today cuts the image.
+    ``pieces``: parts that an earlier run accepted; empty if the current layout cuts the image.
     """
 
     subject: Subject
@@ -42,18 +42,18 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """An image that an earlier run accepted and did not judge. ``number``: of its bytes in the journal."""
+    """Image that an earlier run accepted and did not judge. ``number``: of its bytes in the journal."""
 
     number: int
     pieces: tuple[Subject, ...]
 
 
 class Line(Protocol):
-    """The line as its sources see it. For any thread; no call waits for an expert."""
+    """The line, for its sources. For any thread; no call waits for an expert."""
 
     @property
     def config(self) -> LineConfig:
-        """The line file as it is served now."""
+        """Line file in service."""
 
     @property
     def left_overs(self) -> Sequence[LeftOver]:
@@ -63,7 +63,7 @@ class Line(Protocol):
         """True while the source may take in one more image."""
 
     def expects(self, subject: Subject, source: Source) -> bool:
-        """True if the image has to be read and offered. False: its verdict is known, or will be without the image."""
+        """True if the image must be read and offered. False: its verdict is known, or will be without the image."""
 
     def offer_image(self, arrival: Arrival, source: Source) -> None:
         """Judge the image; the source's ``image_accepted`` and then ``verdict_committed`` are called."""
@@ -72,10 +72,10 @@ class Line(Protocol):
         """Commit UNKNOWN for a subject that has no image."""
 
     def reading(self, subject: Subject) -> AbstractContextManager[object]:
-        """An end of the process inside counts against the subject."""
+        """Context: an end of the process inside counts against the subject."""
 
     def reserve_key(self, key: str, asked_sha256: str) -> bool:
-        """Keep a caller's key until ``release_key``; False if the same request had it before. Raises OrderRefused."""
+        """Reserve a caller's key until ``release_key``; False if an equal request had it. Raises OrderRefused."""
 
     def release_key(self, key: str) -> None:
         """The request under the key is durable, or was refused."""
@@ -85,10 +85,10 @@ class Line(Protocol):
 
 
 class Source(ABC):
-    """Source of a line, which calls every method from any thread; none may wait, unless a timeout is given."""
+    """Source of a line. Methods are called on any thread, and must not wait, except with a timeout."""
 
     keeps_images = False  # True: images survive the process in the source; False: the line journals them
-    skips_duplicates = False  # True: the same bytes for the same part get the first verdict
+    skips_duplicates = False  # True: equal bytes for one part get the first verdict
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -99,10 +99,10 @@ class Source(ABC):
 
     @abstractmethod
     def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
-        """The worst verdict of the image's parts is on the disk."""
+        """The worst verdict of the image's parts has been committed."""
 
     def image_accepted(self, subject: Subject) -> None:
-        """The image is durable in the journal; the source may let it go."""
+        """The image is durable in the journal; the source may release it."""
         return
 
     def stop(self, timeout_s: float) -> bool:
@@ -111,7 +111,7 @@ class Source(ABC):
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Act on the verdicts so far; called last."""
+        """Process the verdicts so far; called last."""
         del timeout_s
 
     def check(self, config: LineConfig) -> None:
@@ -127,19 +127,19 @@ class Source(ABC):
         raise OrderRefused(Refusing.NOT_FOUND, f"no camera {self.name!r}")
 
     def status(self) -> SourceStatus | None:
-        """State and counts of the source; None for a source that the status leaves out."""
+        """State and counts of the source; None for a source without a status."""
         return None
 
     @property
     def held(self) -> int:
-        """Images that the source keeps and could not let go yet."""
+        """Images that the source keeps and could not release yet."""
         return 0
 
     def holds(self, key: str) -> bool:
-        """True if the image of this result lies in the source. Raises OSError."""
+        """True if the source still has the image of this result. Raises OSError."""
         del key
         return False
 
     def report_hangs(self) -> None:
-        """Log what takes too long; called periodically."""
+        """Log operations that take too long; called periodically."""
         return

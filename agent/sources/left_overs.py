@@ -1,4 +1,4 @@
-"""Offers what a start finds in the journal: images that an earlier run accepted and did not judge, oldest first.
+"""Offers unfinished images of the journal at a start: accepted by an earlier run and not judged, oldest first.
 
 At most REPLAY_BYTES of images are read and not judged yet.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPLAY_BYTES = 256 * 1024 * 1024
-REREAD_S = 0.5  # between two tries where the disk refuses
+REREAD_S = 0.5  # between two tries after a disk error
 
 
 def left_over_sources(config: LineConfig, line: Line) -> Sequence[Source]:
@@ -36,8 +36,8 @@ class LeftOvers(Source):
     def __init__(self, line: Line) -> None:
         super().__init__("journal")
         self._line = line
-        self._changed = threading.Condition()  # over the sizes
-        self._sizes: dict[str, int] = {}  # by key: bytes of images that are not judged yet
+        self._changed = threading.Condition()  # guards the sizes
+        self._sizes: dict[str, int] = {}  # by key: bytes of unjudged images
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
@@ -73,7 +73,7 @@ class LeftOvers(Source):
             self._line.offer_image(Arrival(first, content, limit, left.pieces), self)
 
     def _content(self, number: int) -> bytes | None:
-        """Retry until the image is read; None if the journal has lost it, or at a stop."""
+        """Read the image, with retries; None if the journal has lost it, or at a stop."""
         is_logged = False
         while not self._stopping.is_set():
             try:

@@ -1,4 +1,4 @@
-"""The sources of a line, by its line file. A new kind of source is one module, and one line in SOURCES."""
+"""Registry of sources, by the line file. A new kind of source is one module, and one line in SOURCES."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ SOURCES: list[Callable[[LineConfig, Line], Sequence[Source]]] = [folder_sources,
 
 
 def sources_of(config: LineConfig, line: Line) -> list[Source]:
-    """Raises SecretMissing."""
+    """Sources of a line file. Raises SecretMissing."""
     return [source for sources in SOURCES for source in sources(config, line)]

@@ -1,1 +1,1 @@
-"""Cameras: each in a process of its own, free-running or triggered, connected anew whenever it is lost."""
+"""Cameras: each in a separate process, free-running or triggered, reconnected after each loss."""

@@ -51,24 +51,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
+CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of callers' keys of triggers: no camera's name has a slash
 FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched
 LOOK_S = 0.2  # between two checks for a stop, while a thread waits for the disk
 STEP_FAILED_S = 1.0  # after a fault of the program
 LONGEST_WAIT_S = 3600.0
-ENCODE_S = 10.0  # for a requested frame to be handed over; the stall timeout if that is longer
+ENCODE_S = 10.0  # for delivery of a requested frame; the stall timeout if longer
 RETRY_S = 1.0  # advised to a caller whose trigger is refused
 
 
 @dataclass(frozen=True, slots=True)
 class _FromProcess:
-    """Message of the process with this number."""
+    """Message of the camera process with this number."""
 
     number: int
     heard: Heard
 
 
-_Item: TypeAlias = "Trigger | _FromProcess | None"  # None: look at the time, or at whether to stop
+_Item: TypeAlias = "Trigger | _FromProcess | None"  # None: check the time and the stop flag
 
 
 def camera_sources(config: LineConfig, line: Line) -> Sequence[Source]:
@@ -92,13 +92,13 @@ class CameraSource(Source):
         self._interval = Interval(section.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._child: ChildProcess | None = None
-        self._guard = threading.Lock()  # over the number, and over whether triggers are admitted
+        self._guard = threading.Lock()  # guards the number, and the admission of triggers
         self._number = 0
         self._stopping = threading.Event()
         self._seen_before = wire.Seen(0, 0)  # by earlier connections
-        self._seen = wire.Seen(0, 0)  # by all
+        self._seen = wire.Seen(0, 0)  # by all connections
         self._came_at: float | None = None
-        self._has_changed = threading.Condition()  # over the two sets
+        self._has_changed = threading.Condition()  # guards the two sets
         self._unaccepted: set[str] = set()  # keys of frames that are not durable
         self._unjudged: set[str] = set()  # keys of frames, and of lost triggers, without a committed verdict
         self._delivery = Delivery(
@@ -118,7 +118,7 @@ class CameraSource(Source):
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Triggers without a frame are lost; frames that were taken are offered while there is time."""
+        """Stop: triggers without a frame are lost; taken frames are offered until the timeout."""
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
         self._delivery.stop()
@@ -138,7 +138,7 @@ class CameraSource(Source):
             )
 
     def trigger(self, board: str | None = None, board_type: str | None = None, key: str | None = None) -> str:
-        """Take one frame, unless the key was used before. Any thread; does not wait.
+        """Take one frame, unless the key was used before. For any thread; does not wait.
 
         The trigger ends once, with a frame or as lost, while this agent lives.
         """
@@ -190,7 +190,7 @@ class CameraSource(Source):
     def _admit_trigger(
         self, board: str | None, board_type: str | None, key: str | None = None, asked: str | None = None
     ) -> str:
-        """Returns the key that the trigger's results begin with. Raises OrderRefused."""
+        """Admit a trigger; returns the prefix of its results' keys. Raises OrderRefused."""
         if not self._is_triggered:
             message = f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait"
             raise OrderRefused(Refusing.NOT_NOW, message)
@@ -219,7 +219,7 @@ class CameraSource(Source):
         key: str | None = None,
         asked: str | None = None,
     ) -> Trigger:
-        """Under the guard."""
+        """New trigger; call under the guard."""
         self._number += 1
         subject = self._subject(local_time(), self._number, board_type or self._section.board_type)
         key, board = key or subject.key, board or subject.board
@@ -227,7 +227,7 @@ class CameraSource(Source):
         return Trigger(subject, self._number, asked_s)
 
     def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
-        """Subject of a frame of this moment. A frame of one component is the part named as the camera."""
+        """Subject of a frame taken now. A frame of one component is the part named after the camera."""
         name, component, moment = self.name, self._section.component, at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         key, board = f"{CAMERA_PREFIX}{name}@{moment}#{number}", f"{name}-{moment}"
         return Subject(key, name, key, at, component, None, board, board_type, None if component is None else name)
@@ -236,13 +236,13 @@ class CameraSource(Source):
         with self._guard:
             self._inbox.put(self._new_trigger(NEVER))
 
-    # -- on the thread that offers --
+    # -- on the delivery thread --
 
     def _has_room(self) -> bool:
         return self._line.has_room(self) and len(self._unjudged) < FRAMES_UNDER_WAY
 
     def _offer_frame(self, subject: Subject, content: bytes) -> None:
-        """A frame that waits for room while the agent stops is left to the next start."""
+        """Offer a frame; one that waits for room while the agent stops remains for the next start."""
         with self._has_changed:
             while not (self._has_room() or self._stopping.is_set()):
                 self._has_changed.wait(LOOK_S)
@@ -255,7 +255,7 @@ class CameraSource(Source):
 
     @contextmanager
     def _under_way(self, subject: Subject, awaited: set[str]) -> Iterator[None]:
-        """Count the subject, then wait until its key has left ``awaited``; an error ends the count."""
+        """Register the subject, then wait until its key has left ``awaited``; an error removes it."""
         with self._has_changed:
             self._unjudged.add(subject.key)
             awaited.add(subject.key)
@@ -271,19 +271,19 @@ class CameraSource(Source):
         self._line.release_key(subject.key)
 
     def _completed(self, subject: Subject) -> Subject:
-        """The subject with the type of the board that its frame shows."""
+        """Subject with the type of the board that its frame shows."""
         if subject.component is not None:
             return subject
         return replace(subject, board_type=subject.board_type or next(iter(self._line.config.boards), ""))
 
-    # -- on the thread that decides --
+    # -- on the deciding thread --
 
     def _watch(self) -> None:
         self._inbox.put(None)
         while not self._supervisor.is_over:
             try:
                 self._handle(self._next())
-            except Exception:  # the boundary of the thread
+            except Exception:  # boundary of the thread
                 log.exception("camera_step_failed camera=%s", self.name)
                 time.sleep(STEP_FAILED_S)
         self._lose(self._takes.clear(), "the agent ended")
@@ -386,7 +386,7 @@ class CameraSource(Source):
             self._inbox.put(_FromProcess(number, ProcessEnded(f"no process can be started: {reason}")))
 
     def _fire(self, now: float) -> None:
-        """Fire the interval. A trigger that meets a full queue is reported as lost."""
+        """Fire the interval. A trigger at a full queue is reported as lost."""
         is_streaming = self._supervisor.state is CameraState.STREAMING and not self._stopping.is_set()
         if not (self._interval.is_due(now, is_streaming) and self._delivery.can_overflow()):
             return

@@ -17,11 +17,11 @@ from agent.sources.cameras.pictures.source import CameraConnection
 from experts.errors import CameraFailed
 
 PR_SET_PDEATHSIG = 1
-SWITCH_S = 0.0005  # short, so that a wait for the interpreter's lock is not taken for a wait for the camera
+SWITCH_S = 0.0005  # short, to tell waits for the interpreter's lock from waits for the camera
 
 
 def main(arguments: list[str]) -> None:
-    """``arguments``: the socket's descriptor, and the agent's process number."""
+    """``arguments``: the socket's descriptor, and the agent's process id."""
     descriptor, agent_pid = (int(argument) for argument in arguments)
     end_with(agent_pid)
     agent = socket.socket(fileno=descriptor)
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
 
 
 def end_with(agent_pid: int) -> None:
-    """Have the kernel kill this process when the agent's thread that started it ends, or has ended already."""
+    """Have the kernel kill this process at the end of the agent's thread that started it, even if already ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles a terminal's Ctrl-C
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -46,7 +46,7 @@ def end_with(agent_pid: int) -> None:
 
 
 def serve(agent: socket.socket, connection: CameraConnection) -> None:
-    """Read the camera until either end closes. Raises CameraFailed if that cannot begin."""
+    """Read the camera until either end closes. Raises CameraFailed if the start fails."""
     try:
         import cv2
 
@@ -56,7 +56,7 @@ def serve(agent: socket.socket, connection: CameraConnection) -> None:
         source = source_of(connection)
     except ImportError as error:
         raise CameraFailed(f"a library is not there ({error}) - install coserve anew", is_final=True) from error
-    cv2.setNumThreads(1)  # the cores are the experts'
+    cv2.setNumThreads(1)  # the cores are for the experts
     sys.setswitchinterval(SWITCH_S)
     wire.send(agent, wire.Ready())
     Grabber(agent, connection, source).run()

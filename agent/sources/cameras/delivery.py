@@ -1,7 +1,7 @@
-"""Hands over a camera's frames and lost triggers one by one, on a thread that may wait for the disk.
+"""Delivers a camera's frames and lost triggers one by one, on a thread that may wait for the disk.
 
-Guarantees: frames and lost triggers are handed over in their order, and counted until then. An error of a callback
-costs one frame: a trigger's is reported as lost, another is dropped.
+Guarantees: frames and lost triggers are delivered in order, and counted until then. An error of a callback
+costs one frame: a trigger's frame is reported as lost, any other is dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_ROOM_S = 0.05  # between two questions whether the agent has room again
+NO_ROOM_S = 0.05  # between two checks for room in the agent
 FAILED_S = 1.0  # after an error of a callback
-OVERFLOW_MAXIMUM = 1000  # lost triggers that were never admitted, and wait to be reported
+OVERFLOW_MAXIMUM = 1000  # unreported lost triggers that were never admitted
 
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """A frame, or a trigger without one: ``content`` is None then. ``is_overflow``: it was never admitted."""
+    """Frame, or trigger without a frame (``content`` None). ``is_overflow``: the trigger was never admitted."""
 
     subject: Subject
     content: bytes | None
@@ -35,11 +35,11 @@ class _Parcel:
 
 
 class Delivery:
-    """Calls back one after the other, on its own thread.
+    """Thread that makes one callback at a time.
 
     ``offer`` gets a frame's subject and bytes (PNG, or the camera's JPEG), ``refuse`` a trigger without a frame and the
-    reason; both return once that is durable. ``want`` requests a frame in free run, while ``has_room``; None for a
-    triggered camera. ``limit``: triggers that wait.
+    reason; both return once the record is durable. ``want`` requests a frame in free run, while ``has_room``; None for
+    a triggered camera. ``limit``: triggers that wait.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Delivery:
         self._want = want
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._guard = threading.Lock()  # over the counts
+        self._guard = threading.Lock()  # guards the counts
         self._overflowed = 0
-        self.waiting = 0  # triggers that were admitted and have not ended; in free run, frames
-        self.handed = 0  # frames that were taken, or are on their way
+        self.waiting = 0  # admitted triggers that have not ended; in free run, frames
+        self.handed = 0  # frames taken or in transit
         self.received = 0
         self.lost = 0
         self.alarm: str | None = None
         self.thread = threading.Thread(target=self._run, name=f"frames-{name}", daemon=True)
 
     def admit(self) -> bool:
-        """Take a place for one more trigger until it ends; False without room."""
+        """Reserve a place for one more trigger until it ends; False without room."""
         with self._guard:
             has_room = self.waiting < self._limit
             self.waiting += has_room
@@ -82,12 +82,12 @@ class Delivery:
         self._parcels.put(_Parcel(subject, content))
 
     def lose(self, subject: Subject, reason: str) -> None:
-        """An admitted trigger gets no frame. In free run there is nothing to report."""
+        """End an admitted trigger without a frame. In free run there is no report."""
         if self._want is None:
             self._parcels.put(_Parcel(subject, None, reason))
 
     def can_overflow(self) -> bool:
-        """True if one more lost trigger could be reported; otherwise none should be made."""
+        """True if one more lost trigger can be reported; otherwise make none."""
         with self._guard:
             if self._overflowed >= OVERFLOW_MAXIMUM:
                 self.alarm = f"interval_s pauses: {self._overflowed} lost triggers are not stored yet"
@@ -95,7 +95,7 @@ class Delivery:
         return True
 
     def overflow(self, subject: Subject, reason: str) -> None:
-        """Report a trigger of the interval that met a full queue."""
+        """Report a trigger of the interval as lost, as the queue was full."""
         with self._guard:
             self._overflowed += 1
         self._parcels.put(_Parcel(subject, None, reason, is_overflow=True))
@@ -104,7 +104,7 @@ class Delivery:
         self._stopping.set()
 
     def end(self) -> None:
-        """End the thread after what is queued."""
+        """End the thread after the queued callbacks."""
         self._parcels.put(None)
 
     def _run(self) -> None:
@@ -115,7 +115,7 @@ class Delivery:
             self._hand(parcel)
 
     def _wanted(self, want: Callable[[], None]) -> bool:
-        """Ask for a frame once there is room; False when the camera ends first."""
+        """Request a frame once there is room; False if the camera ends first."""
         while not self._has_room():
             if self._stopping.wait(NO_ROOM_S):
                 return False
@@ -154,7 +154,7 @@ class Delivery:
                 self.waiting -= 1
 
     def _broke(self, error: Exception) -> None:
-        """Logged once, until a frame is taken again."""
+        """Log an error of a callback, once until the next taken frame."""
         alarm = f"frames are not taken: {type(error).__name__}: {error}"
         if alarm != self.alarm:
             log.error("camera_frame_not_taken camera=%s", self._name, exc_info=error)

@@ -1,8 +1,7 @@
-"""Loop of a camera's process: reads pictures without pause, and hands over the frames that the agent requests.
+"""Loop of a camera's process: reads pictures continuously, and sends the frames that the agent requests.
 
-Guarantees: requests are answered in their order, each with a frame of its own that is recent enough. Frames without a
-request are counted, and neither encoded nor kept. The last message says why the process ends. No message holds the
-password.
+Guarantees: requests are answered in order, each with a separate, recent enough frame. Frames without a request are
+counted, and neither encoded nor kept. The last message has the reason of the end. No message contains the password.
 Structure: one thread reads the source, one encodes, the main thread listens.
 """
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource, Snapshot
 
-OPENING_SHARE = 0.9  # of the agent's timeout: this process says why before the agent gives up
+OPENING_SHARE = 0.9  # of the agent's timeout: this process reports the reason before the agent gives up
 READ_S = 0.25  # deadline of one read
 SAY_SEEN_S = 0.1  # between two counts
 CHECK_S = 1.0  # between two test decodings of JPEG, while they succeed
@@ -44,10 +43,10 @@ class Grabber:
         self._agent = agent
         self._connection = connection
         self._source = source
-        self._guard = threading.Lock()  # over the six below
+        self._guard = threading.Lock()  # guards the six fields below
         self._asked: deque[wire.Take] = deque()
-        self._latest: Snapshot | None = None  # not handed over yet
-        self._unsent = 0  # frames for requests, not handed over
+        self._latest: Snapshot | None = None  # not sent yet
+        self._unsent = 0  # frames for requests, not sent yet
         self._frames = 0
         self._broken = 0
         self._lag_s = 0.0
@@ -57,7 +56,7 @@ class Grabber:
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Run until the agent has gone or the source has failed; ends the process."""
+        """Run until the agent disconnects or the source fails; ends the process."""
         reading = threading.Thread(target=self._read, name="reader", daemon=True)
         threading.Thread(target=self._encode, name="encoder", daemon=True).start()
         reading.start()
@@ -99,7 +98,7 @@ class Grabber:
         self._end(failure)
 
     def _is_sound(self, picture: Picture) -> bool:
-        """Decode now and then: a camera that sends only rubbish does not stream."""
+        """Test decoding, now and then: a camera that sends only invalid frames does not count as streaming."""
         now = time.monotonic()
         if now < self._checked_at + CHECK_S:
             return True
@@ -150,7 +149,7 @@ class Grabber:
             take, snapshot = self._shots.get()
             try:
                 content = encode(snapshot.picture, self._connection.max_pixels)
-                if content is None:  # the next frame answers the same request, before all later ones
+                if content is None:  # the next frame answers this request, before all later ones
                     with self._guard:
                         self._unsent -= 1
                         self._broken += 1
@@ -171,7 +170,7 @@ class Grabber:
         with self._guard:
             self._unsent -= 1
 
-    # -- on both --
+    # -- on both threads --
 
     def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
         try:

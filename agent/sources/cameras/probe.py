@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
     from agent.sources.cameras.process import Heard
 
-END_S = 1.0  # for the process to end by itself
+END_S = 1.0  # for a regular end of the process
 
 
 def probe(config: CameraSection, password: str | None, timeout_s: float) -> str | None:
-    """None if a readable frame came within ``timeout_s``; else the reason.
+    """None if a readable frame arrived within ``timeout_s``; else the reason.
 
     A camera that admits one viewer fails while an agent serves the line.
     """

@@ -1,8 +1,8 @@
 """The agent's end of a camera's process: starts it, sends requests, listens, kills.
 
 Guarantees: no call waits for the camera: a thread posts the messages of its process, and its end last. The password
-goes over the socket, never into an argument or the environment. The output of FFmpeg and drivers is dropped: it may be
-endless, and may hold secrets.
+is sent over the socket, never as an argument or in the environment. The output of FFmpeg and drivers is dropped: it may
+be endless, and may contain secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
 
 SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
-ROOT = Path(__file__).parents[3]  # where this code was imported from
+ROOT = Path(__file__).parents[3]  # folder that this code was imported from
 BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -40,7 +40,7 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A frame and its message."""
+    """Frame with its message."""
 
     taken: wire.Taken
     content: bytes
@@ -74,7 +74,7 @@ def connection_of(section: CameraSection, password: str | None) -> CameraConnect
 class ChildProcess:
     """Process of one camera. It ends with the thread that made it. Raises OSError if it cannot be started.
 
-    ``post`` is called with each message, on a thread of its own; ProcessEnded comes last, and once.
+    ``post`` is called with each message, on a separate thread; ProcessEnded is the last message, exactly once.
     """
 
     def __init__(self, connection: CameraConnection, post: Callable[[Heard], None]) -> None:
@@ -110,11 +110,11 @@ class ChildProcess:
         return self._process.pid
 
     def ask(self, take: wire.Take) -> None:
-        """Request a frame. A process that has ended does not answer."""
+        """Request a frame; a process that has ended does not answer."""
         self._say(take)
 
     def close(self) -> None:
-        """Tell the process to let the camera go and to end. Returns at once."""
+        """Request that the process release the camera and end. Returns at once."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -127,7 +127,7 @@ class ChildProcess:
         return not self._listener.is_alive()
 
     def _say(self, message: wire.Message) -> None:
-        with suppress(OSError):  # it has ended, and its end is posted
+        with suppress(OSError):  # the process has ended, and its end is posted
             wire.send(self._socket, message)
 
     def _listen(self) -> None:

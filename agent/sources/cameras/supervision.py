@@ -1,8 +1,8 @@
-"""State machine, under a clock that is given, that starts a camera's process, kills it and starts it again.
+"""State machine, with time as a parameter, that starts, kills and restarts a camera's process.
 
 Guarantees: at most one process at a time; the next starts only after the last has ended. A process that does not
 connect within ``open_timeout_s``, or sends no frame for ``stall_timeout_s``, is killed. Retries back off up to 30 s,
-with jitter; the backoff is reset once frames came for HEALTHY_S. A camera that stays away is logged at most
+with jitter; the backoff is reset after HEALTHY_S of frames. An absent camera is logged at most
 REPORTS_MAXIMUM times in REPEAT_S. Frames later than ``max_lag_s`` are an alarm; a process whose frames stay late for
 ``stall_timeout_s`` is killed, so that the next begins without a backlog.
 """
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 START_S = 30.0  # for a process to begin, on a busy box
-CLOSE_S = 0.7  # for a process to let its camera go, before it is killed
-END_S = 5.0  # for a killed process to be gone; later it hangs in the kernel
+CLOSE_S = 0.7  # for a process to release its camera, before it is killed
+END_S = 5.0  # for a killed process to end; after that it hangs in the kernel
 BACKOFF = Backoff(0.5, 30.0)
-JITTER = 0.25  # of a pause, up or down: cameras behind one switch do not come back at once
+JITTER = 0.25  # of a pause, up or down: cameras behind one switch must not reconnect at once
 HEALTHY_S = 10.0
 REPEAT_S = 600.0
 UNANSWERED = "frames come, and none is handed over: its process hangs"
@@ -33,10 +33,10 @@ REPORTS_MAXIMUM = 4  # of different reasons, within REPEAT_S
 
 
 class CameraState(StrEnum):
-    CONNECTING = "CONNECTING"  # a process runs, and no frame has come yet
+    CONNECTING = "CONNECTING"  # a process runs, without a frame yet
     STREAMING = "STREAMING"  # frames come
-    STALLED = "STALLED"  # frames came no more, though nothing ended; being connected again
-    OFFLINE = "OFFLINE"  # no connection; tried again, unless it has ended for good or was stopped
+    STALLED = "STALLED"  # frames stopped without an end; reconnecting
+    OFFLINE = "OFFLINE"  # no connection; retried, unless ended or stopped
 
 
 class CameraSignal(Enum):
@@ -46,20 +46,20 @@ class CameraSignal(Enum):
     TIME_PASSED = auto()  # check the deadline
     READY = auto()  # the process runs, and begins to connect
     CONNECTED = auto()  # the camera answered
-    UNANSWERED = auto()  # frames come, but none is handed over
-    STOP = auto()  # end, for good
+    UNANSWERED = auto()  # frames arrive, but none is sent
+    STOP = auto()  # final end
 
 
 @dataclass(frozen=True, slots=True)
 class FramesCame:
-    """Frames came since the last event; the latest was late by ``lag_s``."""
+    """Frames have arrived since the last event; the latest was late by ``lag_s``."""
 
     lag_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process has ended; ``how`` in words."""
+    """The process has ended; ``how`` as text."""
 
     how: str
 
@@ -99,10 +99,10 @@ class _Phase(Enum):
 
 @dataclass
 class _Reports:
-    """Log lines about a camera. ``reported``: reasons, and when."""
+    """Log lines about a camera. ``reported``: reasons with their times."""
 
     reported: dict[str, float] = field(default_factory=dict)
-    is_silent: bool = True  # the present trouble was not logged
+    is_silent: bool = True  # the current failure was not logged
     has_streamed: bool = False
 
     def trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
@@ -114,14 +114,14 @@ class _Reports:
         return [Report(state, reason)]
 
     def recovery(self) -> list[Action]:
-        """Logged if the trouble was, and the first time."""
+        """Line on a recovery: at the first connection, and after a logged failure."""
         is_due = not self.has_streamed or not self.is_silent
         self.has_streamed, self.is_silent = True, True
         return [Report(CameraState.STREAMING, "frames come")] if is_due else []
 
 
 class Supervisor:
-    """``random``: uniform in 0 to 1."""
+    """Supervises one camera's process. ``random``: uniform in 0 to 1."""
 
     def __init__(
         self, open_timeout_s: float, stall_timeout_s: float, max_lag_s: float, random: Callable[[], float]
@@ -133,21 +133,21 @@ class Supervisor:
         self._random = random
         self._phase = _Phase.RESTING
         self._reports = _Reports()
-        self._tries = 0  # failed, since the camera was healthy
+        self._tries = 0  # failed attempts since the camera was healthy
         self._streaming_since = NEVER
         self._is_final = False
         self.is_stopped = False
         self.state = CameraState.OFFLINE
         self.alarm: str | None = "it has not been started"
-        self.deadline = NEVER  # when TimePassed is due
-        self.connections = 0  # begun so far
+        self.deadline = NEVER  # time of the next TimePassed
+        self.connections = 0  # processes begun so far
 
     @property
     def is_over(self) -> bool:
         return self._phase is _Phase.OVER
 
     def decide(self, now: float, event: Event) -> list[Action]:
-        """Actions that an event leads to. A late event of an earlier process changes nothing."""
+        """Actions for an event. A late event of an earlier process changes nothing."""
         match event:
             case CameraSignal.START:
                 return self._connect(now)

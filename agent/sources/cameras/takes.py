@@ -1,4 +1,4 @@
-"""Ledger of a camera's triggers, under a clock that is given.
+"""Ledger of a camera's triggers, with time as a parameter.
 
 Guarantees: each trigger leaves the ledger once, answered or overdue. Frames are requested in the order of triggers, at
 most AT_ONCE at a time, so that a camera's process holds few; after a lost connection they are requested again.
@@ -30,21 +30,21 @@ class Takes:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._wanted: dict[int, Trigger] = {}  # in their order
-        self._asked: dict[int, float] = {}  # number -> since when; of triggers whose frame was requested
+        self._wanted: dict[int, Trigger] = {}  # in order
+        self._asked: dict[int, float] = {}  # number -> time of the request; triggers with a requested frame
 
     def add(self, trigger: Trigger) -> None:
         self._wanted[trigger.number] = trigger
 
     def ask(self, now: float) -> list[Trigger]:
-        """Triggers whose frames are requested now."""
+        """Triggers whose frames must be requested now."""
         free = AT_ONCE - len(self._asked)
         found = [trigger for number, trigger in self._wanted.items() if number not in self._asked][:free]
         self._asked |= {trigger.number: now for trigger in found}
         return found
 
     def answer(self, number: int) -> Trigger | None:
-        """The trigger that a frame answers; None if it was overdue."""
+        """Trigger that a frame answers; None if it was overdue."""
         self._asked.pop(number, None)
         return self._wanted.pop(number, None)
 
@@ -52,7 +52,7 @@ class Takes:
         self._asked.clear()
 
     def overdue(self, now: float) -> list[Trigger]:
-        """Remove and return triggers that have waited too long; a later frame for one is dropped."""
+        """Remove and return triggers that have waited too long; their later frames are dropped."""
         found = [trigger for trigger in self._wanted.values() if now - trigger.asked_s >= self._patience_s]
         for trigger in found:
             del self._wanted[trigger.number]
@@ -75,14 +75,14 @@ class Takes:
 
 
 class Interval:
-    """Triggers by time, while a camera streams. Missed triggers are not made up for."""
+    """Triggers at fixed intervals, while a camera streams. Missed triggers are not made up for."""
 
     def __init__(self, every_s: float | None) -> None:
         self._every_s = every_s
         self.deadline = NEVER
 
     def is_due(self, now: float, is_streaming: bool) -> bool:
-        """True if a trigger fires now; the first fires as soon as frames come."""
+        """True if a trigger fires now; the first fires with the first frames."""
         if self._every_s is None or not is_streaming:
             self.deadline = NEVER
             return False

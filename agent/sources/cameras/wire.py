@@ -1,8 +1,8 @@
-"""Messages between an agent and a camera's process over one socket; frames travel beside them.
+"""Messages between an agent and a camera's process over one socket; frames are passed as file descriptors.
 
-Guarantees: a message or a frame comes whole or not at all. A frame lies in anonymous memory that is sealed before it is
-sent, so that the sender can neither change nor cut it. The agent reads the memory and maps nothing: no fault of the
-other process can end the agent.
+Guarantees: messages and frames arrive whole or not at all. A frame is in anonymous memory, sealed before it is sent, so
+the sender can neither change nor truncate it. The agent reads the memory without mapping it: no fault of the other
+process can end the agent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_MESSAGE_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """To the camera: send one frame that came at ``since`` or later; None: the latest.
+    """To the camera: send one frame that arrived at ``since`` or later; None: the latest.
 
     ``since`` is a time of ``time.monotonic``, which all processes of a box share.
     """
@@ -44,7 +44,7 @@ class Opened:
 class Seen:
     """From the camera: counts of this connection. ``broken``: pictures that could not be decoded.
 
-    ``lag_s``: age of the last frame when it could be handed over.
+    ``lag_s``: age of the last frame when it could be sent.
     """
 
     frames: int
@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """From the camera: the frame for one Take, ``age_s`` old, lag included. Its descriptor comes too."""
+    """From the camera: the frame for one Take, with its descriptor; ``age_s`` old, lag included."""
 
     number: int
     age_s: float
@@ -62,7 +62,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From the camera, as the last message: no frame comes from this connection any more."""
+    """From the camera, as the last message: the connection will deliver no more frames."""
 
     reason: str
     is_final: bool
@@ -75,13 +75,13 @@ KINDS: dict[str, type[Message]] = {
 
 
 def send(to: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-    """Raises OSError once the other end is closed."""
+    """Send a message. Raises OSError once the other end is closed."""
     content = json.dumps({"is": type(message).__name__, **asdict(message)}).encode()
     socket.send_fds(to, [content], descriptors)
 
 
 def receive(of: socket.socket) -> tuple[Message, tuple[int, ...]] | None:
-    """The next message and its descriptors, which the caller closes; None once the other end is closed."""
+    """Next message with its descriptors, which the caller closes; None once the other end is closed."""
     try:
         content, descriptors, _, _ = socket.recv_fds(of, LARGEST_MESSAGE_BYTES, 1)
     except ConnectionResetError:

@@ -1,1 +1,1 @@
-"""A watched folder: which of its files are complete, claimed, read and put away."""
+"""Watched folder: its files are detected as complete, claimed, read and put away."""

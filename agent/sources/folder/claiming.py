@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
+LOOK_AGAIN_S = 0.5  # between two checks of a settled but incomplete file
 EMPTY = "the file is empty"
 TRUNCATED = "truncated: the end of the image is missing"
 LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
@@ -42,7 +42,7 @@ LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
 
 @dataclass(frozen=True, slots=True)
 class ClaimedImage:
-    """A complete image that this agent claimed, and its file."""
+    """Complete image claimed by this agent, and its file."""
 
     subject: Subject
     file: Claimed
@@ -53,7 +53,7 @@ class ClaimCallbacks:
     """Called on the folder's thread; none of them blocks or raises. ``has_room`` is read before each claim."""
 
     claimed: Callable[[ClaimedImage], None]
-    refused: Callable[[Subject, str], None]  # with the reason; without board where neither name nor sidecar gives one
+    refused: Callable[[Subject, str], None]  # with the reason; without board if neither name nor sidecar states one
     has_room: Callable[[], bool]
     wall: Callable[[], datetime]
 
@@ -85,7 +85,7 @@ class Claimer:
 
     @property
     def unoffered(self) -> int:
-        """Files that an earlier run claimed and that wait for room."""
+        """Files claimed by an earlier run that wait for room."""
         return len(self._recovered)
 
     def places(self) -> set[str]:
@@ -99,7 +99,7 @@ class Claimer:
         self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
 
     def claim_due(self, now: float) -> None:
-        """Claim the files that are due, as far as there is room."""
+        """Claim due files, while there is room."""
         self._offer_recovered()
         while (candidate := self._waiting.first_due(now)) is not None:
             if not self._callbacks.has_room():
@@ -122,7 +122,7 @@ class Claimer:
                 name = self._name_of(claimed)
             except FileNotFoundError:
                 self._refuse(claimed, _missing(claimed.relpath))
-            except OSError as error:  # it stays claimed: the next rescan finds it again
+            except OSError as error:  # the file stays claimed: the next rescan finds it
                 reason = error.strerror or str(error)
                 log.error("intake_sidecar_not_read file=%s reason=%s: tried again", printable(claimed.relpath), reason)
             except (ValueError, SidecarUnfinished) as error:
@@ -191,10 +191,10 @@ class Claimer:
             self._offer(claimed, name)
 
     def _claim(self, candidate: WaitingFile) -> Claimed | None:
-        """Claim the file and its sidecar. None if either had changed; then both are back."""
+        """Claim the file and its sidecar. None if either had changed; then both are put back."""
         relpath = candidate.relpath
         claimed = self._inbox.claim(relpath, candidate.sighting)
-        is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done after all
+        is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done
         if is_as_seen and self._inbox.has_sidecars:
             with suppress(FileNotFoundError):
                 claimed = self._inbox.claim_sidecar(claimed)
@@ -236,7 +236,7 @@ class Claimer:
         return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
 
     def _refuse_unclaimed(self, candidate: WaitingFile, reason: str) -> None:
-        """Refuse a file where it lies, and pass it over until it has moved: for good where files are kept."""
+        """Refuse a file in its place, and ignore it until it has moved; forever if files are kept."""
         self._waiting.pass_over(candidate.relpath, candidate.sighting)
         self._refuse(self._unclaimed(candidate), reason)
 
@@ -254,7 +254,7 @@ class Claimer:
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
 
     def _known_name(self, file: Claimed) -> NameFields:
-        """Fields of a refused file's name or sidecar; none where that fails."""
+        """Fields of a refused file's name or sidecar; none if they are invalid."""
         try:
             file.relpath.encode()
             return self._name_of(file)
@@ -262,7 +262,7 @@ class Claimer:
             return {}
 
     def _postpone_claim(self, candidate: WaitingFile, now: float, error: OSError) -> None:
-        """Leave the file in its place: the filesystem refuses the claim (full, read-only, an I/O error)."""
+        """Retry a claim later: the filesystem refuses it (full, read-only, an I/O error)."""
         if error.errno == errno.ENAMETOOLONG:
             self._refuse_unclaimed(candidate, "the name is too long")
             return

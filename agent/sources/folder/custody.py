@@ -1,7 +1,7 @@
-"""Files that were claimed or refused, until they are put away or are back where they came from.
+"""Claimed or refused files, until they are put away or put back.
 
-Guarantees: each file leaves once, however often its verdict comes. A file that the filesystem refuses to move is
-retried with backoff, and logged once. A claimed file that is not here is an earlier run's, or an error left it behind.
+Guarantees: each file leaves once, even with repeated verdicts. A file that the filesystem refuses to move is retried
+with backoff, and logged once. A claimed file missing here is an earlier run's, or was abandoned by an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHELF_OF = {Verdict.OK: DONE, Verdict.NG: NG, Verdict.UNKNOWN: FAILED}
 
 @dataclass(slots=True)
 class _Filing:
-    """A judged file to put away. ``placed``: its new place, while its explanation may be missing."""
+    """Judged file to put away. ``placed``: its new path, while its explanation may be missing."""
 
     file: Claimed
     key: str
@@ -61,7 +61,7 @@ class Custody:
         self.alarm: str | None = None
 
     def settle(self, key: str, verdict: Verdict, reason: str | None) -> None:
-        """The verdict is stored: the file may go."""
+        """Mark a file for filing: its verdict is stored."""
         self._settled.put((key, verdict, reason))
 
     def withdraw(self, key: str) -> None:
@@ -79,7 +79,7 @@ class Custody:
         self._in_flight[key] = file
 
     def work(self, now: float) -> list[Claimed]:
-        """Put away settled files that are due, put withdrawn files back; returns the withdrawn."""
+        """Put away due settled files, put withdrawn files back; returns the withdrawn."""
         self._put_away_due(now)
         return self._put_back_withdrawn()
 
@@ -112,7 +112,7 @@ class Custody:
         return withdrawn
 
     def _put_back(self, file: Claimed) -> bool:
-        """True if the file is back in its place, or gone; otherwise each rescan retries."""
+        """Put a file back. True if it is back in its place, or gone; otherwise each rescan retries."""
         try:
             self._inbox.unclaim(file)
         except FileNotFoundError:
@@ -140,13 +140,13 @@ class Custody:
             self.alarm, self.next_retry, self._failures = None, None, 0
 
     def _try_to_put_away(self, filing: _Filing) -> bool:
-        """False if the filesystem refuses the move, with the alarm."""
+        """Put a file away; False, with an alarm, if the filesystem refuses the move."""
         relpath = printable(filing.file.relpath)
         try:
             self._put_away(filing)
             return True
         except FileNotFoundError:
-            if self._inbox.root.is_dir():  # removed by hand; while the whole folder is gone, it may come back
+            if self._inbox.root.is_dir():  # removed by a user; while the whole folder is gone, it may return
                 log.warning("intake_file_vanished file=%s", relpath)
                 return True
             reason = "the folder is gone"
@@ -160,7 +160,7 @@ class Custody:
     def _put_away(self, filing: _Filing) -> None:
         file, key, verdict = filing.file, filing.key, filing.verdict
         if filing.placed is None and not file.is_ours and self._inbox.sighting(file) != file.sighting:
-            return  # another file has its name by now, and is looked at for itself
+            return  # another file has this name by now, and is handled separately
         if self._after == "delete" and verdict is not Verdict.UNKNOWN:
             self._inbox.delete(file)
             return

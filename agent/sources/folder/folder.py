@@ -1,10 +1,10 @@
-"""A watched folder as a source: each file is offered exactly once, when complete, and put away after its commit.
+"""Watched folder as a source: each file is offered exactly once, when complete, and put away after its commit.
 
-Guarantees: a file is claimed by one rename before it is offered, so that one of several agents gets it. A file that was
-claimed and not settled is offered again under the same key: at the next start, or after an error at the next rescan.
-A full disk or a missing share is retried. A step costs O(log n) a file that it changes; a rescan looks at every file,
-and takes at most a tenth of the time. Only the folder's own threads wait for its disk.
-Structure: `step` does everything, under a clock that is given; the thread around it only waits. Hints wake the thread.
+Guarantees: a file is claimed by one rename before it is offered, so only one of several agents gets it. A file claimed
+but not settled is offered again under the same key: at the next start, or after an error at the next rescan.
+A full disk or a missing share is retried. A step costs O(log n) per changed file; a rescan checks every file, and takes
+at most a tenth of the time. Only the folder's own threads wait for its disk.
+Structure: `step` does all work, with time as a parameter; its thread only waits. Hints wake the thread.
 ``claiming`` decides on waiting files, ``reading`` reads the claimed, ``custody`` puts away.
 """
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, over all folders
 PIXEL_BYTES = 3  # of a decoded frame
-NO_ROOM_S = 0.25  # between two questions whether the agent has room again
-BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
-SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
+NO_ROOM_S = 0.25  # between two checks for room in the agent
+BREATH_S = 0.02  # between two steps, to handle the events of one burst together
+SCAN_SHARE = 10  # scans of a huge folder take at most 1/10 of the time
 
 
 def folder_sources(config: LineConfig, line: Line) -> Sequence[Source]:
@@ -82,7 +82,7 @@ class FolderSource(Source):
         self._section = section
         self._line = line
         self._clock = time.monotonic
-        self._sizes: dict[str, int] = {}  # by key: bytes of images that are offered
+        self._sizes: dict[str, int] = {}  # by key: bytes of offered images
         self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars)
         self._custody = Custody(section, self._inbox, wall)
         self._waiting = WaitingFiles(_rule(section))
@@ -105,7 +105,7 @@ class FolderSource(Source):
         self._was_online = False
         self._ignores_next_scan = section.ignore_existing
         self._next_scan = float("-inf")
-        self._rested_at = float("-inf")  # when a scan is a tenth of the time since it began
+        self._rested_at = float("-inf")  # end of the pause after a scan, by SCAN_SHARE
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,7 +127,7 @@ class FolderSource(Source):
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Claim nothing more, and put away settled files. The others stay claimed for the next start."""
+        """Stop claiming, and put away settled files. Other files stay claimed for the next start."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
@@ -154,13 +154,13 @@ class FolderSource(Source):
 
     @property
     def held(self) -> int:
-        """Files that were claimed or refused and are not put away."""
+        """Claimed or refused files that are not put away yet."""
         return self._custody.held
 
     def holds(self, key: str) -> bool:
-        """True if the file of this key (an image's or a part's) lies in the folder unchanged. Raises OSError.
+        """True if the file of this key (an image's or a part's) is in the folder unchanged. Raises OSError.
 
-        Where files are kept, a file that is not found counts as there while its folder is away, as with a share.
+        If files are kept, a missing file counts as present while its folder is absent, as with a share.
         """
         return self._holds(key) or self._holds(image_key(key))
 
@@ -174,7 +174,7 @@ class FolderSource(Source):
         return self._inbox.key(found.relpath, found.sighting) == key
 
     def _is_here(self) -> bool:
-        """True if the listed folder lies here and is not empty: a bare mount point is."""
+        """True if the listed folder is present and not empty, unlike a bare mount point."""
         try:
             is_listed = self._watch.is_online and self._inbox.inode() == self._waiting.root
             return is_listed and not self._inbox.is_empty()
@@ -184,7 +184,7 @@ class FolderSource(Source):
     def report_hangs(self) -> None:
         self._reader.report_hang()
 
-    # -- one image's way --
+    # -- lifecycle of an image --
 
     def _image_claimed(self, image: ClaimedImage) -> None:
         if self._line.expects(image.subject, self):
@@ -203,14 +203,14 @@ class FolderSource(Source):
         self._line.offer_image(Arrival(subject, content, self._section.max_pixels), self)
 
     def _image_changed(self, image: ClaimedImage) -> None:
-        """The file is not the one that was seen: no verdict will come."""
+        """Withdraw an image whose file was replaced: it gets no verdict."""
         self._custody.withdraw(image.subject.key)
         self._wake.set()
 
     # -- on the folder's thread --
 
     def step(self, now: float) -> float:
-        """Do everything that is due; returns the seconds until the next step."""
+        """Do all due work; returns the seconds until the next step."""
         for file in self._custody.work(now):
             self._waiting.reconsider(file.relpath)
             self._scan_early(now)
@@ -225,7 +225,7 @@ class FolderSource(Source):
         while not self._stopping.is_set():
             try:
                 delay_s = self.step(self._clock())
-            except Exception:  # the boundary of the thread: the next rescan finds the file again
+            except Exception:  # boundary of the thread: the next rescan finds the file again
                 log.exception("intake_step_failed folder=%s", self._section.path)
                 delay_s = self._section.poll_s
             self._wake.wait(delay_s)
@@ -273,7 +273,7 @@ class FolderSource(Source):
                 self._watch.stop(SourceState.OFFLINE)
             listed = list(self._inbox.scan())
             if self._watch.go_online(has_thread=self._thread is not None):
-                listed = list(self._inbox.scan())  # again, for files that came before the events
+                listed = list(self._inbox.scan())  # again, for files that arrived before the events
         except OSError as error:
             self._watch.go_offline(error)
             self._waiting.clear()
@@ -293,7 +293,7 @@ class FolderSource(Source):
         self._next_scan = max(now + self._section.poll_s, self._rested_at)
 
     def _recover(self) -> None:
-        """Offer claimed files of an earlier run, or that an error left behind."""
+        """Offer claimed files of an earlier run, or abandoned by an error."""
         self._custody.put_back_again()
         found = list(self._inbox.recover(self._custody.places() | self._claimer.places()))
         self._claimer.recover(found)

@@ -1,10 +1,10 @@
 """Thread of one folder that reads the bytes of claimed images.
 
-Guarantees: the bytes are those of the file that was seen complete; a file that changed is handed back. A read that the
-filesystem refuses is retried with backoff. A file is unreadable if it is too large, or if every try failed for
-PATIENCE_S while its folder could be read; while the folder cannot be read, its files wait. Bytes that are read and not
-released stay within the budget, but for the last image. A filesystem that hangs delays its own folder alone.
-Structure: `step` does everything, under a clock that is given; the thread around it only waits.
+Guarantees: the bytes are those of the file seen complete; a changed file is put back. A read that the filesystem
+refuses is retried with backoff. A file is unreadable if it is too large, or if every try failed for
+PATIENCE_S while its folder could be read; while the folder cannot be read, its files wait. Bytes read and not
+released exceed the budget by at most one image. A hanging filesystem delays only its own folder.
+Structure: `step` does all work, with time as a parameter; its thread only waits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(0.25, 15.0)
-PATIENCE_S = 60.0  # longer than a share is usually away, shorter than a board waits
+PATIENCE_S = 60.0  # longer than the usual absence of a share, shorter than a board waits
 IDLE_S = 60.0  # between two steps when nothing is due
 LARGE_BYTES = 64 * 1024 * 1024
 STUCK_S = 30.0  # a longer read is logged: the filesystem hangs
@@ -49,7 +49,7 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class ReaderCallbacks:
     """Called on the reader's thread. Each image ends with one call of ``read``, ``changed`` or ``unreadable``.
 
-    ``changed``: another file lies there than the one that was seen. ``unreadable``: why the file can never be judged.
+    ``changed``: the file was replaced since its sighting. ``unreadable``: why the file can never be judged.
     ``is_sound``: True while the folder itself can be read. ``during_large`` is entered for files of more than
     LARGE_BYTES, which may end a process with little memory.
     """
@@ -63,7 +63,7 @@ class ReaderCallbacks:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Try:
-    """An arrival's next try. ``number`` keeps the order in which they came."""
+    """Next try of an arrival. ``number``: order of arrival."""
 
     at: float
     number: int
@@ -73,11 +73,11 @@ class _Try:
 
 
 def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
-    """The file's bytes. Raises FileChanged, ImageTooLarge, or OSError for what may pass."""
+    """Bytes of the file. Raises FileChanged, ImageTooLarge, or OSError for transient errors."""
     try:
         descriptor = os.open(image.file.path, READ_FLAGS)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, or a socket, stands in its place
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # replaced by a link or a socket
             raise FileChanged(image.file.relpath) from error
         raise
     with open(descriptor, "rb") as file:
@@ -90,14 +90,14 @@ def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
                 printable(image.file.relpath),
                 f"{before.st_size} bytes are more than any image of {max_pixels} pixels has",
             )
-        content = file.read(before.st_size + 1)  # one byte more, so that growth is noticed
+        content = file.read(before.st_size + 1)  # one byte more, to detect growth
         if len(content) != before.st_size or _stamp(os.fstat(descriptor)) != _stamp(before):
             raise FileChanged(image.file.relpath)
     return content
 
 
 class ImageReader:
-    """``held_bytes``: read and not released; ``alarm``: the error with which the filesystem refused the last try."""
+    """``held_bytes``: read and not released; ``alarm``: error of the filesystem at the last try."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class ImageReader:
         self._tries: list[_Try] = []  # a heap
         self._numbers = count()
         self.alarm: str | None = None
-        self._logged: set[str] = set()  # reasons that were logged since a file was last read
+        self._logged: set[str] = set()  # reasons logged since the last successful read
         self.held_bytes = 0
-        self._guard = threading.Lock()  # over the line above
+        self._guard = threading.Lock()  # guards the field above
         self._reading_since: float | None = None
         self._reported_since: float | None = None
         self._wake = threading.Event()
@@ -128,14 +128,14 @@ class ImageReader:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Read nothing more. A read that hangs is left to the end of the process."""
+        """Stop reading. A hanging read ends with the process."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def read_image(self, image: ClaimedImage) -> None:
-        """Queue the image. Any thread; returns at once."""
+        """Queue the image. For any thread; returns at once."""
         self._came.put(image)
         self._wake.set()
 
@@ -152,7 +152,7 @@ class ImageReader:
         return len(self._tries) + self._came.qsize()
 
     def report_hang(self) -> None:
-        """Log once of each read that it takes longer than STUCK_S. For a thread other than the reader's."""
+        """Log each read that takes longer than STUCK_S, once. For another thread than the reader's."""
         since = self._reading_since
         if since is not None and since != self._reported_since and time.monotonic() - since > STUCK_S:
             self._reported_since = since
@@ -162,7 +162,7 @@ class ImageReader:
             )  # fmt: skip
 
     def step(self, now: float) -> float:
-        """Read the images that are due and have room; returns the seconds until the next step."""
+        """Read due images while there is room; returns the seconds until the next step."""
         while not self._came.empty():
             heapq.heappush(self._tries, _Try(now, next(self._numbers), self._came.get()))
         while self._tries and self._tries[0].at <= now and self._has_room() and not self._stopping.is_set():
@@ -175,7 +175,7 @@ class ImageReader:
         while not self._stopping.is_set():
             try:
                 delay_s = self.step(time.monotonic())
-            except Exception:  # the boundary of the thread: a callback failed, the next file is read
+            except Exception:  # boundary of the thread: after a failed callback the next file is read
                 log.exception("intake_reader_step_failed folder=%s", self._folder)
                 delay_s = BACKOFF.first_s
             self._wake.wait(delay_s)
@@ -200,7 +200,7 @@ class ImageReader:
                 self._callbacks.changed(image)
             else:
                 self._failed(due, now, error)
-        except Exception as error:  # the boundary of the thread: this file waits, other files go on
+        except Exception as error:  # boundary of the thread: this file waits, others are read
             log.exception("intake_read_broke file=%s", printable(image.file.relpath))
             self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         else:
@@ -214,7 +214,7 @@ class ImageReader:
             self._reading_since = None
 
     def _failed(self, due: _Try, now: float, error: OSError) -> None:
-        """Retry later; give the file up if it alone has failed for PATIENCE_S."""
+        """Retry later; give the file up if only this file has failed for PATIENCE_S."""
         reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
         is_sound = self._callbacks.is_sound(due.image)
         since = now if due.failing_since is None or not is_sound else due.failing_since
@@ -232,7 +232,7 @@ class ImageReader:
 
 
 def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
-    """After our own rename the inode may differ: some filesystems make inodes up."""
+    """True if the file is the one seen. After our rename the inode may differ: some filesystems invent inodes."""
     found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), file.sighting
     if file.is_ours:
         return (found.size_bytes, found.mtime_ns) == (seen.size_bytes, seen.mtime_ns)

@@ -1,6 +1,6 @@
-"""Ledger of a folder's files that wait to be taken, and of files that stay there and were dealt with.
+"""Ledger of a folder's files that wait to be claimed, and of handled files that stay there.
 
-Guarantees: a call costs O(log n) a file that it changes, amortised. Only `see_all` looks at every file.
+Guarantees: a call costs O(log n) per changed file, amortised. Only `see_all` visits every file.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from agent.sources.folder.files.inbox import Found
 
-ROOTS_KEPT = 4  # an empty mount point, the share, and folders that are replaced now and then
-SLACK = 64  # arbitrary: so many entries that are out of date are not worth a cleaning
+ROOTS_KEPT = 4  # an empty mount point, the share, and occasional replacements
+SLACK = 64  # arbitrary: up to so many outdated entries are not worth a cleaning
 
 
 class Ranking:
     """Names by rank, the lowest first, equal ranks by name. Every call is O(log n), amortised.
 
-    A heap in which a new rank is a new entry: the old one stays until it comes first, or until such ones outnumber
-    those that count.
+    A heap in which a new rank is a new entry: an outdated entry stays until it is first, or until outdated entries
+    outnumber the valid ones.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Ranking:
         return self._entries[0][0] if self._ranks else None
 
     def put(self, name: str, rank: float | None) -> None:
-        """Rank this name, anew if it is ranked; None drops it."""
+        """Set the rank of a name; None drops it."""
         if rank is None:
             self.drop(name)
         elif self._ranks.get(name) != rank:
@@ -52,7 +52,7 @@ class Ranking:
             self._clean()
 
     def first(self, limit: float = float("inf")) -> str | None:
-        """The name that comes first, if its rank is at most ``limit``."""
+        """First name, if its rank is at most ``limit``."""
         return self._entries[0][1] if self._ranks and self._entries[0][0] <= limit else None
 
     def clear(self) -> None:
@@ -69,18 +69,18 @@ class Ranking:
 
 
 class WaitingFiles:
-    """Candidates by path. A file that was passed over is a candidate again once it changes."""
+    """Candidates by path. An ignored file is a candidate again once it changes."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._candidates: dict[str, WaitingFile] = {}
         self._passed: dict[str, Sighting] = {}
-        self._passed_in: dict[int, dict[str, Sighting]] = {}  # the same, by the inode of an earlier folder
+        self._passed_in: dict[int, dict[str, Sighting]] = {}  # ignored files, by the inode of an earlier folder
         self.root: int | None = None
-        self._settling = Ranking()  # by when they will have settled
-        self._settled = Ranking()  # by when they were written
-        self._aging = Ranking()  # by when they will be stale
-        self._by_sidecar: dict[str, set[str]] = {}  # the files that a sidecar may belong to
+        self._settling = Ranking()  # by time of settling
+        self._settled = Ranking()  # by time of writing
+        self._aging = Ranking()  # by time of becoming stale
+        self._by_sidecar: dict[str, set[str]] = {}  # files that a sidecar may belong to
         self.stale: set[str] = set()  # incomplete for long
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class WaitingFiles:
         return self._candidates[relpath]
 
     def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
-        """Note one file as just looked at, with the evidence of an event."""
+        """Record a sighting of one file, with the evidence of an event."""
         if self._passed.get(found.relpath) == found.sighting:
             return
         self._passed.pop(found.relpath, None)
@@ -107,7 +107,7 @@ class WaitingFiles:
         self._put(candidate.shown(Evidence.MARKED if is_marked else evidence))
 
     def see_all(self, found: Iterable[Found], now: float) -> None:
-        """Note all files of the folder as just listed; the others are gone."""
+        """Record a listing of all files of the folder; files missing in it are gone."""
         listed = {one.relpath: one for one in found}
         for one in listed.values():
             self.see(one, now)
@@ -116,9 +116,9 @@ class WaitingFiles:
         self._passed = {relpath: sighting for relpath, sighting in self._passed.items() if relpath in listed}
 
     def turn_to(self, root: int) -> bool:
-        """Turn to the folder with this inode; True if it was another one before.
+        """Switch to the folder with this inode; True if another folder was here before.
 
-        Files of the other folder wait no more. Its passed-over files are known again when it is back, as a share.
+        Drops the other folder's candidates. Its ignored files are restored when that folder returns, as with a share.
         """
         if root == self.root:
             return False
@@ -133,12 +133,12 @@ class WaitingFiles:
         return True
 
     def pass_over(self, relpath: str, sighting: Sighting) -> None:
-        """Ignore the file, which was dealt with and stays where it is, until it changes."""
+        """Ignore a handled file, which stays in its place, until it changes."""
         self.forget(relpath)
         self._passed[relpath] = sighting
 
     def reconsider(self, relpath: str) -> None:
-        """The file is a candidate again when it is seen next."""
+        """Make the file a candidate again at its next sighting."""
         self._passed.pop(relpath, None)
 
     def forget(self, relpath: str) -> None:
@@ -154,7 +154,7 @@ class WaitingFiles:
         self.stale.discard(relpath)
 
     def clear(self) -> None:
-        """Drop all candidates of a folder that is gone; files passed over stay so when the folder comes back."""
+        """Drop all candidates of a missing folder; ignored files stay ignored when the folder returns."""
         self._candidates.clear()
         self._by_sidecar.clear()
         for ranking in (self._settling, self._settled, self._aging):
@@ -165,7 +165,7 @@ class WaitingFiles:
         return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
     def first_due(self, now: float) -> WaitingFile | None:
-        """The oldest settled file; due until it is dealt with."""
+        """Oldest settled file; due until it is handled."""
         while (relpath := self._settling.first(now)) is not None:
             self._settling.drop(relpath)
             self._settled.put(relpath, self._candidates[relpath].sighting.mtime_ns)
@@ -174,21 +174,21 @@ class WaitingFiles:
 
     @property
     def next_due(self) -> float | None:
-        """Time at which the next file will have settled, -inf if one has; None if none will without a further sign."""
+        """Time at which the next file settles, -inf if one has; None if all need a further sign."""
         return float("-inf") if self._settled else self._settling.first_rank
 
     def postpone(self, relpath: str, until: float) -> None:
-        """Do not look into this file before then; nothing happens if it is gone."""
+        """Do not check this file before the given time; ignored for a missing file."""
         if relpath in self._candidates:
             self._put(self._candidates[relpath].postponed(until))
 
     def end_turn(self, candidate: WaitingFile, until: float) -> None:
-        """Postpone a due file that is still undecided, so that other files are not blocked."""
+        """Postpone an undecided due file, so that it does not block others."""
         if self._candidates.get(candidate.relpath) is candidate:
             self.postpone(candidate.relpath, until)
 
     def find_stale(self, now: float) -> tuple[str, ...]:
-        """The files that have become stale since the last call, sorted."""
+        """Files that have become stale since the last call, sorted."""
         news = []
         while (relpath := self._aging.first(now)) is not None:
             self._aging.drop(relpath)

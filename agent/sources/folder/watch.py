@@ -1,8 +1,8 @@
 """State of a watched folder, and hints from the kernel: a file was closed, renamed in or created.
 
-Hints make the intake quick, never correct: events are lost when the queue overflows, in new folders, and on every
-network share. A rescan finds the files that they miss. Changes in the agent's own folders give no hint.
-Guarantees: hints are of the folder that lies there now; each change of state is logged once.
+Hints only make the intake faster: events are lost when the queue overflows, in new folders, and on every network
+share. A rescan finds the missed files. Changes in the agent's own folders give no hint.
+Guarantees: hints belong to the current folder at the path; each change of state is logged once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SourceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Something happened to this file; to a folder where ``relpath`` is None."""
+    """Event on a file; on a folder if ``relpath`` is None."""
 
     relpath: str | None
     evidence: Evidence = Evidence.NONE
@@ -75,7 +75,7 @@ class FolderWatch:
         return self._observer is None
 
     def go_online(self, *, has_thread: bool) -> bool:
-        """Watch a folder that can be read (again); False if it is watched already.
+        """Watch a folder that is readable (again); False if already watched.
 
         ``has_thread``: a thread waits for hints; otherwise the folder is polled.
         """
@@ -88,7 +88,7 @@ class FolderWatch:
         return True
 
     def check_mount(self) -> None:
-        """Raises OSError where a share was mounted and nothing is now: its bare mount point is not the folder."""
+        """Raises OSError if a share was mounted and no longer is: its bare mount point is not the folder."""
         is_mounted = self._path.is_mount()
         if self._was_mounted and not is_mounted:
             raise OSError(errno.ENODEV, "nothing is mounted there any more")
@@ -100,7 +100,7 @@ class FolderWatch:
         self.stop(SourceState.OFFLINE)
 
     def stop(self, state: SourceState) -> None:
-        """Stop the hints: another folder may lie in this place from now on."""
+        """Stop the hints: another folder may be at this path from now on."""
         self.state = state
         observer, self._observer = self._observer, None
         if observer is not None:

@@ -1,1 +1,1 @@
-"""Readers of pictures: one contract, and a file for each kind of camera."""
+"""Readers of pictures: one contract, and one module for each kind of camera."""

@@ -1,7 +1,7 @@
-"""A video read by PyAV, each frame with the time at which it came.
+"""Video read by PyAV, each frame with its arrival time.
 
-Guarantees: broken frames and cut JPEG files are dropped. A camera's JPEG is handed on as it was sent, never encoded
-again. One thread decodes: with n threads FFmpeg hands each frame out n frames late.
+Guarantees: broken frames and cut JPEG files are dropped. A camera's JPEG is passed on unchanged, never encoded again.
+One thread decodes: with n threads FFmpeg returns each frame n frames late.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from agent.sources.cameras.pictures.source import Picture
 
-COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg numbers their frames instead
-PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end where the next one begins
+COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg numbers the frames instead
+PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end at the start of the next packet
 JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
 
 
@@ -52,11 +52,11 @@ class Capture:
 
     @property
     def frames_per_s(self) -> float:
-        """Rate that the video gives; 0 without one."""
+        """Rate stated by the video; 0 without one."""
         return float(self._stream.average_rate or self._stream.guessed_rate or 0)
 
     def read(self, deadline: float) -> Snapshot | None:
-        """The next whole picture; None if none came by the deadline. Raises EOFError at the end."""
+        """Next whole picture; None if none arrived by the deadline. Raises EOFError at the end."""
         while not self._snapshots:
             self._clock.ask()
             try:

@@ -1,6 +1,6 @@
-"""A video file played like a camera: at its own rate or a given one, once or in a loop.
+"""Video file played like a camera: at the file's rate or a given one, once or in a loop.
 
-Guarantees: no frame is skipped and none comes early.
+Guarantees: no frame is skipped or early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection
 
 DEFAULT_FRAMES_PER_S = 25.0  # of a clip without a rate
-FASTEST_FRAMES_PER_S = 1000.0  # a higher rate of a clip is not believed
+FASTEST_FRAMES_PER_S = 1000.0  # a clip's higher rate is ignored
 
 
 class ClipSource:

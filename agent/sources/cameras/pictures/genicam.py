@@ -2,7 +2,7 @@
 
 Producers are found in the folders, or files, of GENICAM_GENTL64_PATH. Settings, such as pixel format and trigger, are
 made with the maker's tool and stored in the camera; this module changes none.
-Guarantees: a picture is copied before its buffer goes back. A buffered picture counts as having come when the buffers
+Guarantees: a picture is copied before its buffer is returned. A buffered picture gets the time at which the buffers
 were last seen empty.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXTRA = "GenICam cameras need harvesters - install it with: pip install 'coserve[genicam]'"
 NO_PRODUCER = "no GenTL producer (.cti) is there - install the camera maker's, which sets GENICAM_GENTL64_PATH"
-SHORTEST_S = 0.01  # harvesters reads a timeout of 0 as none
+SHORTEST_S = 0.01  # harvesters takes a timeout of 0 as no timeout
 GREY_BITS = {"Mono8": 8, "Mono10": 10, "Mono12": 12, "Mono14": 14, "Mono16": 16}
 TO_BGR = {
     "BGR8": None,
@@ -109,7 +109,7 @@ class GenicamSource:
 
 
 def producers_in(places: list[str]) -> list[Path]:
-    """The GenTL producers in these folders, or the files themselves; each once."""
+    """GenTL producers in these folders, or given as files; each once."""
     found: dict[Path, None] = {}
     for place in places:
         path = Path(place)
@@ -118,7 +118,7 @@ def producers_in(places: list[str]) -> list[Path]:
 
 
 def _picture(components: list[Any]) -> Picture | None:
-    """None for an empty buffer, as after a lost packet."""
+    """Picture in a buffer; None for an empty buffer, as after a lost packet."""
     if not components or components[0].data is None or not components[0].data.size:
         return None
     one = components[0]
@@ -127,7 +127,7 @@ def _picture(components: list[Any]) -> Picture | None:
 
 
 def pixels_of(rows: NDArray[Any], data_format: str, width: int) -> Picture:
-    """A copy of a buffer's rows as pixels. Raises CameraFailed for an unknown format."""
+    """Copy of a buffer's rows as pixels. Raises CameraFailed for an unknown format."""
     if data_format in GREY_BITS:
         bits = GREY_BITS[data_format]
         return rows.astype(np.uint8) if bits == 8 else (rows.astype(np.uint16) << (16 - bits)).astype(np.uint16)

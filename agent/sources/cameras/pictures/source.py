@@ -1,7 +1,7 @@
 """Contract of picture sources. Imports nothing heavy.
 
-A source is opened once, read by one thread, and closed once. A library's call may block beyond its deadline, even for
-ever: the process can be killed.
+A source is opened once, read by one thread, and closed once. A library's call may block beyond its deadline, even
+forever, as the process can be killed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Pixels (height, width) or (height, width, 3) in the order BGR, uint8 or uint16; a frame as FFmpeg decoded it, which
-# becomes pixels when it is wanted; or one whole JPEG file as it was sent.
+# is converted to pixels on demand; or one whole JPEG file, unchanged.
 Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame | bytes"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A picture, and when it came by ``time.monotonic``, lag subtracted."""
+    """Picture with its arrival time by ``time.monotonic``, lag subtracted."""
 
     picture: Picture
     came_at: float
@@ -56,16 +56,16 @@ class CameraConnection:
 
 
 class PictureSource(Protocol):
-    """Deadlines are of ``time.monotonic``."""
+    """Reader of one camera. Deadlines are times of ``time.monotonic``."""
 
     def open(self, deadline: float) -> None:
         """Connect. Raises CameraFailed with the reason."""
 
     def read(self, deadline: float) -> Snapshot | None:
-        """The next picture; None if none came by the deadline, or a broken one.
+        """Next picture; None if none arrived by the deadline, or a broken one.
 
-        Raises CameraFailed when this connection will give no more.
+        Raises CameraFailed if the connection will deliver no more.
         """
 
     def close(self) -> None:
-        """Let the camera go; does nothing if it is not open."""
+        """Release the camera; idempotent."""

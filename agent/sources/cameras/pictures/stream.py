@@ -1,8 +1,8 @@
 """Network cameras (RTSP, motion JPEG over HTTP) and cameras of this box (Video4Linux), read by FFmpeg.
 
-Guarantees: each picture has the time at which it came, however long it lay in a buffer; pictures without such a time,
-as those of the opening, are skipped. Only the url's protocol is spoken, and a camera with TLS must show a certificate
-for its name. The login is given to FFmpeg alone, inside this process.
+Guarantees: each picture has its arrival time, even after long buffering; pictures without a known time, as the first
+ones, are skipped. Only the url's protocol is allowed, and a camera with TLS must present a certificate for its name.
+The login is passed only to FFmpeg, inside this process.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _with_login(connection: CameraConnection) -> str:
 
 
 def _why_not(connection: CameraConnection, error: FFmpegError) -> str:
-    """The reason in words, without the url, which may hold a login."""
+    """Reason as text, without the url, which may contain a login."""
     said = error.strerror or str(error)
     said = f"{said[:1].lower()}{said[1:]}"
     parts = urlsplit(connection.url)

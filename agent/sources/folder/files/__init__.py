@@ -1,1 +1,1 @@
-"""A file in an inbox: its name, its sidecar, whether it is complete, its way through the folders."""
+"""Files of an inbox: names, sidecars, completeness, moves between folders."""

@@ -1,11 +1,11 @@
-"""The watched folder: its files, and the renames that claim a file and put it away. No decision, no thread.
+"""Watched folder: its files, and the renames that claim a file and put it away. No decisions, no thread.
 
 Layout below the watched folder, all on its filesystem so that every step is one rename:
     .work/OWNER/[SUB/]INODE-SIZE-MTIME~NAME   claimed; the prefix keeps the identity even where inodes change
     .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; the name is too long for the prefix
     .work/OWNER/[SUB/].INODE-SIZE-MTIME~.json the sidecar of the claimed image with this identity
     done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged, with the sidecar beside its image
-    failed/...  failed/NAME.error.json        could not be judged, and why
+    failed/...  failed/NAME.error.json        could not be judged, with the reason
 Guarantees: nothing is overwritten, and one of two agents that claim a file succeeds. No link below the watched folder
 is followed when a file is moved or written. A folder of claims is removed with its last claim. A file of any name can
 be claimed, put away and explained: a name that would become too long is cut, and a digest keeps it unique.
@@ -49,7 +49,7 @@ CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<
 NAME_BYTES = 255  # some filesystems take only shorter names
 LONGEST_SUFFIX = 16  # a longer one is no format
 MAKE_ATTEMPTS = 10
-# gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
+# gone meanwhile, no permission, or a path that is too long
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
@@ -67,9 +67,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A file that this agent deals with: where it lay, what it was, where it lies.
+    """File held by this agent: original path, identity, current path.
 
-    ``is_ours``: claimed by a rename; otherwise its owner may replace it at any time. ``sidecar``: what lay beside it.
+    ``is_ours``: claimed by a rename; otherwise its owner may replace it at any time. ``sidecar``: seen beside it.
     """
 
     relpath: str
@@ -99,7 +99,7 @@ class Inbox:
         return relpath if source == self._source and at else None
 
     def is_sound(self, *, is_claimed: bool) -> bool:
-        """True if the folder can be listed; ``is_claimed``: its claims too, which an empty mount point lacks."""
+        """True if the folder can be listed; ``is_claimed``: also its claims, which an empty mount point lacks."""
         try:
             with os.scandir(self.work if is_claimed else self.root):
                 return True
@@ -107,13 +107,13 @@ class Inbox:
             return False
 
     def scan(self) -> Iterator[Found]:
-        """Everything below the folder that could be an image, or must be refused. Follows no link."""
+        """List all files below the folder that could be images, or must be refused. Follows no link."""
         folders = [(self.root, "")]  # a stack: folders may be nested deeper than calls
         while folders:
             yield from self._listed(*folders.pop(), folders)
 
     def inode(self) -> int:
-        """Inode of the folder: it changes when a share is mounted or unmounted there, or the folder is made anew."""
+        """Inode of the folder: it changes when a share is mounted or unmounted there, or the folder is recreated."""
         return self.root.stat().st_ino
 
     def is_empty(self) -> bool:
@@ -156,7 +156,7 @@ class Inbox:
         return Claimed(relpath, sighting, target)
 
     def claim_sidecar(self, claimed: Claimed) -> Claimed:
-        """Claim the sidecar of a claimed file, unless that was done. Raises FileNotFoundError if there is none."""
+        """Claim the sidecar of a claimed file, unless already claimed. Raises FileNotFoundError if there is none."""
         place = self.sidecar(claimed)
         if (seen := _seen(place)) is None:
             self._move(self.root / sidecar_of(claimed.relpath), place)
@@ -164,7 +164,7 @@ class Inbox:
         return replace(claimed, sidecar=seen)
 
     def sidecar(self, file: Claimed) -> Path:
-        """Place of the file's sidecar: beside the file, or with its claim."""
+        """Path of the file's sidecar: beside the file, or with its claim."""
         if not file.is_ours:
             return self.root / sidecar_of(file.relpath)
         folder = self.work / file.relpath.rpartition("/")[0]
@@ -206,13 +206,13 @@ class Inbox:
 
     def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
         """Move a file and its sidecar to a shelf (`done/2026-05-01`), under a free name; returns its place."""
-        file.path.lstat()  # if the file is gone with its share, no shelf is made in the share's place
+        file.path.lstat()  # if the file is gone with its share, create no shelf on the mount point
         target = self.root / shelf / file.relpath
         self._make(target.parent)
         return self._place(file, target, identity)
 
     def delete(self, claimed: Claimed) -> None:
-        """Remove the file and its sidecar for good; nothing happens if they are gone."""
+        """Delete the file and its sidecar, if present."""
         if self._is_with_its_sidecar(claimed):
             self.sidecar(claimed).unlink(missing_ok=True)
         claimed.path.unlink(missing_ok=True)
@@ -231,14 +231,14 @@ class Inbox:
             file.write(f"{json.dumps(explanation, indent=2, ensure_ascii=False)}\n".encode())
 
     def _make(self, folder: Path) -> None:
-        """Make a folder below the watched one, but never that one: nothing takes the place of a share that is gone."""
+        """Create a folder below the watched one, never that one: it may be the mount point of a missing share."""
         if not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.root))
         for attempt in range(MAKE_ATTEMPTS):
             try:
                 with open_folder(folder, self.root, makes=True):
                     return
-            except FileNotFoundError:  # another agent removed the empty `.work` in between
+            except FileNotFoundError:  # another agent removed the empty `.work` meanwhile
                 if attempt + 1 == MAKE_ATTEMPTS:
                     raise
 
@@ -259,7 +259,7 @@ class Inbox:
         return place
 
     def _place_without_overwriting(self, source: Path, target: Path, identity: str) -> Path:
-        """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
+        """Rename ``source``; if the name is taken, to `NAME~IDENTITY.SUFFIX`. Idempotent after a crash."""
         with self._folders(source, target) as (out_of, into):
             for name in (target.name, _other_name(target, identity, self._name_limit)):
                 if _is_placed(source.name, name, out_of, into):
@@ -267,9 +267,9 @@ class Inbox:
         raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
 
     def _place_sidecar(self, file: Claimed, target: Path, identity: str) -> Path:
-        """Move the sidecar, before its file, to where both names are free; returns where the file is to go.
+        """Move the sidecar, before its file, to a free pair of names; returns the path for the file.
 
-        After a crash between the two moves, the sidecar's name shows whether the first choice was taken.
+        After a crash between the two moves, the sidecar's name shows if the first choice was taken.
         """
         names = [target, target.with_name(_other_name(target, identity, self._name_limit))]
         beside = [name.with_name(fitted(name.stem, SIDECAR_SUFFIX, self._name_limit)) for name in names]
@@ -281,14 +281,14 @@ class Inbox:
         return names[is_other]
 
     def _is_with_its_sidecar(self, file: Claimed) -> bool:
-        """True if the sidecar that was seen with this file still lies there."""
+        """True if the sidecar seen with this file is still there."""
         if file.sidecar is None:
             return False
         seen = _seen(self.sidecar(file))
         return seen is not None if file.is_ours else seen == file.sidecar
 
     def _tidy(self, folder: Path) -> None:
-        """Remove an empty folder of claims, and empty folders above it; this owner's own stays until `leave`."""
+        """Remove an empty folder of claims, and empty folders above it; this owner's folder stays until `leave`."""
         with suppress(OSError):
             while self.work in folder.parents:
                 folder.rmdir()
@@ -353,7 +353,7 @@ def is_ignored(relpath: str) -> bool:
 
 
 def lease_of(descriptor: int) -> Lease:
-    """Lease of a file that is open for reading here. Disturbs no other reader.
+    """Lease of a file opened here for reading. Disturbs no other reader.
 
     The kernel signals the holder of a broken lease: the default SIGIO would end the process, SIGURG is ignored.
     """
@@ -369,7 +369,7 @@ def lease_of(descriptor: int) -> Lease:
 
 
 def fitted(name: str, ending: str, limit_bytes: int) -> str:
-    """``name`` with ``ending``; a name that is too long is cut, and gets its digest."""
+    """``name`` with ``ending``; a too long name is cut, and gets its digest."""
     if len(os.fsencode(name + ending)) <= limit_bytes:
         return name + ending
     ending = f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{ending}"
@@ -379,7 +379,7 @@ def fitted(name: str, ending: str, limit_bytes: int) -> str:
 
 
 def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
-    """Rename a file of one open folder into another; False where the name is taken by another file."""
+    """Rename a file of one open folder into another; False if another file has the name."""
     try:
         os.link(source, name, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
     except FileExistsError:
@@ -399,7 +399,7 @@ def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text with bytes that are not UTF-8 written as escapes: for logs, JSON and people."""
+    """Text with bytes outside UTF-8 escaped, for logs, JSON and people."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -421,7 +421,7 @@ def _sighting(status: os.stat_result) -> Sighting:
 
 
 def _seen(path: Path) -> Sighting | None:
-    """Sighting of a path; None if nothing lies there, or the name is too long."""
+    """Sighting of a path; None if there is no file, or the name is too long."""
     try:
         return _sighting(path.lstat())
     except OSError as error:

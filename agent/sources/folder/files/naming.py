@@ -1,4 +1,4 @@
-"""Reads board, component and ref of an image from its name or its sidecar. Nothing is guessed."""
+"""Reads board, component and ref of an image from its name or its sidecar, without guessing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NameFields(TypedDict, total=False):
-    """Fields of Subject that a name or a sidecar gives; ``board``: the serial."""
+    """Fields of Subject from a name or a sidecar; ``board``: the serial."""
 
     board: str | None
     component: str | None

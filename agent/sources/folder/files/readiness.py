@@ -1,8 +1,8 @@
-"""Decides when a file is complete, by what was seen of it.
+"""Decides by observations when a file is complete.
 
-No single sign can be trusted: an event may be lost, a close may come before the bytes, a size may be preallocated. A
+No single sign can be trusted: an event may be lost, a close may precede the bytes, a size may be preallocated. A
 complete file has all signs. Its writer is done: renamed in, marked, closed, or a longer wait. No process has the file
-open for writing. The file is unchanged for the settling time. Its bytes end as the format says.
+open for writing. The file is unchanged for the settling time. Its bytes end as the format requires.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from enum import IntEnum, StrEnum
 
 from experts.images import Completeness
 
-CLOSED_SETTLE_S = 0.2  # after a close that was seen
-UNSEEN_SETTLE_S = 2.0  # without a close that was seen
+CLOSED_SETTLE_S = 0.2  # after an observed close
+UNSEEN_SETTLE_S = 2.0  # without an observed close
 ZERO_TAIL_SETTLE_S = 10.0  # zeros at the end: black pixels of a bitmap, or preallocated
 
 
 class Evidence(IntEnum):
-    """The strongest sign that the writer is done with the file."""
+    """Strongest sign that the writer is done with the file."""
 
     NONE = 0
     CLOSED = 1
@@ -44,7 +44,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Identity of a file's content without reading it; renaming keeps all three."""
+    """Identity of a file's content without reading it; a rename keeps all three fields."""
 
     inode: int
     size_bytes: int
@@ -53,9 +53,9 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class WaitingFile:
-    """A file that waits to be taken. Times are monotonic, in seconds.
+    """File that waits to be claimed. Times are monotonic, in seconds.
 
-    ``sidecar``: None while none lies beside the file, and in folders without sidecars.
+    ``sidecar``: None without a sidecar file, and in folders without sidecars.
     """
 
     relpath: str
@@ -67,13 +67,13 @@ class WaitingFile:
     sidecar_since: float = float("-inf")
 
     def seen(self, sighting: Sighting, now: float) -> WaitingFile:
-        """After another look: a change restarts the wait and voids the evidence."""
+        """Copy after another sighting: a change restarts the wait and voids the evidence."""
         if sighting == self.sighting:
             return self
         return WaitingFile(self.relpath, sighting, unchanged_since=now)
 
     def beside(self, sidecar: Sighting | None, now: float) -> WaitingFile:
-        """With this sidecar; a change lets the file be looked into at once."""
+        """Copy with this sidecar; a change permits a check of the file at once."""
         if sidecar == self.sidecar:
             return self
         return replace(self, sidecar=sidecar, sidecar_since=now, not_before=float("-inf"))
@@ -87,7 +87,7 @@ class WaitingFile:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Signs by which one folder's files count as complete; ``mode`` as configured.
+    """Signs required of one folder's complete files; ``mode`` as configured.
 
     ``needs_sidecar``: a file without a sidecar is due only after ``stale_after_s``, to be refused. A sidecar is no sign
     that the image is complete, except in the mode marker.
@@ -110,7 +110,7 @@ class Rule:
         return self.unseen_settle_s
 
     def due_at(self, candidate: WaitingFile) -> float | None:
-        """Time at which the file will have settled; None while a sign is missing."""
+        """Time at which the file has settled; None while a sign is missing."""
         if self.lacks_sidecar(candidate):
             missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
             return max(missing_at, candidate.not_before)
@@ -133,7 +133,7 @@ class Rule:
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 
     def is_truncated(self, candidate: WaitingFile, now: float, probe: Probe) -> bool:
-        """True if the file's end is missing and will not come: the writer is done, or wrote nothing for long."""
+        """True if the file's end is missing for good: the writer is done, or has long been inactive."""
         if probe.lease is Lease.HELD or probe.completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
         return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
@@ -145,6 +145,6 @@ class Rule:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
     def stale_at(self, candidate: WaitingFile) -> float | None:
-        """Time at which the file will have been incomplete for ``stale_after_s``; None before the first look."""
+        """Time after which the file has been incomplete for ``stale_after_s``; None before the first check."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
         return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

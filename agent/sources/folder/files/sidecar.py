@@ -1,7 +1,7 @@
 """Reads sidecars: `STEM.json` beside `STEM.png` gives the image's board, component, ref and type.
 
 Guarantees: an unfinished sidecar is distinguished from a wrong one: a JSON object ends with its brace.
-Nothing is guessed: an unknown key, a repeated key, a value that is not printable text or a link refuses the image.
+An unknown key, a repeated key, a value that is not printable text, or a link refuses the image.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
-    except ValueError as error:  # a UnicodeDecodeError too: the last character may be missing
+    except ValueError as error:  # includes UnicodeDecodeError: the last character may be missing
         raise SidecarUnfinished(name, str(error)) from error
     if not isinstance(said, dict):
         raise ValueError('is not {"board": ..., ...}')
@@ -70,7 +70,7 @@ def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
 
 
 class _KeyTwice(Exception):
-    """A key stands twice: which value holds is unknown."""
+    """A key is repeated, so its value is ambiguous."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
