@@ -179,11 +179,13 @@ def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(line):
     line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
     with line.served() as service:
         with line.full_disk():
-            for _ in range(5):
-                service.desk.order(part(), Caller()).cancel()
+            callers = [Caller() for _ in range(5)]
+            for caller in callers:
+                service.desk.order(part(), caller).cancel()
             with pytest.raises(OrderRefused, match="5 images") as refused:
                 service.desk.order(part(), Caller())
             assert refused.value.reason is Refusing.QUEUE_FULL
+            assert not any(caller.was_accepted.is_set() for caller in callers)  # accepted means on the disk
         wait_for_the_disk(service, line)
         assert asked(service, *[part()] * 5)  # everything was given back
 
