@@ -132,8 +132,7 @@ def demo(
     log_to_stderr(logging.WARNING)
     set_spinning()
     with explained():
-        from agent.demo.demo import run_demo  # loads torch
-        from agent.demo.report import show_report
+        from agent.demo.demo import run_demo, show_report  # loads torch
         from agent.demo.text_demo import run_text_demo, show_text_report
 
         with progress_on_stderr() as progress:

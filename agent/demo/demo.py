@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from agent.demo.line import LINE_FILE, PICTURE, crops_of, judge_apart, renamed, write_line_yaml
-from agent.demo.rendering.components import COMPONENTS
+from rich.console import Console
+from rich.table import Table
+
+from agent.demo.line import INBOX, LINE_FILE, PICTURE, crops_of, file_of, judge_apart, renamed, write_line_yaml
+from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
-from agent.demo.report import report_of
 from agent.demo.training.crops import divide, load_crops, render_crops, save_crops
-from agent.demo.training.train import real_plan, synthetic_plan, train_experts
+from agent.demo.training.train import train_experts
 from experts import sizes
 from experts.errors import ConfigError
-from experts.expert import Precision, Verdict
+from experts.expert import ANOMALY_LABELS, Precision, Verdict
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from agent.demo.line import Judged
+    from agent.demo.training.anomalies import TrainedAnomaly
+    from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
     from experts.packed.weights import PackedExpert
 
@@ -41,6 +48,23 @@ MEASURED_DEFECT_RATE = 0.35  # of the two shields of a board: so few of them tel
 HELD_OUT_FRACTION = 0.2
 RESIDENT_FRACTION = 1 / 3
 WORKSPACE_BYTES = 64 * sizes.MEBIBYTE
+MEMORY_TOLERANCE = 0.05
+ROWS = {
+    "images": "{requests}: {ok} OK, {ng} NG, {unknown} UNKNOWN",
+    "verdict accuracy": "{accuracy:.4f}   ({missed} defects missed, {false_alarms} false alarms)",
+    "label accuracy": "{label_accuracy:.4f}",
+    "throughput": "{images_per_s:.1f} images/s ({judging_s:.1f} s)",
+    "experts": "{experts}, {expert_bytes} in all; budget {budget_bytes}",
+    "expert management": "{switches} switches, {evictions} evictions, {bytes_read} read from SSD",
+    "held by experts": "ledger: at most {held_bytes}; process: {process_bytes}, {judgement}",
+    "process grew by": "at most {grown_bytes}, {left_bytes} of it the runtimes' own",
+    "time in all": "{seconds:.0f} s",
+}
+ANOMALY_ROWS = (
+    ("anomaly expert", "{expert}, trained on {training} good parts and on no defect"),
+    ("", "threshold {threshold:g}, from {good} other good parts and {bad} bad ones"),
+    ("", "judged {judged} on the boards, {defective} of them defective: {missed} missed, {false_alarms} false alarms"),
+)
 
 
 def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
@@ -60,13 +84,12 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
             boards.append(render_board(seed * 1000 + 500 + number, DEFECT_RATE, name, MEASURED_DEFECT_RATE))
             progress("render held-out boards", number + 1, HELD_OUT_BOARDS)
         held_out = [crop for board in boards for crop in crops_of(board)]
-        plan = synthetic_plan()
     else:
         crops, kept = divide(load_crops(data), HELD_OUT_FRACTION, seed)
         if not kept:
             raise ConfigError("too few source images to set some aside: give more crops of each component")
-        held_out, plan = renamed(kept), real_plan(crops)
-    trained = train_experts(crops, plan, folder / "weights", progress, threads, seed)
+        held_out = renamed(kept)
+    trained = train_experts(crops, folder / "weights", progress, threads, seed, are_rendered=data is None)
     expert_bytes = packed_bytes(folder, trained, progress)
     budget_bytes = int(expert_bytes * RESIDENT_FRACTION) + WORKSPACE_BYTES
     write_line_yaml(folder, trained, budget_bytes, has_boards=data is None)
@@ -90,16 +113,13 @@ def fresh_folder(directory: Path) -> Path:
 
 def packed_bytes(folder: Path, trained: TrainedLine, progress: Progress) -> int:
     """Pack the trained experts into the line's state; the memory that all of them take."""
-    store = SegmentStore(folder / "state" / "packed")
-    try:
+    with closing(SegmentStore(folder / "state" / "packed")) as store:
         packing = pack_line(
             trained.experts,
             lambda _: {Precision.FP32},
             store,
             lambda step: progress("pack experts", step.number, step.total),
         )
-    finally:
-        store.close()
     for error in packing.failed.values():
         raise error
     return held_bytes(packed for each in packing.packed.values() for packed in each.values())
@@ -114,7 +134,7 @@ def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, Pa
     """Draw the verdicts into the first board with an anomalous part on it, else with one that is NG."""
 
     def of(board: RenderedBoard) -> dict[str, PartVerdict]:
-        files = {place.ref: f"{board.name}_{place.component}_{place.ref}.png" for place in board.placements}
+        files = {place.ref: file_of(board, place) for place in board.placements}
         return {ref: verdicts[name] for ref, name in files.items() if name in verdicts}
 
     def rank(board: RenderedBoard) -> tuple[bool, bool]:
@@ -123,3 +143,99 @@ def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, Pa
 
     shown = max(boards, key=rank)
     draw_verdicts(shown, of(shown)).save(file, optimize=True)
+
+
+def report_of(
+    folder: Path,
+    trained: TrainedLine,
+    expert_bytes: int,
+    crops: Sequence[LabelledCrop],
+    judged: Judged,
+    seconds: float,
+) -> dict[str, Any]:
+    """Plain values, as ``--json`` prints them. ``crops``: the judged ones, with the truth.
+
+    Accuracies are those over these crops. ``held_bytes``: most that the ledger counted. ``grown_bytes`` and
+    ``left_bytes``: of the agent's process, as in Judged. ``stage_s``: seconds of each stage of training.
+    """
+    answers = [(crop, judged.verdicts[crop.file]) for crop in crops]
+    verdicts = [verdict.verdict for _, verdict in answers]
+    named = 0  # with the true label; an anomaly expert has one word for every defect
+    for crop, verdict in answers:
+        known = crop.label if verdict.anomaly is None or crop.label == OK else ANOMALY_LABELS[1]
+        named += known == (OK if verdict.verdict is Verdict.OK else verdict.label)
+    wrong = mistakes(answers)
+    engine = judged.statistics.engine
+    return {
+        "line_file": str(folder / LINE_FILE),
+        "picture": str(folder / PICTURE) if (folder / PICTURE).exists() else None,
+        "experts": len(trained.experts),
+        "expert_bytes": expert_bytes,
+        "budget_bytes": judged.budget_bytes,
+        "held_bytes": sum(pool.peak_used_bytes for pool in engine.pools),
+        "grown_bytes": judged.grown_bytes,
+        "left_bytes": judged.left_bytes,
+        "requests": len(crops),
+        **{verdict.lower(): verdicts.count(verdict) for verdict in Verdict},
+        "accuracy": 1 - (sum(wrong.values()) + verdicts.count(Verdict.UNKNOWN)) / len(crops),
+        "label_accuracy": named / len(crops),
+        **wrong,
+        "images_per_s": len(crops) / judged.judging_s,
+        "judging_s": judged.judging_s,
+        "switches": engine.switches,
+        "evictions": engine.evictions,
+        "bytes_read": engine.bytes_read,
+        "seconds": seconds,
+        "stage_s": dict(trained.seconds),
+        "anomalies": [anomaly_report(each, answers) for each in trained.anomalies],
+    }
+
+
+def mistakes(answers: Sequence[tuple[LabelledCrop, PartVerdict]]) -> dict[str, int]:
+    """Defective parts judged OK, and good parts judged NG."""
+    return {
+        "missed": sum(crop.label != OK and verdict.verdict is Verdict.OK for crop, verdict in answers),
+        "false_alarms": sum(crop.label == OK and verdict.verdict is Verdict.NG for crop, verdict in answers),
+    }
+
+
+def anomaly_report(trained: TrainedAnomaly, answers: Sequence[tuple[LabelledCrop, PartVerdict]]) -> dict[str, Any]:
+    """Training of an anomaly expert, and its verdicts."""
+    own = [(crop, verdict) for crop, verdict in answers if f"ano/{crop.component}" == trained.expert.id]
+    defective = sum(crop.label != OK for crop, _ in own)
+    return {
+        "expert": trained.expert.id, **trained.samples, "judged": len(own), "defective": defective, **mistakes(own)
+    }  # fmt: skip
+
+
+def show_report(report: dict[str, Any]) -> None:
+    held_bytes = report["grown_bytes"] - report["left_bytes"]
+    is_within = held_bytes <= report["budget_bytes"] * (1 + MEMORY_TOLERANCE)
+    values = report | {
+        name: sizes.mib(size, form=",.0f")
+        for name, size in {**report, "process_bytes": held_bytes}.items()
+        if name.endswith("_bytes") or name == "bytes_read"
+    }
+    values["judgement"] = "within the budget + 5 %" if is_within else "MORE than the budget + 5 %"
+    table = [(name, words.format(**values)) for name, words in ROWS.items()]
+    anomalies = [(name, words.format(**each)) for each in report["anomalies"] for name, words in ANOMALY_ROWS]
+    table[3:3] = anomalies or [("anomaly expert", "none: good parts need not look alike in crops that are given")]
+    line = os.path.relpath(report["line_file"])
+    following = [
+        f"serve {line}      then copy images into {os.path.dirname(line)}/{INBOX} (done, ng, failed lie beside them)",
+        f"results {line} --verdict NG",
+        f"experts list {line}",
+    ]
+    note = f"\nA judged board: {os.path.relpath(report['picture'])}\n" if report["picture"] else ""
+    show_page("Verdicts against the truth, images the experts never saw", table, following, note)
+
+
+def show_page(title: str, rows: Sequence[tuple[str, str]], following: Sequence[str], note: str = "") -> None:
+    """A table on stdout, a note, and commands of ``coserve`` to go on with."""
+    table = Table(title=title, show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=100 if not sys.stdout.isatty() else None, highlight=False).print(table)
+    coserve = os.path.relpath(sys.argv[0])  # as it was called: it need not be on the PATH
+    lines = "\n".join(f"  {coserve} {words}" for words in following)
+    print(f"{note}\nNext:\n{lines}")  # noqa: T201 - the report is this command's output

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from PIL import Image
 from agent.config import read_line
 from agent.demo.rendering.components import COMPONENTS
 from agent.demo.rendering.picture import PartVerdict
-from agent.demo.rendering.render import RenderedBoard, crop
+from agent.demo.rendering.render import Placement, RenderedBoard, crop
 from agent.demo.training.crops import LabelledCrop
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
@@ -32,7 +31,7 @@ from experts.sizes import MEBIBYTE
 from experts.thresholds.map_pictures import map_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from agent.demo.training.train import TrainedLine
@@ -54,28 +53,23 @@ def write_line_yaml(folder: Path, trained: TrainedLine, memory_bytes: int, *, ha
     """
     quantities = {component.name: component.quantity for component in COMPONENTS}
     boards = {"boards": {"demo-board": {"takt_s": 60, "components": quantities}}} if has_boards else {}
-    sections: list[tuple[str, dict[str, Any]]] = [
-        (
-            "Classifiers share the tensors of their trunk, which are held once. An anomaly expert knows good parts\n"
-            "# alone; its threshold was learned on crops that it was not made from, with the weights of threshold_of.",
-            {"experts": {expert.id: expert_values(expert, folder) for expert in trained.experts}},
-        ),
-        (
-            "A part's classifier first; what it passes goes on to a detector that several components share.",
-            {"routes": {name: [step_values(step) for step in steps] for name, steps in trained.routes.items()}},
-        ),
-        (
-            "Less memory than all experts need: they take turns.",
-            {
-                **boards,
-                "memory": {"host": f"{memory_bytes // MEBIBYTE}MiB"},
-                "intake": {"folders": [{"path": f"./{INBOX}", "pattern": FILE_PATTERN}]},
-            },
-        ),
-    ]
-    head = "# Written by `coserve demo`. Paths are relative to this file.\nline: demo\nstate: ./state\n"
-    rest = [f"\n# {words}\n{as_yaml(values)}" for words, values in sections]
-    (folder / LINE_FILE).write_text(head + "".join(rest), "utf-8")
+    experts = {expert.id: expert_values(expert, folder) for expert in trained.experts}
+    routes = {name: [step_values(step) for step in steps] for name, steps in trained.routes.items()}
+    memory = {"host": f"{memory_bytes // MEBIBYTE}MiB"}
+    intake = {"folders": [{"path": f"./{INBOX}", "pattern": FILE_PATTERN}]}
+    text = f"""\
+# Written by `coserve demo`. Paths are relative to this file.
+line: demo
+state: ./state
+
+# Classifiers share the tensors of their trunk, which are held once. An anomaly expert knows good parts
+# alone; its threshold was learned on crops that it was not made from, with the weights of threshold_of.
+{as_yaml({"experts": experts})}
+# A part's classifier first; what it passes goes on to a detector that several components share.
+{as_yaml({"routes": routes})}
+# Less memory than all experts need: they take turns.
+{as_yaml({**boards, "memory": memory, "intake": intake})}"""
+    (folder / LINE_FILE).write_text(text, "utf-8")
 
 
 def as_yaml(values: dict[str, Any]) -> str:
@@ -119,15 +113,16 @@ class Judged:
     judging_s: float
 
 
+def file_of(board: RenderedBoard, place: Placement) -> str:
+    return f"{board.name}_{place.component}_{place.ref}.png"
+
+
 def crops_of(board: RenderedBoard) -> list[LabelledCrop]:
-    """The crops of all parts, as a camera's files: ``<board>_<component>_<ref>.png``."""
+    """The crops of all parts, as a camera's files."""
     return [
-        LabelledCrop(
-            place.component, place.label, f"{board.name}_{place.component}_{place.ref}.png",
-            np.asarray(crop(board, place)),
-        )
+        LabelledCrop(place.component, place.label, file_of(board, place), np.asarray(crop(board, place)))
         for place in board.placements
-    ]  # fmt: skip
+    ]
 
 
 def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
@@ -158,27 +153,35 @@ def judge_apart(line_file: Path, crops: Sequence[LabelledCrop], progress: Callab
 
 
 def judge(line_file: Path, files: Sequence[str]) -> Judged:
-    """Serve the line, move the files into its inbox as a camera would, wait for all verdicts, stop."""
+    """Serve the line, move the files into its inbox as a camera would, wait for all verdicts, stop.
+
+    Raises CoServeError when the agent stands still for too long.
+    """
     config = read_line(line_file, environment={})
     service = LineService(config, lambda stage, done, total: None)
-    inbox = line_file.parent / INBOX
+    inbox, process, grown_bytes = line_file.parent / INBOX, psutil.Process(), 0
     inbox.mkdir(exist_ok=True)
     service.start()
     started = time.monotonic()
-    with growth(service.agent.rss_before_bytes) as grown_bytes:
-        for file in files:
-            (line_file.parent / DROP / file).rename(inbox / file)
-        try:
-            wait_for(service, len(files))
-            judging_s = time.monotonic() - started
-            statistics = service.agent.loop.statistics()
-        finally:
-            service.stop()
-    left_bytes = psutil.Process().memory_info().rss - service.agent.rss_before_bytes
+    for file in files:
+        (line_file.parent / DROP / file).rename(inbox / file)
+    try:
+        while (done := service.judged) < len(files):
+            grown_bytes = max(grown_bytes, process.memory_info().rss - service.agent.rss_before_bytes)
+            if service.inspector.crash is not None:
+                raise service.inspector.crash
+            if time.monotonic() - started > JUDGING_LIMIT_S:
+                raise CoServeError(f"only {done} of {len(files)} images were judged within {JUDGING_LIMIT_S:.0f} s")
+            time.sleep(0.05)
+        judging_s = time.monotonic() - started
+        statistics = service.agent.loop.statistics()
+    finally:
+        service.stop()
+    left_bytes = process.memory_info().rss - service.agent.rss_before_bytes
     stored = ResultReader(config.results_file)
     verdicts = {row.result.subject.image: part_verdict(row, stored) for row in stored.query()}
     budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
-    return Judged(verdicts, statistics, budget_bytes, max(grown_bytes), left_bytes, judging_s)
+    return Judged(verdicts, statistics, budget_bytes, grown_bytes, left_bytes, judging_s)
 
 
 def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
@@ -189,32 +192,3 @@ def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
     maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
     anomaly = Anomaly(**numbers, map=maps.get(len(steps) - 1)) if numbers else None
     return PartVerdict(result.verdict, str(result.label or result.reason), anomaly)
-
-
-def wait_for(service: LineService, images: int) -> None:
-    """Until so many images have their verdict. Raises CoServeError when the agent stands still for too long."""
-    deadline = time.monotonic() + JUDGING_LIMIT_S
-    while (done := service.judged) < images:
-        if service.inspector.crash is not None:
-            raise service.inspector.crash
-        if time.monotonic() > deadline:
-            raise CoServeError(f"only {done} of {images} images were judged within {JUDGING_LIMIT_S:.0f} s")
-        time.sleep(0.05)
-
-
-@contextmanager
-def growth(before_bytes: int) -> Iterator[list[int]]:
-    """Bytes that this process has grown beyond a size, sampled twenty times a second."""
-    grown_bytes, over, process = [0], threading.Event(), psutil.Process()
-
-    def watch() -> None:
-        while not over.wait(0.05):
-            grown_bytes.append(process.memory_info().rss - before_bytes)
-
-    thread = threading.Thread(target=watch, name="memory-watch", daemon=True)
-    thread.start()
-    try:
-        yield grown_bytes
-    finally:
-        over.set()
-        thread.join()

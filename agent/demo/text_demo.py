@@ -10,16 +10,15 @@ import os
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import TextOrder
 from agent.config import read_line
-from agent.demo.demo import fresh_folder, held_bytes
-from agent.demo.report import show_page
-from agent.demo.texts.models import tokenizer_of
+from agent.demo.demo import fresh_folder, held_bytes, show_page
+from agent.demo.texts.models import tokenizer_of, train_pair
 from agent.demo.texts.questions import manual_questions, sum_questions
-from agent.demo.texts.training import TextPlan, train_pair
 from agent.demo.training.learning import torch_threads
 from agent.deployment.packed_copies import packed_manifests
 from agent.service.line_service import LineService
@@ -48,25 +47,17 @@ ANSWER_LIMIT_S = 120.0
 MOST_TOKENS = 60
 
 
-def run_text_demo(
-    directory: Path,
-    seed: int,
-    progress: Progress,
-    show: Callable[[str], None],
-    plan: TextPlan | None = None,
-    subjects: Mapping[str, Questions] | None = None,
-) -> dict[str, Any]:
+def run_text_demo(directory: Path, seed: int, progress: Progress, show: Callable[[str], None]) -> dict[str, Any]:
     """Make, train and ask a line in ``directory``: the report, as ``--json`` prints it.
 
-    ``show`` takes questions, and answers as they are written. ``plan`` and ``subjects`` replace the usual ones. Raises
-    ConfigError for a folder not made by a demo.
+    ``show`` takes questions, and answers as they are written. Raises ConfigError for a folder not made by a demo.
     """
     began_s = time.monotonic()
     folder = fresh_folder(directory)
-    subjects = subjects or {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
+    subjects = {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
     tokenizer = tokenizer_of(one for each in subjects.values() for one in (*each.training, *each.held_out))
     with torch_threads(TRAINING_THREADS):
-        trained = train_pair(subjects, tokenizer, plan or TextPlan(), seed, progress)
+        trained = train_pair(subjects, tokenizer, seed, progress)
     for name, network in trained.items():
         network.write(folder / MODELS[name], tokenizer)
     training_s = time.monotonic() - began_s
@@ -125,17 +116,17 @@ def line_yaml() -> str:
     )
 
 
-class _Hearing:
+@dataclass(frozen=True, slots=True)
+class Listener:
     """Keeps ``agent.api.calls.desk.TextListener``."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.pieces: list[str] = []
-        self.end: Future[TextEnd] = Future()
-        self._show = show
+    show: Callable[[str], None]
+    pieces: list[str] = field(default_factory=list)
+    end: Future[TextEnd] = field(default_factory=Future)
 
     def wrote(self, piece: TextPiece) -> None:
         self.pieces.append(piece.text)
-        self._show(piece.text)
+        self.show(piece.text)
 
     def ended(self, end: TextEnd) -> None:
         self.end.set_result(end)
@@ -143,16 +134,16 @@ class _Hearing:
 
 def ask(desk: LineDesk, question: DemoQuestion, show: Callable[[str], None] = lambda text: None) -> tuple[str, TextEnd]:
     """The whole answer, and how it ended. Raises CoServeError where it failed or takes too long."""
-    hearing = _Hearing(show)
+    listener = Listener(show)
     message = {"role": "user", "content": question.text}
-    desk.generate(TextOrder(ROUTE, messages=(message,), most_tokens=MOST_TOKENS, sampling=GREEDY), hearing)
+    desk.generate(TextOrder(ROUTE, messages=(message,), most_tokens=MOST_TOKENS, sampling=GREEDY), listener)
     try:
-        end = hearing.end.result(ANSWER_LIMIT_S)
+        end = listener.end.result(ANSWER_LIMIT_S)
     except TimeoutError:
         raise CoServeError(f"{question.text!r} was not answered within {ANSWER_LIMIT_S:.0f} s") from None
     if end.failure is not None:
         raise end.failure
-    return "".join(hearing.pieces), end
+    return "".join(listener.pieces), end
 
 
 def ask_held_out(

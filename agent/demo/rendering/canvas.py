@@ -122,10 +122,8 @@ def shaded(colour: Colour, width: int, height: int, shade: str) -> Image.Image |
         light = 1.0 - 0.10 * x - 0.14 * y
     elif shade == "lying":  # a cylinder along x
         light = 0.62 + 0.62 * np.exp(-(((y + 0.3) / 0.45) ** 2)) + 0.0 * x
-    elif shade == "dome":
+    else:  # dome
         light = 0.66 + 0.75 * np.exp(-(((x + 0.25) / 0.5) ** 2) - ((y + 0.3) / 0.5) ** 2)
-    else:
-        raise ValueError(f"no shading is called {shade!r}: use flat, tilt, lying or dome")
     pixels = np.empty((height, width, 4), np.uint8)
     pixels[..., :3] = np.clip(light[..., None] * np.asarray(colour, np.float64), 0, 255)
     pixels[..., 3] = 255

@@ -1,23 +1,23 @@
 """Assembled circuit boards, as a camera over the line would see them, with the truth about each part.
 
-Everything follows from the seed. A board is drawn in three steps: the bare board (traces, vias, silkscreen), the parts
-with their shadows, then the camera: uneven light, a slight blur, sensor noise.
+Everything follows from the seed: the demo line's own product, and dense panels to cut training crops from. A board is
+drawn in three steps: the bare board (traces, vias, silkscreen), the parts with their shadows, then the camera: uneven
+light, a slight blur, sensor noise.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from agent.demo.rendering.canvas import SUPERSAMPLING, font
-from agent.demo.rendering.components import OK, ComponentType, Detector
-from agent.demo.rendering.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, Site, panels, product_layout
+from agent.demo.rendering.components import COMPONENTS, OK, ComponentType, Detector
 from agent.demo.rendering.parts import GOLD, SILK, draw_part
 
 if TYPE_CHECKING:
@@ -25,10 +25,92 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+BOARD_WIDTH_PX = 1600
+BOARD_HEIGHT_PX = 1100
+EDGE_PX = 46
+GRID_PX = 10
+HOLE_PX = 92  # the corner that a mounting hole keeps free
 MASK = (20, 88, 52)
 TRACE = (32, 112, 66)
 CROP_PX = 64
 Fractions: TypeAlias = "tuple[float, float, float, float]"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place for one part: its name on the board, centre in pixels, quarter turns clockwise."""
+
+    ref: str
+    component: ComponentType
+    x_px: int
+    y_px: int
+    quarter_turns: int
+
+
+@cache
+def product_layout() -> tuple[Site, ...]:
+    """The one layout of the demo line's product: large parts first, small ones near them.
+
+    Parts without traces are placed last, where room is left, so that they change no other part's place.
+    """
+    taken = np.zeros((BOARD_HEIGHT_PX // GRID_PX, BOARD_WIDTH_PX // GRID_PX), bool)
+    edge, hole = EDGE_PX // GRID_PX, HOLE_PX // GRID_PX
+    taken[:edge], taken[-edge:], taken[:, :edge], taken[:, -edge:] = True, True, True, True
+    for rows in (slice(None, hole), slice(-hole, None)):
+        for columns in (slice(None, hole), slice(-hole, None)):
+            taken[rows, columns] = True
+    taken[-edge - 4 :, 36:-36] = True  # of the printed name
+    sites: list[Site] = []
+    for is_wired, seed in ((True, 20), (False, 21)):
+        rng = np.random.default_rng(seed)
+        parts = [part for part in COMPONENTS if part.is_wired is is_wired for _ in range(part.quantity)]
+        spots = [(part, place(part, taken, rng)) for part in sorted(parts, key=lambda part: -part.window_px)]
+        sites += named([(part, x, y, int(rng.integers(4))) for part, (x, y) in spots])
+    return tuple(sites)
+
+
+def place(part: ComponentType, taken: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
+    """A free square for the part, marked as taken; of some free ones, that nearest to what lies there already."""
+    side = -(-(part.window_px + 4) // GRID_PX)
+    sums = np.pad(taken.astype(int), ((1, 0), (1, 0))).cumsum(0).cumsum(1)
+    occupied = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
+    rows, columns = np.nonzero(occupied == 0)
+    if not len(rows):
+        raise ValueError(f"the board has no room left for a {part.name}")
+    picks = rng.choice(len(rows), size=min(10, len(rows)), replace=False)
+    down, right = (rows[picks] + side / 2) / taken.shape[0], (columns[picks] + side / 2) / taken.shape[1]
+    middle = np.hypot(down - 0.5, right - 0.5)
+    best = picks[int(np.argmin(middle if side > 12 else -middle))]
+    row, column = int(rows[best]), int(columns[best])
+    taken[row : row + side, column : column + side] = True
+    return column * GRID_PX + side * GRID_PX // 2, row * GRID_PX + side * GRID_PX // 2
+
+
+def named(spots: Sequence[tuple[ComponentType, int, int, int]]) -> list[Site]:
+    """Sites with the names that a schematic would give them, counted from the upper left."""
+    counts: Counter[str] = Counter()
+    sites = []
+    for part, x, y, turns in sorted(spots, key=lambda spot: (spot[2] // 120, spot[1])):
+        counts[part.prefix] += 1
+        sites.append(Site(f"{part.prefix}{counts[part.prefix]}", part, x, y, turns))
+    return sites
+
+
+def panels(parts: Sequence[tuple[ComponentType, str]], rng: np.random.Generator) -> list[list[tuple[Site, str]]]:
+    """As many dense panels as it takes to hold these parts, in rows of about the same height; with their labels."""
+    filled: list[list[tuple[Site, str]]] = [[]]
+    x, y, row_px = EDGE_PX, EDGE_PX, 0
+    for number, (part, label) in enumerate(sorted(parts, key=lambda each: -each[0].window_px)):
+        side = part.window_px + int(rng.integers(2, 10))
+        if x + side > BOARD_WIDTH_PX - EDGE_PX:
+            x, y, row_px = EDGE_PX, y + row_px, 0
+        if y + side > BOARD_HEIGHT_PX - EDGE_PX:
+            filled.append([])
+            x, y, row_px = EDGE_PX, EDGE_PX, 0
+        site = Site(f"P{number}", part, x + side // 2, y + side // 2, int(rng.integers(4)))
+        filled[-1].append((site, label))
+        x, row_px = x + side, max(row_px, side)
+    return filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +158,15 @@ def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads
 
     The boards are the same for any number of threads.
     """
-    ordered = sorted(parts, key=lambda part: -part[0].window_px)
-    layouts = panels([part for part, _ in ordered], np.random.default_rng([seed, 2]))
-    starts = [0, *accumulate(len(sites) for sites in layouts)]
 
-    def render(number: int) -> RenderedBoard:
+    def render(numbered: tuple[int, list[tuple[Site, str]]]) -> RenderedBoard:
+        number, panel = numbered
+        sites, labels = zip(*panel, strict=True)
         rng = np.random.default_rng([seed, 3, number])
-        sites = layouts[number]
-        labels = [label for _, label in ordered[starts[number] : starts[number + 1]]]
         return assemble(f"panel-{number:03d}", sites, labels, draw_bare_board(sites, rng), rng)
 
     with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(render, range(len(layouts)))
+        yield from pool.map(render, enumerate(panels(parts, np.random.default_rng([seed, 2]))))
 
 
 def crop(board: RenderedBoard, placement: Placement) -> Image.Image:
@@ -203,29 +282,27 @@ def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[
     draw = ImageDraw.Draw(image)
     draw.rounded_rectangle((6, 6, BOARD_WIDTH_PX - 7, BOARD_HEIGHT_PX - 7), radius=26, fill=MASK)
     draw_traces(draw, [site for site in sites if site.component.is_wired], rng)
-    draw_vias(draw, rng)
+    for x, y in rng.uniform((30, 30), (BOARD_WIDTH_PX - 30, BOARD_HEIGHT_PX - 30), (150, 2)):
+        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=(44, 128, 78))
+        draw.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=(12, 40, 26))
     for x in (46, BOARD_WIDTH_PX - 46):
         for y in (46, BOARD_HEIGHT_PX - 46):
             draw.ellipse((x - 30, y - 30, x + 30, y + 30), fill=GOLD)
             draw.ellipse((x - 17, y - 17, x + 17, y + 17), fill=(16, 18, 20))
-    for site in sites:
-        draw.text(label_place(site), site.ref, font=font(13), fill=SILK, anchor="mm")
+    for site in sites:  # its name below the part and its pads, but within its crop
+        part = site.component
+        tall = part.height_px if site.quarter_turns % 2 == 0 else part.width_px
+        clearance = 28 if part.pins or part.height_px > 80 else 16
+        y = site.y_px + min(tall / 2 + clearance, part.window_px / 2 + 6)
+        draw.text((site.x_px, y), site.ref, font=font(13), fill=SILK, anchor="mm")
     draw.text(
         (BOARD_WIDTH_PX / 2, BOARD_HEIGHT_PX - 30), "COSERVE DEMO BOARD  REV C", font=font(22), fill=SILK, anchor="mm"
     )
     return np.asarray(image, np.float32)
 
 
-def label_place(site: Site) -> tuple[float, float]:
-    """Place of a part's printed name: below the part and its pads, but within its crop."""
-    part = site.component
-    tall = part.height_px if site.quarter_turns % 2 == 0 else part.width_px
-    clearance = 28 if part.pins or part.height_px > 80 else 16
-    return site.x_px, site.y_px + min(tall / 2 + clearance, part.window_px / 2 + 6)
-
-
 def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random.Generator) -> None:
-    """Bundles of traces with 45 degree corners between neighbouring parts."""
+    """Bundles of traces between neighbouring parts: straight along the longer axis, then at 45 degrees."""
     places = np.array([(site.x_px, site.y_px) for site in sites], np.float64)
     for number in range(len(sites)):
         distance = np.hypot(*(places - places[number]).T)
@@ -233,22 +310,11 @@ def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random
             count = int(rng.integers(1, 5))
             for lane in range(count):
                 offset = (lane - (count - 1) / 2) * 11.0
-                points = bent_path(places[number] + offset, places[int(other)] + offset)
+                start, end = places[number] + offset, places[int(other)] + offset
+                step = end - start
+                corner = end - np.sign(step) * np.min(np.abs(step))
+                points = [(float(x), float(y)) for x, y in (start, corner, end)]
                 draw.line(points, fill=TRACE, width=5, joint="curve")
-
-
-def bent_path(start: NDArray[np.float64], end: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """From start to end: straight along the longer axis, then at 45 degrees."""
-    step = end - start
-    diagonal = np.sign(step) * np.min(np.abs(step))
-    corner = end - diagonal
-    return [(float(start[0]), float(start[1])), (float(corner[0]), float(corner[1])), (float(end[0]), float(end[1]))]
-
-
-def draw_vias(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
-    for x, y in rng.uniform((30, 30), (BOARD_WIDTH_PX - 30, BOARD_HEIGHT_PX - 30), (150, 2)):
-        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=(44, 128, 78))
-        draw.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=(12, 40, 26))
 
 
 def photograph(picture: NDArray[np.float32], rng: np.random.Generator) -> Image.Image:

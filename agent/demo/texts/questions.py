@@ -9,8 +9,7 @@ what it has written.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,14 +41,12 @@ SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
 HELD_OUT_SUMS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class DemoQuestion:
+class DemoQuestion(NamedTuple):
     text: str
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Questions:
+class Questions(NamedTuple):
     """An expert's subject."""
 
     training: tuple[DemoQuestion, ...]

@@ -29,11 +29,10 @@ from experts.thresholds.learning import learned
 from experts.thresholds.measuring import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from agent.demo.training.crops import LabelledCrop
-    from experts.thresholds.learning import Learned
 
 REGULARISATION = 0.01  # of each covariance's diagonal, as in the paper
 SHIFTS_PX = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))  # copies of each good part: cameras do not stand still
@@ -44,14 +43,14 @@ FALSE_ALARMS = 0.01  # rate among them that the threshold may allow
 
 @dataclass(frozen=True, slots=True)
 class TrainedAnomaly:
-    """One component's anomaly expert. ``training``: good crops that it is made from; ``good``, ``bad``: others."""
+    """One component's anomaly expert.
 
-    component: str
+    ``samples``: counts of good crops for ``training``, and of ``good`` and ``bad`` ones for the ``threshold``;
+    ``expected``: rate of false alarms that they warrant.
+    """
+
     expert: Expert
-    learned: Learned
-    training: int
-    good: int
-    bad: int
+    samples: Mapping[str, float]
 
 
 def train_anomaly(network: nn.Module, crops: Sequence[LabelledCrop], folder: Path, seed: int) -> TrainedAnomaly:
@@ -66,7 +65,9 @@ def train_anomaly(network: nn.Module, crops: Sequence[LabelledCrop], folder: Pat
     bad = [meter.score(crop.pixels) for crop in crops if crop.label != OK]
     found = learned(good, bad, FALSE_ALARMS)
     expert = replace(expert, threshold=found.rates.threshold, threshold_of=threshold_of(expert, sha256_of(expert)))
-    return TrainedAnomaly(crops[0].component, expert, found, len(training), len(good), len(bad))
+    samples = {"training": len(training), "good": len(good), "bad": len(bad)}
+    rates = {"threshold": found.rates.threshold, "expected": found.expected}
+    return TrainedAnomaly(expert, samples | rates)
 
 
 class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here

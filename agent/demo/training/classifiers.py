@@ -11,8 +11,7 @@ Why: a trunk that has seen all components needs few crops of each, and is traine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -41,48 +40,29 @@ if TYPE_CHECKING:
     from agent.demo.training.crops import LabelledCrop
 
 FOREIGN_LOGIT = -1e4  # of a label that the crop's component does not have
-OWN_BATCH_SIZE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class JointPlan:
-    """Training of a whole network. ``sides_px``: the pictures' side in each epoch.
+class Descent(NamedTuple):
+    """Training of a network. ``sides_px``: the pictures' side in each epoch.
 
     Epochs below INPUT_PX cost less; with ``crops_centre`` they see a crop's middle, else all of it smaller.
     ``turns``: mirror images and quarter turns keep their label, which is untrue of parts with a polarity.
     """
 
     sides_px: tuple[int, ...]
-    crops_centre: bool
-    turns: bool
     learning_rate: float
     batch_size: int
+    turns: bool = False
+    crops_centre: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPlan:
-    """Training of each component's last stage. ``turns``: as in JointPlan."""
-
-    epochs: int
-    learning_rate: float
-    turns: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class JointNetwork:
-    """A whole ResNet18 that tells all components' labels apart; ``labels``: of its head's rows."""
-
-    network: nn.Module
-    labels: tuple[str, ...]
+def all_labels(labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({label for each in labels.values() for label in each}))
 
 
 def target(crop: LabelledCrop, labels: Sequence[str]) -> str:
     """Label that a component's classifier learns for a crop: a detector's defect passes as ok."""
     return crop.label if crop.label in labels else OK
-
-
-def all_labels(labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({label for each in labels.values() for label in each}))
 
 
 def masks_and_targets(
@@ -98,14 +78,14 @@ def train_jointly(
     network: nn.Module,
     crops: Sequence[LabelledCrop],
     labels: Mapping[str, Sequence[str]],
-    plan: JointPlan,
+    plan: Descent,
     seed: int,
     progress: Callable[[str, int, int], None],
-) -> JointNetwork:
-    """Train a ResNet18, whose head has a row for each of ``all_labels``, on all components at once."""
+) -> nn.Module:
+    """Train a ResNet18 on all components at once. ``labels``: by component; each is one of the network's."""
     generator = torch.Generator().manual_seed(seed)
     images = pictures(crops)
-    masks, targets = masks_and_targets(crops, labels, all_labels(labels))
+    masks, targets = masks_and_targets(crops, labels, network.labels)
     size = min(plan.batch_size, len(crops))
     batches = [
         (side_px, picked)
@@ -124,11 +104,10 @@ def train_jointly(
         return functional.cross_entropy(logits.masked_fill(masks[picked], FOREIGN_LOGIT), targets[picked])
 
     descend(network.parameters(), list(enumerate(batches)), loss, plan.learning_rate)
-    return JointNetwork(network.eval(), all_labels(labels))
+    return network.eval()
 
 
 def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
-    """The pictures' middle of this side, or the whole made this small."""
     margin = (batch.shape[2] - side_px) // 2
     if margin <= 0:
         return batch
@@ -138,13 +117,13 @@ def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
 
 
 def train_classifier(
-    joint: JointNetwork, crops: Sequence[LabelledCrop], labels: tuple[str, ...], plan: OwnPlan, folder: Path, seed: int
+    joint: nn.Module, crops: Sequence[LabelledCrop], labels: tuple[str, ...], plan: Descent, folder: Path, seed: int
 ) -> Expert:
     """One component's expert, written below ``folder``: its layer4 and head are trained, from the joint ones on."""
     generator = torch.Generator().manual_seed(seed)
     rows = [joint.labels.index(label) for label in labels]
-    state = joint.network.state_dict()
-    network = resnet(len(labels))
+    state = joint.state_dict()
+    network = resnet(labels)
     network.load_state_dict(state | {name: state[name][rows] for name in ("fc.weight", "fc.bias")})
     network.eval()  # running statistics are frozen
     features = trunk_features(network, varied(pictures(crops), plan.turns, generator))
@@ -157,8 +136,8 @@ def train_classifier(
 
     batches = [
         picked
-        for _ in range(plan.epochs)
-        for picked in torch.randperm(len(crops), generator=generator).split(OWN_BATCH_SIZE)
+        for _ in plan.sides_px
+        for picked in torch.randperm(len(crops), generator=generator).split(plan.batch_size)
     ]
     descend([*network.layer4.parameters(), *network.fc.parameters()], batches, loss, plan.learning_rate)
     name = f"cls/{crops[0].component}"

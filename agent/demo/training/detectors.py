@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agent.demo.rendering.components import OK, Detector
-from agent.demo.training.learning import descend
+from agent.demo.training.learning import beside_one_another, descend
 from agent.demo.training.network import EVALUATION_BATCH, INPUT_PX, Trunk, fast_math, normalised, pictures, write_graph
 from experts.expert import IMAGENET, Expert, Fit, InputSpec
 
@@ -37,8 +37,9 @@ class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by 
     The best label has its softmax as score, the others 0, as if suppression had been there.
     """
 
-    def __init__(self, network: nn.Module, label_count: int) -> None:
+    def __init__(self, network: nn.Module, detector: Detector) -> None:
         super().__init__()
+        self.detector = detector
         self.trunk = Trunk(deepcopy(network))
         with torch.no_grad():
             channels, height, width = self.trunk(torch.zeros(1, 3, INPUT_PX, INPUT_PX))[-1].shape[1:]
@@ -46,7 +47,7 @@ class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by 
             nn.Conv2d(channels, HEAD_CHANNELS, 1),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(HEAD_CHANNELS * height * width, 4 + label_count),
+            nn.Linear(HEAD_CHANNELS * height * width, 4 + len(detector.labels)),
         )
         self.register_buffer("mean", torch.tensor(IMAGENET.mean).view(1, 3, 1, 1))
         self.register_buffer("deviation", torch.tensor(IMAGENET.std).view(1, 3, 1, 1))
@@ -58,18 +59,30 @@ class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return torch.cat([answer[:, :4] * INPUT_PX, best], 1)[:, :, None]
 
 
-def concerned(
-    crops: Sequence[LabelledCrop], shared_by: Mapping[str, Detector], detector: Detector
-) -> list[LabelledCrop]:
-    """Crops that a detector is asked about: its components' good parts, and those with its defect."""
-    labels = {OK, detector.defect}
-    return [crop for crop in crops if shared_by.get(crop.component) is detector and crop.label in labels]
+def train_detectors(
+    network: nn.Module, crops: Sequence[LabelledCrop], shared_by: Mapping[str, Detector], folder: Path, seed: int
+) -> list[Expert]:
+    """A detector for each question that some component asks, trained on good parts and on those with its defect."""
+    asked = []
+    for detector in Detector:
+        labels = {OK, detector.defect}
+        own = [crop for crop in crops if shared_by.get(crop.component) is detector and crop.label in labels]
+        if own:
+            asked.append((BoxDetector(network, detector), own, seed))
+    experts = []
+    list(beside_one_another(lambda each: train_head(*each), asked))
+    for module, _, _ in asked:
+        name = f"det/{module.detector}"
+        pixels = InputSpec(INPUT_PX, INPUT_PX, "unit", fit=Fit.LETTERBOXED)
+        experts.append(Expert(name, "onnx", folder / f"{name}.onnx", module.detector.labels, pixels))
+        write_graph(module.eval(), "boxes", experts[-1].weights)
+    return experts
 
 
-def train_head(module: BoxDetector, detector: Detector, crops: Sequence[LabelledCrop], seed: int) -> None:
-    """Train the head on the crops that the detector concerns. Each of them has a body."""
+def train_head(module: BoxDetector, crops: Sequence[LabelledCrop], seed: int) -> None:
+    """Train the head on crops that have a body."""
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.tensor([int(crop.label == detector.defect) for crop in crops]).repeat(COPIES)
+    targets = torch.tensor([int(crop.label == module.detector.defect) for crop in crops]).repeat(COPIES)
     features, boxes = shifted_features(module.trunk.eval(), crops, generator)
 
     def loss(picked: Tensor) -> Tensor:
@@ -79,16 +92,6 @@ def train_head(module: BoxDetector, detector: Detector, crops: Sequence[Labelled
 
     batches = torch.randint(len(features), (STEPS, BATCH_SIZE), generator=generator)
     descend(module.head.parameters(), list(batches), loss, LEARNING_RATE)
-
-
-def write_detector(module: BoxDetector, detector: Detector, folder: Path) -> Expert:
-    name = f"det/{detector}"
-    expert = Expert(
-        name, "onnx", folder / f"{name}.onnx", detector.labels,
-        InputSpec(INPUT_PX, INPUT_PX, "unit", fit=Fit.LETTERBOXED),
-    )  # fmt: skip
-    write_graph(module.eval(), "boxes", expert.weights)
-    return expert
 
 
 def shifted_features(trunk: Trunk, crops: Sequence[LabelledCrop], generator: torch.Generator) -> tuple[Tensor, Tensor]:

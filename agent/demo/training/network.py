@@ -30,8 +30,11 @@ INPUT_PX = 64
 EVALUATION_BATCH = 128
 
 
-def resnet(label_count: int) -> nn.Module:
-    return build_trainable(ARCHITECTURE, label_count, STEM).to(memory_format=torch.channels_last)
+def resnet(labels: Sequence[str]) -> nn.Module:
+    """A new network whose head has a row for each of its ``labels``."""
+    network = build_trainable(ARCHITECTURE, len(labels), STEM).to(memory_format=torch.channels_last)
+    network.labels = tuple(labels)
+    return network
 
 
 class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here

@@ -10,6 +10,7 @@ product of two narrow matrices. Each component's own ``layer4`` starts from ther
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,33 +19,33 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agent.demo.rendering.components import COMPONENTS
-from agent.demo.training.classifiers import JointNetwork, JointPlan, all_labels, train_jointly
+from agent.demo.training.classifiers import Descent, all_labels, train_jointly
 from agent.demo.training.crops import render_crops
 from agent.demo.training.network import resnet
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 FILE = Path(__file__).with_name("trunk.safetensors")
 SHA256 = "8b8012f7fa0d12452855e45997186cd3763bcf907182a196ab5ca94a4758c947"
 RANK = 128
 RENDERINGS = (1001, 1002, 1003)  # seeds; a demo's own are small numbers
 CROPS_PER_LABEL = 24
-LONG = JointPlan((40, 40, 40, 48, 64, 64, 64), crops_centre=False, turns=False, learning_rate=2e-3, batch_size=48)
-AFTER_NARROWING = JointPlan((64,), crops_centre=False, turns=False, learning_rate=3e-4, batch_size=48)
+LONG = Descent((40, 40, 40, 48, 64, 64, 64), learning_rate=2e-3, batch_size=48)
+AFTER_NARROWING = Descent((64,), learning_rate=3e-4, batch_size=48)
 CLASSIFIED = tuple(component for component in COMPONENTS if not component.measured)
 LABELS = {component.name: component.own_labels for component in CLASSIFIED}
 
 
-def stored_network() -> JointNetwork:
+def stored_network() -> nn.Module:
     """Raises CoServeError for another file than this version was made with."""
     found = sha256(FILE.read_bytes()).hexdigest()
     if found != SHA256:
         raise CoServeError(f"{FILE} is not the network that this version was made with - install CoServe again")
-    network = resnet(len(all_labels(LABELS)))
+    network = resnet(all_labels(LABELS))
     network.load_state_dict(unfolded(load_file(FILE), network.state_dict()))
-    return JointNetwork(network.eval(), all_labels(LABELS))
+    return network.eval()
 
 
 def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,9 +56,10 @@ def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
             stored[name] = tensor
             continue
         matrices = {name: tensor.flatten(1)}
-        if is_narrow(name, tensor):
-            left, right = parted(tensor)
-            matrices = {f"{name}.left": left, f"{name}.right": right}
+        if name.startswith("layer4.") and tensor.dim() == 4 and tensor.shape[2] > 1:  # to the nearest of rank RANK
+            left, values, right = torch.linalg.svd(tensor.flatten(1), full_matrices=False)
+            roots = values[:RANK].sqrt()
+            matrices = {f"{name}.left": left[:, :RANK] * roots, f"{name}.right": roots[:, None] * right[:RANK]}
         for key, matrix in matrices.items():
             scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
             stored[f"{key}.values"] = (matrix / scales).round().to(torch.int8)
@@ -67,42 +69,22 @@ def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def unfolded(stored: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the shapes of ``like``."""
-
-    def matrix(key: str) -> Tensor:
-        return stored[f"{key}.values"].float() * stored[f"{key}.scales"]
-
     state = {}
     for name, tensor in like.items():
-        if name in stored:
-            state[name] = stored[name]
-        elif is_narrow(name, tensor):
-            state[name] = (matrix(f"{name}.left") @ matrix(f"{name}.right")).view_as(tensor)
-        else:
-            state[name] = matrix(name).view_as(tensor)
+        keys = [key for key in (name, f"{name}.left", f"{name}.right") if f"{key}.values" in stored]
+        factors = [stored[f"{key}.values"].float() * stored[f"{key}.scales"] for key in keys]
+        state[name] = reduce(torch.matmul, factors).view_as(tensor) if factors else stored[name]
     return state
 
 
-def is_narrow(name: str, tensor: Tensor) -> bool:
-    return name.startswith("layer4.") and tensor.dim() == 4 and tensor.shape[2] > 1
-
-
-def parted(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of rank RANK whose product is nearest to a convolution's weight as a matrix."""
-    left, values, right = torch.linalg.svd(weight.flatten(1), full_matrices=False)
-    roots = values[:RANK].sqrt()
-    return left[:, :RANK] * roots, roots[:, None] * right[:RANK]
-
-
-def show(stage: str, done: int, total: int) -> None:
-    if done % 100 == 0 or done == total:
-        print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)  # noqa: T201 - a command's progress
-
-
 def main() -> None:
+    def show(stage: str, done: int, total: int) -> None:
+        if done % 100 == 0 or done == total:
+            print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)  # noqa: T201 - a command's progress
+
     torch.manual_seed(0)
-    rendered = [render_crops(CLASSIFIED, CROPS_PER_LABEL, seed, 2, show) for seed in RENDERINGS]
-    crops = [crop for each in rendered for crop in each]
-    network = resnet(len(all_labels(LABELS)))
+    crops = [crop for seed in RENDERINGS for crop in render_crops(CLASSIFIED, CROPS_PER_LABEL, seed, 2, show)]
+    network = resnet(all_labels(LABELS))
     train_jointly(network, crops, LABELS, LONG, 0, show)
     like = network.state_dict()
     network.load_state_dict(unfolded(folded(like), like))

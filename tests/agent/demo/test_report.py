@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from agent.demo.demo import report_of, show_report
 from agent.demo.line import crops_of, part_verdict, renamed
 from agent.demo.rendering.picture import PartVerdict
 from agent.demo.rendering.render import RenderedBoard, render_board
-from agent.demo.report import report_of, show_report
 from agent.demo.training.anomalies import TrainedAnomaly
 from agent.demo.training.crops import LabelledCrop
 from agent.records.results import KeptMap, ResultRow
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
-from experts.thresholds.learning import learned
 from experts.thresholds.map_pictures import map_png
 from tests.lines import result
 
@@ -57,7 +56,7 @@ def report(anomalies):
 @pytest.fixture
 def anomaly():
     expert = Expert("ano/lid", "onnx", Path("lid.onnx"), ("ok", "anomalous"), InputSpec(8, 8), task=Task.ANOMALY)
-    return TrainedAnomaly("lid", expert, learned([1.0, 2.0, 3.0], [8.0, 9.0], 0.01), training=4, good=3, bad=2)
+    return TrainedAnomaly(expert, {"training": 4, "good": 3, "bad": 2, "threshold": 5.5, "expected": 0.25})
 
 
 def test_verdicts_are_held_against_the_truth(anomaly, capsys):
@@ -68,7 +67,7 @@ def test_verdicts_are_held_against_the_truth(anomaly, capsys):
     (lid,) = found["anomalies"]
     assert (lid["judged"], lid["defective"], lid["missed"], lid["false_alarms"]) == (5, 3, 1, 1)
     assert (lid["expert"], lid["training"], lid["good"], lid["bad"]) == ("ano/lid", 4, 3, 2)
-    assert lid["threshold"] == anomaly.learned.rates.threshold
+    assert (lid["threshold"], lid["expected"]) == (5.5, 0.25)
     show_report(report((anomaly,)))
     page = capsys.readouterr().out
     assert "2 defects missed, 1 false alarms" in page

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.config import read_line
+from agent.demo import text_demo
 from agent.demo.text_demo import MANUAL, ROUTE, SUMS, run_text_demo, show_text_report
+from agent.demo.texts import models
 from agent.demo.texts.questions import DemoQuestion, Questions
-from agent.demo.texts.training import TextPlan
 from agent.demo.training.learning import torch_threads
 
 SUBJECTS = {
@@ -20,15 +21,19 @@ SUBJECTS = {
     ),
     SUMS: Questions((DemoQuestion("1 + 1?", "2."), DemoQuestion("add 1 and 1", "2.")), (DemoQuestion("1 + 1?", "2."),)),
 }
-PLAN = TextPlan(16, 2, (0, 2), step_tokens=60, misspelt=0.0, steps=(80, 20), learning_rates=(2e-2, 1e-2))
+TINY = {"HIDDEN": 16, "HEADS": 2, "MOE_EXPERTS": (0, 2), "STEP_TOKENS": 60, "MISSPELT": 0.0, "STEPS": (80, 20)}
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     shown = io.StringIO()
     folder = tmp_path_factory.mktemp("d") / "demo"
-    with torch_threads(1):
-        report = run_text_demo(folder, 0, lambda stage, done, total: None, shown.write, PLAN, SUBJECTS)
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
+        for name, value in {**TINY, "LEARNING_RATES": (2e-2, 1e-2)}.items():
+            patch.setattr(models, name, value)
+        patch.setattr(text_demo, "manual_questions", lambda seed: SUBJECTS[MANUAL])
+        patch.setattr(text_demo, "sum_questions", lambda seed: SUBJECTS[SUMS])
+        report = run_text_demo(folder, 0, lambda stage, done, total: None, shown.write)
     return report, shown.getvalue()
 
 

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
-from agent.demo.rendering.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, product_layout
-from agent.demo.rendering.render import CROP_PX, crop, render_board, render_panels
+from agent.demo.rendering.render import (
+    BOARD_HEIGHT_PX,
+    BOARD_WIDTH_PX,
+    CROP_PX,
+    crop,
+    product_layout,
+    render_board,
+    render_panels,
+)
 
 
 @pytest.fixture(scope="module")

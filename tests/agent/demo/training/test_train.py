@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ from safetensors.torch import load_file
 from agent.config import read_line
 from agent.demo.line import write_line_yaml
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
-from agent.demo.training import anomalies, detectors, trunk
-from agent.demo.training.classifiers import FOREIGN_LOGIT, JointPlan, OwnPlan, masks_and_targets
-from agent.demo.training.crops import LabelledCrop, render_crops
-from agent.demo.training.detectors import BoxDetector, centred, concerned, train_head
+from agent.demo.training import anomalies, detectors, train, trunk
+from agent.demo.training.classifiers import FOREIGN_LOGIT, masks_and_targets
+from agent.demo.training.crops import render_crops
+from agent.demo.training.detectors import BoxDetector, centred, train_head
 from agent.demo.training.learning import descend
 from agent.demo.training.network import normalised, pictures
-from agent.demo.training.train import real_plan, synthetic_plan, train_experts
+from agent.demo.training.train import train_experts
 from agent.demo.training.trunk import LABELS, folded, stored_network, unfolded
 from experts.backends import backend_for
 from experts.errors import CoServeError
@@ -37,21 +38,20 @@ def crops():
 
 
 @pytest.fixture(scope="module")
-def train(crops):
-    """A line trained in a few steps."""
+def trained_in(crops):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detectors, "STEPS", 2)
         patch.setattr(detectors, "COPIES", 1)
         patch.setattr(anomalies, "DIMENSIONS", 6)
-        yield lambda folder, crops=crops, **changes: train_experts(
-            crops, dataclasses.replace(synthetic_plan(), **changes), folder / "weights", quiet, threads=1, seed=3
+        yield lambda folder, crops=crops, are_rendered=True: train_experts(
+            crops, folder / "weights", quiet, threads=1, seed=3, are_rendered=are_rendered
         )
 
 
 @pytest.fixture(scope="module")
-def line(train, tmp_path_factory):
+def line(trained_in, tmp_path_factory):
     folder = tmp_path_factory.mktemp("line")
-    return folder, train(folder)
+    return folder, trained_in(folder)
 
 
 def test_every_component_gets_a_classifier_and_its_detector_or_an_anomaly_expert_alone(line):
@@ -69,7 +69,7 @@ def test_every_component_gets_a_classifier_and_its_detector_or_an_anomaly_expert
     assert steps["shield-can"] == [("ano/shield-can", 0.0)]
     assert trained.seconds.keys() == {"trunk", "classifiers", "detectors", "anomaly expert"}
     (shield,) = trained.anomalies
-    assert (shield.training, shield.good, shield.bad) == (39, 38, 23)
+    assert [shield.samples[each] for each in ("training", "good", "bad")] == [39, 38, 23]
 
 
 def test_classifiers_share_the_trunk_and_own_the_rest(line):
@@ -95,41 +95,53 @@ def test_serving_backends_accept_the_weights(line, crops):
 
 
 @pytest.mark.slow
-def test_same_seed_gives_the_same_weights(line, train, tmp_path):
+def test_same_seed_gives_the_same_weights(line, trained_in, tmp_path):
     _, first = line
-    second = train(tmp_path)
+    second = trained_in(tmp_path)
     assert second.routes == first.routes
     for one, other in zip(first.experts, second.experts, strict=True):
         assert one.weights.read_bytes() == other.weights.read_bytes()
 
 
-def test_a_joint_network_comes_first_where_the_stored_one_does_not_know_the_crops(train, crops, tmp_path):
-    few = [crop for crop in crops if crop.component in {"resistor-0402", "diode-sod123"}]
-    joint = JointPlan((8, 16), crops_centre=True, turns=True, learning_rate=1e-3, batch_size=64)
-    trained = train(tmp_path, few, own=OwnPlan(1, 1e-4, turns=True), joint=joint, detectors={}, measured=frozenset())
+def test_crops_of_real_boards_train_a_joint_network_and_no_other_expert_than_classifiers(
+    trained_in, crops, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "JOINT", train.JOINT._replace(sides_px=(8, 16)))
+    few = [crop for crop in crops if crop.component in {"resistor-0402", "shield-can"}]
+    trained = trained_in(tmp_path, few, are_rendered=False)
     assert {expert.id: expert.labels for expert in trained.experts} == {
         "cls/resistor-0402": (OK, "missing", "shifted", "tombstone"),
-        "cls/diode-sod123": (OK, "cracked", "missing", "reversed"),
+        "cls/shield-can": (OK, "dented", "missing", "scratched", "stained"),
     }
-    states = [load_file(expert.weights) for expert in trained.experts]
-    stem = "conv1.weight"
-    assert all(torch.equal(state[stem], states[0][stem]) for state in states)
-    assert not torch.equal(states[0][stem], stored_network().network.state_dict()[stem])
+    first, second = (load_file(expert.weights)["conv1.weight"] for expert in trained.experts)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, stored_network().state_dict()["conv1.weight"])
+
+
+@pytest.mark.parametrize(("name", "turns"), [("resistor-0402", True), ("diode-sod123", False)])
+def test_real_crops_are_turned_unless_a_label_speaks_of_orientation(
+    trained_in, crops, tmp_path, monkeypatch, name, turns
+):
+    train_jointly = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(train, "train_jointly", train_jointly)
+    with pytest.raises(InterruptedError):
+        trained_in(tmp_path, [crop for crop in crops if crop.component == name], are_rendered=False)
+    assert train_jointly.call_args.args[3].turns is turns
 
 
 def test_the_stored_network_knows_renderings_that_it_was_not_made_with(crops):
-    joint = stored_network()
+    network = stored_network()
     classified = [crop for crop in crops if crop.label in LABELS.get(crop.component, ())]
-    masks, targets = masks_and_targets(classified, LABELS, joint.labels)
+    masks, targets = masks_and_targets(classified, LABELS, network.labels)
     with torch.no_grad():
-        answers = joint.network(normalised(pictures(classified))).masked_fill(masks, FOREIGN_LOGIT).argmax(1)
+        answers = network(normalised(pictures(classified))).masked_fill(masks, FOREIGN_LOGIT).argmax(1)
     assert (answers == targets).float().mean() >= 0.9
     assert trunk.FILE.stat().st_size <= 6e6
 
 
 def test_a_network_is_stored_as_it_was_narrowed():
     """Narrowing again changes little."""
-    state = stored_network().network.state_dict()
+    state = stored_network().state_dict()
     again = unfolded(folded(state), state)
     assert all(
         torch.allclose(tensor, again[name], atol=0.02 * float(tensor.abs().max())) for name, tensor in state.items()
@@ -145,9 +157,9 @@ def test_another_file_in_the_place_of_the_stored_network_is_refused(tmp_path, mo
 
 def test_a_detector_learns_where_the_part_lies_and_how(crops, monkeypatch):
     monkeypatch.setattr(detectors, "STEPS", 60)
-    chosen = concerned(crops, synthetic_plan().detectors, Detector.ALIGNMENT)
-    module = BoxDetector(stored_network().network, 2)
-    train_head(module, Detector.ALIGNMENT, chosen, seed=0)
+    chosen = [c for c in crops if c.component in {"resistor-0402", "capacitor-0805"} and c.label in {OK, "shifted"}]
+    module = BoxDetector(stored_network(), Detector.ALIGNMENT)
+    train_head(module, chosen, seed=0)
     with torch.no_grad():
         answers = module(pictures(chosen) / 255.0)[:, :, 0]
     is_shifted = torch.tensor([crop.label == "shifted" for crop in chosen])
@@ -180,16 +192,6 @@ def test_labels_that_yaml_would_read_as_something_else_are_quoted(line):
     renamed = dataclasses.replace(trained, experts=(dataclasses.replace(expert, labels=("ok", "no", "00041")), *others))
     write_line_yaml(folder, renamed, 1024**3, has_boards=False)
     assert read_line(folder / "line.yaml", environment={}).catalog.experts[expert.id].labels == ("ok", "no", "00041")
-
-
-def test_real_crops_get_no_anomaly_expert_and_are_turned_unless_a_label_speaks_of_orientation():
-    def plan(label):
-        return real_plan([LabelledCrop("b", label, "1.png", np.zeros((8, 8, 3), np.uint8))])
-
-    assert not plan("short").measured
-    assert plan("short").own.turns
-    assert not plan("reversed").own.turns
-    assert Detector.POLARITY.defect == "reversed"
 
 
 @pytest.mark.parametrize("steps", range(1, 12))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from agent.demo.texts.models import END, UNKNOWN, tokenizer_of, tokens_of
+from agent.demo.texts import models
+from agent.demo.texts.models import END, UNKNOWN, TrainingTexts, letters_of, tokenizer_of, tokens_of, train_pair
 from agent.demo.texts.questions import DemoQuestion, Questions
-from agent.demo.texts.training import TextPlan, TrainingTexts, letters_of, train_pair
 from agent.demo.training.learning import torch_threads
 from experts.llm.model import load_model
 from experts.llm.program import read_program
@@ -19,22 +19,26 @@ SUBJECTS = {
 }
 TOKENIZER = tokenizer_of(one for each in SUBJECTS.values() for one in each.training)
 TEXTS = {name: TrainingTexts.of(subject.training, TOKENIZER) for name, subject in SUBJECTS.items()}
-PLAN = TextPlan(16, 2, (0, 2, 3), step_tokens=40, misspelt=0.0, steps=(60, 20), learning_rates=(1e-2, 1e-2))
+
+
+TINY = {"HIDDEN": 16, "HEADS": 2, "MOE_EXPERTS": (0, 2, 3), "STEP_TOKENS": 40, "MISSPELT": 0.0, "STEPS": (60, 20)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """So small a network only waits for more."""
-    with torch_threads(1):
+def tiny():
+    """A tiny model on one thread: so small a network only waits for more."""
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
+        for name, value in {**TINY, "LEARNING_RATES": (1e-2, 1e-2)}.items():
+            patch.setattr(models, name, value)
         yield
 
 
 def trained(seed=0):
-    return train_pair(SUBJECTS, TOKENIZER, PLAN, seed, lambda stage, done, total: None)
+    return train_pair(SUBJECTS, TOKENIZER, seed, lambda stage, done, total: None)
 
 
 @pytest.fixture(scope="module")
-def pair(one_thread):
+def pair(tiny):
     return trained()
 
 
