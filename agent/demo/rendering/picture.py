@@ -23,7 +23,6 @@ COLOURS: dict[Verdict, Colour] = {
     Verdict.NG: (255, 72, 62),
     Verdict.UNKNOWN: (255, 184, 48),
 }
-WIDTHS_PX = {Verdict.OK: 1, Verdict.NG: 4, Verdict.UNKNOWN: 4}
 TAG_PX = 19
 STRIP_PX = 56
 
@@ -49,28 +48,21 @@ def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> 
     nothing = PartVerdict(Verdict.UNKNOWN, "no verdict")
     judged = [(placement, verdicts.get(placement.ref, nothing)) for placement in board.placements]
     for placement, part in judged:
-        if part.anomaly is not None and part.anomaly.map is not None:
-            picture.paste(with_map(board.image, placement, part.anomaly), placement.window[:2])
-    for placement, part in sorted(judged, key=lambda pair: WIDTHS_PX[pair[1].verdict]):
+        if part.anomaly is not None and part.anomaly.map is not None:  # the map is of the upright crop
+            upright = board.image.crop(placement.window).rotate(90 * placement.quarter_turns)
+            picture.paste(drawn_over(upright, part.anomaly).rotate(-90 * placement.quarter_turns), placement.window[:2])
+    for placement, part in sorted(judged, key=lambda pair: pair[1].verdict is not Verdict.OK):
         draw_part_verdict(draw, placement, part, width)
     draw_strip(draw, board.name, [part.verdict for _, part in judged], height)
     return picture
 
 
-def with_map(image: Image.Image, placement: Placement, anomaly: Anomaly) -> Image.Image:
-    """A part's window of the board, yellow to red where it is anomalous: the map is of the upright crop."""
-    upright = image.crop(placement.window).rotate(90 * placement.quarter_turns)
-    return drawn_over(upright, anomaly).rotate(-90 * placement.quarter_turns)
-
-
 def draw_part_verdict(draw: ImageDraw.ImageDraw, placement: Placement, part: PartVerdict, picture_width: int) -> None:
     colour = COLOURS[part.verdict]
     if part.verdict is Verdict.OK:
-        draw.rounded_rectangle(placement.window, radius=5, outline=(*colour, 150), width=WIDTHS_PX[part.verdict])
+        draw.rounded_rectangle(placement.window, radius=5, outline=(*colour, 150), width=1)
         return
-    draw.rounded_rectangle(
-        placement.window, radius=7, outline=colour, fill=(*colour, 26), width=WIDTHS_PX[part.verdict]
-    )
+    draw.rounded_rectangle(placement.window, radius=7, outline=colour, fill=(*colour, 26), width=4)
     words = f"{placement.ref} {part.label}"
     left, top = placement.window[0], placement.window[1] - TAG_PX - 7
     tag_width = draw.textlength(words, font=font(TAG_PX)) + 14

@@ -21,14 +21,15 @@ from agent.demo.rendering.components import OK
 from agent.demo.training.learning import descend
 from agent.demo.training.network import (
     ARCHITECTURE,
+    EVALUATION_BATCH,
     INPUT_PX,
     STEM,
+    Trunk,
     fast_math,
     pictures,
     resnet,
-    trunk_features,
     varied,
-)
+)  # fmt: skip
 from experts.expert import Expert, InputSpec
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ def train_classifier(
     network = resnet(labels)
     network.load_state_dict(state | {name: state[name][rows] for name in ("fc.weight", "fc.bias")})
     network.eval()  # running statistics are frozen
-    features = trunk_features(network, varied(pictures(crops), plan.turns, generator))
+    trunk, images = Trunk(network), varied(pictures(crops), plan.turns, generator)
+    with torch.no_grad(), fast_math():
+        features = torch.cat([trunk(chunk)[-1] for chunk in images.split(EVALUATION_BATCH)])
     targets = torch.tensor([labels.index(target(crop, labels)) for crop in crops])
 
     def loss(picked: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,7 @@ RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shi
 MEASURED_GOOD = 12.8  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that each one's crops help all
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
+PLACE = attrgetter("component", "label", "file")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,11 +82,7 @@ def render_crops(
             )
             counts[kind] += 1
         progress("render", len(crops), len(parts))
-    return tuple(sorted(crops, key=_place))
-
-
-def _place(crop_: LabelledCrop) -> tuple[str, str, str]:
-    return crop_.component, crop_.label, crop_.file
+    return tuple(sorted(crops, key=PLACE))
 
 
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
@@ -152,7 +150,7 @@ def divide(
     Sources come in an order drawn from the seed; one is held out if that brings the labels nearer to the fraction and
     leaves something of each of its labels to train on. Depends on names only, not on the order of the crops.
     """
-    ordered = sorted(crops, key=_place)
+    ordered = sorted(crops, key=PLACE)
     kinds: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     for each in ordered:
         kinds[each.source][each.component, each.label] += 1

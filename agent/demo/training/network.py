@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from experts.backends.ort.export import exported
 from experts.expert import IMAGENET, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from agent.demo.training.crops import LabelledCrop
@@ -53,18 +52,9 @@ class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy h
         return maps
 
 
-def trunk_features(network: nn.Module, batch: Tensor) -> Tensor:
-    """The frozen trunk's last map of normalised pictures: the input of layer4."""
-    trunk = Trunk(network)
-    with torch.no_grad(), fast_math():
-        return torch.cat([trunk(chunk)[-1] for chunk in batch.split(EVALUATION_BATCH)])
-
-
-@contextmanager
-def fast_math() -> Iterator[None]:
+def fast_math() -> torch.autocast:
     """bf16 where this processor multiplies it natively, else fp32."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_multiplied(Precision.BF16)):
-        yield
+    return torch.autocast("cpu", torch.bfloat16, enabled=is_multiplied(Precision.BF16))
 
 
 def pictures(crops: Sequence[LabelledCrop]) -> Tensor:

@@ -24,13 +24,6 @@ def put(folder, component, label, count=6):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(target / f"{number}.png")
 
 
-@pytest.fixture
-def data(tmp_path):
-    put(tmp_path, "r", OK)
-    put(tmp_path, "r", "missing")
-    return tmp_path
-
-
 def test_rendered_crops_are_what_is_read_back(tmp_path):
     components = COMPONENTS[:2]
     steps = []
@@ -57,38 +50,30 @@ def test_crops_of_a_part_without_traces_change_no_other():
     assert counts.pop(OK) > 5 * max(counts.values())  # half of the good ones are trained on, half vouch for a threshold
 
 
-def test_no_component_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no component folder"):
+@pytest.mark.parametrize(
+    ("folders", "refusal"),
+    [
+        ([], "holds no component folder"),
+        ([("r", "missing", 6)], "'ok' and at least one defect are needed"),
+        ([("c", OK, 6)], r"c has the labels \['ok'\]"),
+        ([("r", OK, 6), ("r", "cracked", 2)], "cracked holds 2 crops"),
+        ([("a_b", OK, 6), ("a_b", "missing", 6)], "must not hold an underscore"),
+    ],
+)
+def test_unusable_folders_are_refused(tmp_path, folders, refusal):
+    for component, label, count in folders:
+        put(tmp_path, component, label, count)
+    with pytest.raises(ConfigError, match=refusal):
         load_crops(tmp_path)
     with pytest.raises(ConfigError, match="is not a folder"):
         load_crops(tmp_path / "nothing")
 
 
-def test_component_needs_ok_and_a_defect(tmp_path):
-    put(tmp_path, "r", "missing")
-    with pytest.raises(ConfigError, match="'ok' and at least one defect are needed"):
-        load_crops(tmp_path)
-    put(tmp_path, "c", OK)
-    with pytest.raises(ConfigError, match=r"c has the labels \['ok'\]"):
-        load_crops(tmp_path)
-
-
-def test_too_few_crops_are_refused(data):
-    put(data, "r", "cracked", count=2)
-    with pytest.raises(ConfigError, match="cracked holds 2 crops"):
-        load_crops(data)
-
-
-def test_broken_crop_is_named(data):
-    (data / "r" / "ok" / "3.png").write_bytes(b"no image")
+def test_broken_crop_is_named(tmp_path):
+    put(tmp_path, "r", OK)
+    (tmp_path / "r" / "ok" / "3.png").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"3\.png cannot be read as an image"):
-        load_crops(data)
-
-
-def test_component_name_must_fit_file_names(data):
-    put(data, "a_b", OK)
-    with pytest.raises(ConfigError, match="must not hold an underscore"):
-        load_crops(data)
+        load_crops(tmp_path)
 
 
 def test_source_is_the_name_before_the_dash():

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from agent.config import read_line
@@ -24,6 +25,7 @@ from agent.demo.training.trunk import LABELS, folded, stored_network, unfolded
 from experts.backends import backend_for
 from experts.errors import CoServeError
 from experts.expert import Precision
+from experts.sizes import MEBIBYTE
 
 NAMES = {"resistor-0402", "capacitor-0805", "diode-sod123", "shield-can"}
 
@@ -139,13 +141,10 @@ def test_the_stored_network_knows_renderings_that_it_was_not_made_with(crops):
     assert trunk.FILE.stat().st_size <= 6e6
 
 
-def test_a_network_is_stored_as_it_was_narrowed():
-    """Narrowing again changes little."""
+def test_narrowing_a_network_again_changes_little():
     state = stored_network().state_dict()
     again = unfolded(folded(state), state)
-    assert all(
-        torch.allclose(tensor, again[name], atol=0.02 * float(tensor.abs().max())) for name, tensor in state.items()
-    )
+    assert all(torch.allclose(each, again[name], atol=0.02 * float(each.abs().max())) for name, each in state.items())
 
 
 def test_another_file_in_the_place_of_the_stored_network_is_refused(tmp_path, monkeypatch):
@@ -167,31 +166,23 @@ def test_a_detector_learns_where_the_part_lies_and_how(crops, monkeypatch):
     assert (answers[:, :4] / 64 - centred(torch.tensor([crop.body for crop in chosen]))).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize("has_boards", [True, False])
-def test_line_file_is_what_the_agent_reads(line, has_boards):
+def test_line_file_is_what_the_agent_reads(line):
     folder, trained = line
-    write_line_yaml(folder, trained, 300 * 1024**2 + 5, has_boards=has_boards)
-    quantities = {"demo-board": {each.name: each.quantity for each in COMPONENTS}}
-    if has_boards:  # whose other components are not trained here
-        text = (folder / "line.yaml").read_text()
-        assert all(f"{name}: {count}" in text for name, count in quantities["demo-board"].items())
-        return
+    first, *others = trained.experts
+    first = dataclasses.replace(first, labels=("ok", "no", "00041"))  # quoted: YAML would read something else
+    write_line_yaml(
+        folder, dataclasses.replace(trained, experts=(first, *others)), 300 * MEBIBYTE + 5, has_boards=False
+    )
     config = read_line(folder / "line.yaml", environment={})
-    assert config.memory.host == 300 * 1024**2
-    assert {expert.id: expert for expert in trained.experts} == {
-        id_: dataclasses.replace(expert, weights=expert.weights.resolve())
-        for id_, expert in config.catalog.experts.items()
+    assert config.memory.host == 300 * MEBIBYTE
+    assert config.catalog.experts == {
+        each.id: dataclasses.replace(each, weights=each.weights.resolve()) for each in (first, *others)
     }
     assert config.catalog.graph.routes == trained.routes
     assert config.boards == {}
-
-
-def test_labels_that_yaml_would_read_as_something_else_are_quoted(line):
-    folder, trained = line
-    (expert, *others) = trained.experts
-    renamed = dataclasses.replace(trained, experts=(dataclasses.replace(expert, labels=("ok", "no", "00041")), *others))
-    write_line_yaml(folder, renamed, 1024**3, has_boards=False)
-    assert read_line(folder / "line.yaml", environment={}).catalog.experts[expert.id].labels == ("ok", "no", "00041")
+    write_line_yaml(folder, trained, MEBIBYTE, has_boards=True)  # its other components are not trained here
+    boards = yaml.safe_load((folder / "line.yaml").read_text())["boards"]
+    assert boards["demo-board"]["components"] == {each.name: each.quantity for each in COMPONENTS}
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
