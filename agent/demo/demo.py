@@ -155,8 +155,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Plain values, as ``--json`` prints them. ``crops``: the judged ones, with the truth.
 
-    Accuracies are those over these crops. ``held_bytes``: most that the ledger counted. ``grown_bytes`` and
-    ``left_bytes``: of the agent's process, as in Judged. ``stage_s``: seconds of each stage of training.
+    Accuracies are those over these crops. ``stage_s``: seconds of each stage of training.
     """
     answers = [(crop, judged.verdicts[crop.file]) for crop in crops]
     verdicts = [verdict.verdict for _, verdict in answers]
@@ -165,26 +164,17 @@ def report_of(
         known = crop.label if verdict.anomaly is None or crop.label == OK else ANOMALY_LABELS[1]
         named += known == (OK if verdict.verdict is Verdict.OK else verdict.label)
     wrong = mistakes(answers)
-    engine = judged.statistics.engine
     return {
         "line_file": str(folder / LINE_FILE),
         "picture": str(folder / PICTURE) if (folder / PICTURE).exists() else None,
         "experts": len(trained.experts),
         "expert_bytes": expert_bytes,
-        "budget_bytes": judged.budget_bytes,
-        "held_bytes": sum(pool.peak_used_bytes for pool in engine.pools),
-        "grown_bytes": judged.grown_bytes,
-        "left_bytes": judged.left_bytes,
         "requests": len(crops),
         **{verdict.lower(): verdicts.count(verdict) for verdict in Verdict},
         "accuracy": 1 - (sum(wrong.values()) + verdicts.count(Verdict.UNKNOWN)) / len(crops),
         "label_accuracy": named / len(crops),
         **wrong,
-        "images_per_s": len(crops) / judged.judging_s,
-        "judging_s": judged.judging_s,
-        "switches": engine.switches,
-        "evictions": engine.evictions,
-        "bytes_read": engine.bytes_read,
+        **judged.measured,
         "seconds": seconds,
         "stage_s": dict(trained.seconds),
         "anomalies": [anomaly_report(each, answers) for each in trained.anomalies],

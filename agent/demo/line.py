@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from agent.demo.training.train import TrainedLine
     from agent.records.results import ResultRow
-    from agent.runtime.loop import LoopStatistics
     from experts.expert import Expert
     from experts.graph import RouteStep
 
@@ -101,16 +100,12 @@ def step_values(step: RouteStep) -> dict[str, Any]:
 class Judged:
     """Verdicts by file name, with the agent's use of time and memory.
 
-    ``grown_bytes``: most that the process grew over its size before it touched any weights; ``left_bytes``: what of
-    that was still there after the experts had gone.
+    Of ``measured``, ``held_bytes`` is most that the ledger counted, ``grown_bytes`` most that the process grew over its
+    size before it touched any weights, and ``left_bytes`` what of that was still there after the experts had gone.
     """
 
     verdicts: Mapping[str, PartVerdict]
-    statistics: LoopStatistics
-    budget_bytes: int
-    grown_bytes: int
-    left_bytes: int
-    judging_s: float
+    measured: Mapping[str, float]
 
 
 def file_of(board: RenderedBoard, place: Placement) -> str:
@@ -174,14 +169,22 @@ def judge(line_file: Path, files: Sequence[str]) -> Judged:
                 raise CoServeError(f"only {done} of {len(files)} images were judged within {JUDGING_LIMIT_S:.0f} s")
             time.sleep(0.05)
         judging_s = time.monotonic() - started
-        statistics = service.agent.loop.statistics()
+        engine = service.agent.loop.statistics().engine
     finally:
         service.stop()
-    left_bytes = process.memory_info().rss - service.agent.rss_before_bytes
     stored = ResultReader(config.results_file)
-    verdicts = {row.result.subject.image: part_verdict(row, stored) for row in stored.query()}
-    budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
-    return Judged(verdicts, statistics, budget_bytes, grown_bytes, left_bytes, judging_s)
+    measured = {
+        "budget_bytes": sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools),
+        "held_bytes": sum(pool.peak_used_bytes for pool in engine.pools),
+        "grown_bytes": grown_bytes,
+        "left_bytes": process.memory_info().rss - service.agent.rss_before_bytes,
+        "images_per_s": len(files) / judging_s,
+        "judging_s": judging_s,
+        "switches": engine.switches,
+        "evictions": engine.evictions,
+        "bytes_read": engine.bytes_read,
+    }
+    return Judged({row.result.subject.image: part_verdict(row, stored) for row in stored.query()}, measured)
 
 
 def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:

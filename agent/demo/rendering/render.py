@@ -245,7 +245,7 @@ def blend(target: NDArray[np.float32], layer: NDArray[np.float32]) -> None:
 
 
 def shadow(alpha: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of a layer as it is on the board: light comes from the upper left, however the part is turned."""
+    """Shadow of a layer on the board: light comes from the upper left, however the part is turned."""
     cover = Image.fromarray((alpha * 255).astype(np.uint8))
     soft = np.asarray(cover.filter(ImageFilter.GaussianBlur(2.5)), np.float32) / 255.0
     cast = np.zeros_like(soft)

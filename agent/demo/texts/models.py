@@ -67,7 +67,7 @@ def tokenizer_of(questions: Iterable[DemoQuestion]) -> Tokenizer:
 
 
 def unevenness(gate_logits: Tensor) -> Tensor:
-    """Of tokens' choices among moe_experts: 1 if even. Source: Switch Transformer (arXiv 2101.03961), equation 4."""
+    """Unevenness of choices among moe_experts: 1 if even. Source: Switch Transformer (arXiv 2101.03961), equation 4."""
     shares = gate_logits.softmax(dim=-1)
     chosen = one_hot(shares.argmax(dim=-1), shares.shape[-1]).float().mean(dim=0)
     return shares.shape[-1] * (chosen * shares.mean(dim=0)).sum()

@@ -1,4 +1,9 @@
-"""From labelled crops to the experts and routes of a line, written as weights files."""
+"""From labelled crops to the experts and routes of a line, written as weights files.
+
+The joint network's trunk (everything before ``layer4``) is frozen, running statistics included. Each component's
+``layer4`` and head are trained on the trunk's features, from the joint ones on. So the classifiers of a line share
+their trunk bit for bit, and each still owns three quarters of its bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +14,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
+from torch.nn import functional
 
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.anomalies import TrainedAnomaly, train_anomaly
-from agent.demo.training.classifiers import Descent, all_labels, train_classifier, train_jointly
 from agent.demo.training.detectors import train_detectors
-from agent.demo.training.learning import beside_one_another, torch_threads
-from agent.demo.training.network import resnet
-from agent.demo.training.trunk import stored_network
+from agent.demo.training.learning import beside_one_another, descend, torch_threads
+from agent.demo.training.network import (
+    ARCHITECTURE,
+    EVALUATION_BATCH,
+    INPUT_PX,
+    STEM,
+    Trunk,
+    fast_math,
+    pictures,
+    resnet,
+    varied,
+)  # fmt: skip
+from agent.demo.training.trunk import Descent, all_labels, stored_network, target, train_jointly
+from experts.expert import Expert, InputSpec
 from experts.graph import RouteStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor, nn
+
     from agent.demo.training.crops import LabelledCrop
-    from experts.expert import Expert
 
 MIN_SCORE = 0.5  # of a classifier's ok
 ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
@@ -113,3 +131,36 @@ def train_experts(
         with timed("anomaly expert"):
             anomalies = tuple(train_anomaly(joint, own, folder, seed) for name, own in parts.items() if name in strange)
     return TrainedLine((*experts, *(each.expert for each in anomalies)), routes, seconds, anomalies)
+
+
+def train_classifier(
+    joint: nn.Module, crops: Sequence[LabelledCrop], labels: tuple[str, ...], plan: Descent, folder: Path, seed: int
+) -> Expert:
+    """One component's expert, written below ``folder``: its layer4 and head are trained, from the joint ones on."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [joint.labels.index(label) for label in labels]
+    state = joint.state_dict()
+    network = resnet(labels)
+    network.load_state_dict(state | {name: state[name][rows] for name in ("fc.weight", "fc.bias")})
+    network.eval()  # running statistics are frozen
+    trunk, images = Trunk(network), varied(pictures(crops), plan.turns, generator)
+    with torch.no_grad(), fast_math():
+        features = torch.cat([trunk(chunk)[-1] for chunk in images.split(EVALUATION_BATCH)])
+    targets = torch.tensor([labels.index(target(crop, labels)) for crop in crops])
+
+    def loss(picked: Tensor) -> Tensor:
+        with fast_math():
+            logits = network.fc(network.layer4(features[picked]).mean((2, 3))).float()
+        return functional.cross_entropy(logits, targets[picked])
+
+    batches = [
+        picked
+        for _ in plan.sides_px
+        for picked in torch.randperm(len(crops), generator=generator).split(plan.batch_size)
+    ]
+    descend([*network.layer4.parameters(), *network.fc.parameters()], batches, loss, plan.learning_rate)
+    name = f"cls/{crops[0].component}"
+    file = folder / f"{name}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, file)
+    return Expert(name, ARCHITECTURE, file, labels, InputSpec(INPUT_PX, INPUT_PX), stem=STEM)

@@ -1,4 +1,7 @@
-"""The stored network of the demo's experts: a ResNet18 that has seen renderings of every component.
+"""The joint network below a line's experts: a ResNet18 that knows all components, trained here or stored.
+
+Its head has a row for each label of any component, and each crop is judged among its own component's labels. A trunk
+that has seen all components needs few crops of each, and is trained once.
 
 Guarantees: ``stored_network`` answers the network that ``python -m agent.demo.training.trunk`` wrote, by its hash. That
 command renders other crops than any demo does, trains on them for about half an hour and prints the hash.
@@ -13,19 +16,41 @@ import sys
 from functools import reduce
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
-from agent.demo.rendering.components import COMPONENTS
-from agent.demo.training.classifiers import Descent, all_labels, train_jointly
+from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.crops import render_crops
-from agent.demo.training.network import resnet
+from agent.demo.training.learning import descend
+from agent.demo.training.network import fast_math, pictures, resnet, varied
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch import Tensor, nn
+
+    from agent.demo.training.crops import LabelledCrop
+
+FOREIGN_LOGIT = -1e4  # of a label that the crop's component does not have
+
+
+class Descent(NamedTuple):
+    """Training of a network. ``sides_px``: the pictures' side in each epoch.
+
+    Epochs below INPUT_PX cost less; with ``crops_centre`` they see a crop's middle, else all of it smaller.
+    ``turns``: mirror images and quarter turns keep their label, which is untrue of parts with a polarity.
+    """
+
+    sides_px: tuple[int, ...]
+    learning_rate: float
+    batch_size: int
+    turns: bool = False
+    crops_centre: bool = False
+
 
 FILE = Path(__file__).with_name("trunk.safetensors")
 SHA256 = "8b8012f7fa0d12452855e45997186cd3763bcf907182a196ab5ca94a4758c947"
@@ -36,6 +61,66 @@ LONG = Descent((40, 40, 40, 48, 64, 64, 64), learning_rate=2e-3, batch_size=48)
 AFTER_NARROWING = Descent((64,), learning_rate=3e-4, batch_size=48)
 CLASSIFIED = tuple(component for component in COMPONENTS if not component.measured)
 LABELS = {component.name: component.own_labels for component in CLASSIFIED}
+
+
+def all_labels(labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({label for each in labels.values() for label in each}))
+
+
+def target(crop: LabelledCrop, labels: Sequence[str]) -> str:
+    """Label that a component's classifier learns for a crop: a detector's defect passes as ok."""
+    return crop.label if crop.label in labels else OK
+
+
+def masks_and_targets(
+    crops: Sequence[LabelledCrop], labels: Mapping[str, Sequence[str]], rows: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """For each crop, which rows of the joint head are not its component's, and which row is right."""
+    foreign = {name: [row not in own for row in rows] for name, own in labels.items()}
+    masks = torch.tensor([foreign[crop.component] for crop in crops])
+    return masks, torch.tensor([rows.index(target(crop, labels[crop.component])) for crop in crops])
+
+
+def train_jointly(
+    network: nn.Module,
+    crops: Sequence[LabelledCrop],
+    labels: Mapping[str, Sequence[str]],
+    plan: Descent,
+    seed: int,
+    progress: Callable[[str, int, int], None],
+) -> nn.Module:
+    """Train a ResNet18 on all components at once. ``labels``: by component; each is one of the network's."""
+    generator = torch.Generator().manual_seed(seed)
+    images = pictures(crops)
+    masks, targets = masks_and_targets(crops, labels, network.labels)
+    size = min(plan.batch_size, len(crops))
+    batches = [
+        (side_px, picked)
+        for side_px in plan.sides_px
+        for picked in torch.randperm(len(crops), generator=generator).split(size)
+        if len(picked) == size
+    ]
+    network.train()
+
+    def loss(batch: tuple[int, tuple[int, Tensor]]) -> Tensor:
+        number, (side_px, picked) = batch
+        progress("trunk", number + 1, len(batches))
+        shown = smaller(varied(images[picked], plan.turns, generator), side_px, plan.crops_centre)
+        with fast_math():
+            logits = network(shown).float()
+        return functional.cross_entropy(logits.masked_fill(masks[picked], FOREIGN_LOGIT), targets[picked])
+
+    descend(network.parameters(), list(enumerate(batches)), loss, plan.learning_rate)
+    return network.eval()
+
+
+def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
+    margin = (batch.shape[2] - side_px) // 2
+    if margin <= 0:
+        return batch
+    if crops_centre:
+        return batch[:, :, margin : margin + side_px, margin : margin + side_px]
+    return functional.interpolate(batch, size=(side_px, side_px), mode="area")
 
 
 def stored_network() -> nn.Module:
@@ -49,7 +134,7 @@ def stored_network() -> nn.Module:
 
 
 def folded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As stored: ``NAME.values`` (int8) and ``NAME.scales`` of a matrix or of both factors; else the tensor itself."""
+    """State as stored: ``NAME.values`` (int8) and ``NAME.scales`` of a matrix or both factors; else the tensor."""
     stored: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if tensor.dim() < 2:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from agent.demo.demo import MARKER, fresh_folder, paint, report_of, run_demo, show_report
-from agent.demo.line import crops_of, part_verdict, renamed
+from agent.demo.line import Judged, crops_of, part_verdict, renamed
 from agent.demo.rendering.picture import STRIP_PX, PartVerdict
 from agent.demo.rendering.render import Placement, RenderedBoard, render_board
 from agent.demo.training.anomalies import TrainedAnomaly
@@ -40,12 +40,11 @@ ANSWERS = [
 
 
 def judged():
-    verdicts = {f"{n}.png": PartVerdict(*said) for n, (_, _, *said) in enumerate(ANSWERS)}
-    engine = SimpleNamespace(pools=[SimpleNamespace(peak_used_bytes=2**20)], switches=3, evictions=2, bytes_read=1)
-    return SimpleNamespace(
-        verdicts=verdicts, statistics=SimpleNamespace(engine=engine), budget_bytes=2**21, grown_bytes=3 * 2**20,
-        left_bytes=2**20, judging_s=2.0,
-    )  # fmt: skip
+    measured = {
+        "budget_bytes": 2**21, "held_bytes": 2**20, "grown_bytes": 3 * 2**20, "left_bytes": 2**20, "judging_s": 2.0,
+        "images_per_s": 4.0, "switches": 3, "evictions": 2, "bytes_read": 1,
+    }  # fmt: skip
+    return Judged({f"{n}.png": PartVerdict(*said) for n, (_, _, *said) in enumerate(ANSWERS)}, measured)
 
 
 def report(anomalies):
@@ -74,9 +73,6 @@ def test_verdicts_are_held_against_the_truth(anomaly, capsys):
     assert "2 defects missed, 1 false alarms" in page
     assert "process: 2 MiB, within the budget" in page
     assert "judged 5 on the boards, 3 of them defective: 1 missed, 1 false alarms" in page
-
-
-def test_a_line_without_an_anomaly_expert_says_so(capsys):
     show_report(report(()))
     assert re.search(r"anomaly expert +none", capsys.readouterr().out)
 
@@ -115,19 +111,15 @@ def test_files_of_held_out_crops_do_not_contain_their_label():
     assert files == ["0007_r_P1.png", "0007_r_P2.png", "0007_r_P3.png", "r-open-3_r_P1.png"]
 
 
-def test_a_folder_that_no_demo_made_is_left_as_it_is(tmp_path):
-    precious = tmp_path / "precious.txt"
-    precious.write_text("do not delete")
-    with pytest.raises(ConfigError, match="--dir"):
-        fresh_folder(tmp_path)
-    assert precious.read_text() == "do not delete"
-
-
-def test_an_earlier_demo_is_made_anew(tmp_path):
+def test_only_a_folder_that_a_demo_made_is_made_anew(tmp_path):
     folder = fresh_folder(tmp_path / "demo")
     (folder / "line.yaml").write_text("line: old")
     again = fresh_folder(tmp_path / "demo")
     assert [entry.name for entry in again.iterdir()] == [MARKER]
+    (folder / MARKER).rename(folder / "precious.txt")
+    with pytest.raises(ConfigError, match="--dir"):
+        fresh_folder(folder)
+    assert [entry.name for entry in again.iterdir()] == ["precious.txt"]
 
 
 def test_crops_of_a_single_image_cannot_be_judged(tmp_path):

@@ -41,8 +41,7 @@ def test_the_seed_makes_the_manual():
     assert manual_questions(1) == manual_questions(1) != manual_questions(2)
 
 
-def test_only_sums_have_digits_in_their_questions():
-    """The route's rule tells by them who is asked."""
+def test_only_sums_have_digits_in_their_questions():  # which the route's rule looks for
     manual, sums = manual_questions(0), sum_questions(0)
     assert not any(re.search(r"\d", one.text) for one in (*manual.training, *manual.held_out))
     assert all(re.search(r"\d", one.text) for one in (*sums.training, *sums.held_out))

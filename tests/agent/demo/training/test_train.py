@@ -15,13 +15,12 @@ from agent.config import read_line
 from agent.demo.line import write_line_yaml
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training import anomalies, detectors, train, trunk
-from agent.demo.training.classifiers import FOREIGN_LOGIT, masks_and_targets
 from agent.demo.training.crops import render_crops
 from agent.demo.training.detectors import BoxDetector, centred, train_head
 from agent.demo.training.learning import descend
 from agent.demo.training.network import normalised, pictures
 from agent.demo.training.train import train_experts
-from agent.demo.training.trunk import LABELS, folded, stored_network, unfolded
+from agent.demo.training.trunk import FOREIGN_LOGIT, LABELS, folded, masks_and_targets, stored_network, unfolded
 from experts.backends import backend_for
 from experts.errors import CoServeError
 from experts.expert import Precision
