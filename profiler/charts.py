@@ -1,7 +1,7 @@
 """Charts of the offline phase, as PNG files that a README can show.
 
-Guarantees: drawn without a display; colours differ for colour-blind readers and, by markers and hatches, in print; the
-same figures give the same bytes, with one version of matplotlib; a file appears whole or not at all.
+Guarantees: drawn without a display; colours differ for colour-blind readers and, by markers and hatches, in print;
+equal figures give equal bytes, with one version of matplotlib; files are written atomically.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.6, 110  # just under a thousand pixels: a README's width
 GROUP_WIDTH = 0.84  # of the distance between two groups of bars
-LARGEST_LABELLED = 40  # bars; figures over more of them would overlap
+LARGEST_LABELLED = 40  # bars; with more, their figures would overlap
 LABEL_POINTS = 8.0  # a figure over a bar
 POINTS_PER_CHARACTER = 0.8  # of the letters' size, with a gap to the next label
 AXES_POINTS = WIDTH_INCHES * 72 * 0.85  # that the groups of a chart share
@@ -36,7 +36,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "xx", "--", "\\\\", "++", "oo")
 STYLE: Any = {  # the stubs of matplotlib list every key it knows, which differ between versions
     "font.size": 11,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+    "font.family": "DejaVu Sans",  # part of matplotlib: equal glyphs everywhere
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
@@ -60,7 +60,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Texts of a chart. ``note`` stands small below it; bars have no ``x``."""
+    """Texts of a chart. ``note``: small text below it; bars have no ``x``."""
 
     title: str
     y: str
@@ -80,7 +80,7 @@ def line_chart(path: Path, labels: Labels, series: Sequence[Series]) -> None:
             axes.plot(each.x, each.y, linestyle=style, marker=marker, color=colour, markersize=5, label=label)
         axes.set_xlabel(labels.x)
         if all(float(x).is_integer() for each in series for x in each.x):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half image, and no half expert
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # counts of images and experts are integers
         _finish(path, figure, axes, labels.note, [each.label for each in series])
 
 
@@ -92,9 +92,9 @@ def bar_chart(
     *,
     unknown: str = "n/a",
 ) -> None:
-    """Bars side by side, one of each kind a group. ``bars[kind]``: a height for each group, None where unknown.
+    """Grouped bars, one of each kind per group. ``bars[kind]``: height in each group, None if unknown.
 
-    ``unknown``: text in place of an unknown bar. Figures wider than their bars stand upright over them.
+    ``unknown``: text in place of an unknown bar. Figures wider than their bars are rotated.
     """
     with rc_context(STYLE):
         figure, axes = _empty(labels)

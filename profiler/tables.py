@@ -1,6 +1,6 @@
 """Tables of the offline phase: columns of text for a terminal, and Markdown.
 
-Guarantees: cells are printed as they are, in their order, without colours.
+Guarantees: cells are printed unchanged, in order, without colours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract of a backend: how one family of architectures is packed, bound to memory and run.
+"""Contract of a backend, which packs one family of architectures, binds it to memory and runs it.
 
 A backend is stateless; a skeleton is one module without memory of its own. ``bind`` makes its parameters views of
 borrowed bytes. After that, overwriting those bytes is a complete switch of expert: nothing is constructed, converted
@@ -24,7 +24,7 @@ class Packable:
     """An expert's weights ready to be written. Experts of equal programs and tensor tables share skeletons."""
 
     tensors: Mapping[str, Tensor]  # in execution dtype, memory format in the strides
-    program: bytes = b""  # input of a skeleton beside the tensors, or what it is built for
+    program: bytes = b""  # further input of a skeleton, or key of its construction
     stacks: tuple[tuple[str, ...], ...] = ()  # tensors of all moe_experts of a layer, readable one moe_expert at a time
 
 
@@ -37,7 +37,7 @@ class RefusedModule:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One image as its expert takes it. Back to the image's pixels: x = (x' - pad_left) / scale_x, y alike."""
+    """Image in its expert's input form. Back to the image's pixels: x = (x' - pad_left) / scale_x, y alike."""
 
     tensor: Tensor  # float32 (3, height, width) on the CPU, normalised
     image_height: int
@@ -81,7 +81,7 @@ class Backend(Protocol):
         """Dependencies of packed bytes beside the expert and its file, such as a runtime's version; often empty."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        """Memory of a batch (texts: of an iteration) beside the weights, from shapes. A profile overrides it."""
+        """Memory of a batch (texts: of an iteration) without the weights, from shapes. A profile overrides it."""
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         """Bytes that each token of a text holds until the text ends; 0 for images. Raises as ``pack``."""

@@ -1,6 +1,6 @@
 """Boxes of torch's and ONNX detectors: suppression, limits, and conversion to the image's own pixels.
 
-An image with more boxes than the limit is OutputInvalid, with their number: the best of them alone prove nothing.
+An image with more boxes than the limit is OutputInvalid, with their number: the best ones alone would be incomplete.
 """
 
 from __future__ import annotations

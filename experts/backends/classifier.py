@@ -1,7 +1,7 @@
 """Image classifiers: every classification family of torchvision.models, by its name there.
 
 An expert is a state dict of the family with one output per label. Auxiliary heads (GoogLeNet, Inception) serve training
-only and are left out. ``stem: 3x3`` gives a ResNet a first convolution of 3x3 with stride 1, for crops of about 64 px.
+only and are dropped. ``stem: 3x3`` gives a ResNet a first convolution of 3x3 with stride 1, for crops of about 64 px.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side
         torch.manual_seed(seed)
         model = build_trainable(architecture, len(labels)).eval()
     model.names, model.args, model.task = dict(enumerate(labels)), dict(vars(model.args)), "detect"
-    model.pt_path = path.with_suffix(".pt")  # does not exist: the exporter writes beside it, under its name
+    model.pt_path = path.with_suffix(".pt")  # need not exist: the exporter derives its output path from this name
     facade = YOLO(f"{architecture}.yaml", task="detect")
     facade.model = model
     with warnings.catch_warnings():
@@ -178,7 +178,7 @@ class Outline:
 
 
 def outline(architecture: str) -> Outline:
-    """Read ultralytics' YAML of it. Raises ValueError for an unknown architecture."""
+    """Read ultralytics' YAML of an architecture. Raises ValueError for an unknown one."""
     try:
         document = yaml_model_load(f"{architecture}.yaml")
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The fake: an expert that declares its bytes and its time, so that the whole agent runs without a model.
+"""Fake: an expert that declares its bytes and its time, so that the whole agent runs without a model.
 
 Its weights file is YAML or JSON:
     weight_bytes   its own bytes; at least 1
@@ -7,7 +7,7 @@ Its weights file is YAML or JSON:
     shared         {name: bytes} in common with every fake that names it too, default none
     label          the fixed answer; without it the label follows from the image's mean colour
 The bytes are real, and derived from the expert's id and the names of the shared ones. A batch over other bytes is
-WeightsCorrupt: a runtime that mixes experts up cannot pass its tests.
+WeightsCorrupt: a runtime that confuses experts cannot pass its tests.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _is_sound(tensor: Tensor, seed: int) -> bool:
 
 
 def _words(seed: int, places: np.ndarray) -> np.ndarray:
-    """Pseudo-random words at these places (the finalizer of SplitMix64), each computed without the others."""
+    """Pseudo-random words at these places (the finalizer of SplitMix64), each computed independently."""
     mixed = places * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from experts.expert import InputSpec
 
-BORDER = (114, 114, 114)  # grey beside the image
+BORDER = (114, 114, 114)  # grey of the padding
 
 
 def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image in its proportions, in the middle of the expert's size, with grey beside it."""
+    """Whole image with its aspect ratio, centred in the expert's size, with grey padding."""
     require_rgb(image)
     height, width = image.shape[:2]
     scale = min(spec.height / height, spec.width / width)

@@ -21,7 +21,7 @@ class MadeOnce(Generic[*Key, Made]):
         self._make = make
         self._kept = kept
         self._alive: WeakValueDictionary[tuple[*Key], Made] = WeakValueDictionary()
-        self._recent: OrderedDict[tuple[*Key], Made] = OrderedDict()  # the latest stands last
+        self._recent: OrderedDict[tuple[*Key], Made] = OrderedDict()  # latest last
         self._lock = Lock()
         self._count = 0
 

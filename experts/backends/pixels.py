@@ -1,4 +1,4 @@
-"""Pixels as experts take them: scaled with antialiasing, normalised, channels first."""
+"""Pixels in experts' input form: scaled with antialiasing, normalised, channels first."""
 
 from __future__ import annotations
 

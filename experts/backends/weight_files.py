@@ -1,4 +1,4 @@
-"""Weights files of an expert's owner: which of them may be read, and their tensors by name."""
+"""Weights files of users: checks of readable formats, and tensors by name."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``KeyValues`` is the seam to scheduling: a model reserves room once an iteration, then appends and reads layer by layer
 (kept by ``experts.llm.serving.extents``). A decode batch is one scaled_dot_product_attention. Queries that share a
-key's head are laid into the query length: on a CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16
+key's head are moved into the query length: on a CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16
 (16 rows, 512 positions, 16 heads on 4).
 """
 
@@ -32,7 +32,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """Places of some decode rows in the tensors of ``decode``, the same for every layer."""
+    """Places of some decode rows in the tensors of ``decode``, equal for every layer."""
 
     mask: Tensor | None  # (sequences, 1, 1, positions), true where a sequence has a token; None: everywhere
     places: Tensor | None  # sequence of each row; None: row i is sequence i, and there are no others
@@ -64,7 +64,7 @@ class KeyValues(Protocol):
 
 
 class Attention:
-    """Attention of one batch: masks and layouts are the same in all layers, and are made once."""
+    """Attention of one batch: masks and layouts are equal in all layers, and made once."""
 
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues) -> None:
         self._batch = batch

@@ -1,12 +1,12 @@
 """Architecture of a language model, read from the config.json of a Hugging Face directory.
 
 Guarantees: every field that changes a model's numbers is either read or refused by name (ModelUnsupported), so a model
-is never run as a similar one. What differs among families is resolved here, once: the forward pass reads an ArchSpec
-and knows no family. Families: Llama, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, and ``pr_moe``: a Llama-like
-backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose keys are
+is never run as a similar one. Differences among families are resolved here: the forward pass reads an ArchSpec,
+independent of the family. Families: Llama, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, and ``pr_moe``: a
+Llama-like backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose keys are
 
     num_experts           experts of each layer, as a list, 0 = dense (pyramid); or one number for all layers
-    num_experts_per_tok   how many of them a token goes to
+    num_experts_per_tok   number of them for each token
     norm_topk_prob        whether the weights of those sum to 1
     residual              "add": MLP and experts are summed, as in the paper; "softmax": weighed by a learned
                           coefficient, as in DeepSpeed's code; null: no residual MLP
@@ -98,7 +98,7 @@ class RopeKind(StrEnum):
 
 
 WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MIXTRAL}
-HAS_MLP_BIAS = {ConfigFamily.PR_MOE: True, ConfigFamily.LLAMA: False}  # unless config.json says otherwise
+HAS_MLP_BIAS = {ConfigFamily.PR_MOE: True, ConfigFamily.LLAMA: False}  # defaults of config.json
 QK_NORMS = {
     ConfigFamily.QWEN3: QkNorm.HEAD, ConfigFamily.QWEN3_MOE: QkNorm.HEAD, ConfigFamily.OLMOE: QkNorm.WHOLE,
 }  # fmt: skip
@@ -106,14 +106,14 @@ QK_NORMS = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions; beside ``factor``, each field is read by some kinds alone."""
+    """Rotary positions; fields other than ``factor`` are read by some kinds only."""
 
     theta: float
     kind: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0  # stretches the ``trained_positions``
     trained_positions: int = 0
     slow_turns: float = 1.0  # within the trained positions, of frequencies that are stretched
-    fast_turns: float = 1.0  # and of those left as they are; between them it is blended
+    fast_turns: float = 1.0  # and of unchanged ones; blended in between
     is_ramp_rounded: bool = True
     magnitude: float = 1.0  # scales cosine and sine
 
@@ -176,7 +176,7 @@ class ArchSpec:
 
 
 def read_spec(directory: Path, expert: str) -> ArchSpec:
-    """Raises WeightsMissing, WeightsCorrupt where config.json is no JSON object, ModelUnsupported naming the field."""
+    """Raises WeightsMissing, WeightsCorrupt if config.json is no JSON object, ModelUnsupported with the field."""
     path = directory / CONFIG_NAME
     try:
         content = path.read_bytes()

@@ -3,7 +3,7 @@
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4, which replaces one-hot masks and their sparse einsums by a dense
 token-to-expert table. Guarantees: dropless, as a moe_expert has no capacity: a token's moe_experts do not depend on its
 neighbours. Deterministic: a stable counting sort keeps each moe_expert's tokens in order, and results are written to
-places of their own, then summed over a token's choices in fp32.
+separate places, then summed over a token's choices in fp32.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def combine(computed: Tensor, table: MappingTable, dtype: torch.dtype) -> Tensor
 
 
 def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Way:
-    """Choose by how many pairs there are and how evenly they are spread.
+    """Choose by the number of pairs and how evenly they are spread.
 
     Few pairs, and quantised experts, go through a loop. Padded experts are one multiplication, whose threads meet once:
     four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).
@@ -153,7 +153,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
-    """Each expert that has tokens, one after the other."""
+    """Run each expert that has tokens, one after the other."""
     computed = torch.empty_like(scattered)
     start = 0
     for moe_expert, end in enumerate(table.ends.tolist()):

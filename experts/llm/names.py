@@ -1,6 +1,6 @@
-"""Names of tensors: from those of a checkpoint to those of a model, which are alike for all families.
+"""Names of tensors: maps a checkpoint's names to the model's, which are common to all families.
 
-An assembly lays parts of the checkpoint one after the other in memory: queries, keys and values as one matrix, gate and
+An assembly concatenates parts of the checkpoint in memory: queries, keys and values as one matrix, gate and
 up of an MLP as one, all experts as one block (experts, 2 * width, hidden). A single part is not copied.
 """
 
@@ -67,7 +67,7 @@ def layer_of(name: str) -> int:
 
 
 def assemblies(spec: ArchSpec) -> Iterator[Assembly]:
-    """Assemblies of all tensors of a model. A tied head has none of its own."""
+    """Assemblies of all tensors of a model. A tied head has none."""
     yield _one(EMBEDDING, "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     if spec.rope is None:
         yield _one(POSITIONS, "model.embed_positions.weight", (spec.max_positions, spec.hidden_size))

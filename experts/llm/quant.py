@@ -1,4 +1,4 @@
-"""Weight-only int8: matrices in a byte a number, with one scale for each output channel; tokens keep their dtype.
+"""Weight-only int8: matrices of one byte per number, with one scale per output channel; activations keep their dtype.
 
 Guarantees: both ways of multiplying compute the same, up to rounding. A scale is rounded before its channel's numbers,
 so the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCALE = ".scale"  # behind the name of a matrix: its scales
+SCALE = ".scale"  # suffix of a matrix's name: its scales
 LARGEST = 127
 # Measured with torch 2.15, 2 threads, avx512_bf16, ms for bf16 / int8 in place / int8 copied to bf16, weights cold:
 #             1 row                8 rows               16 rows              32 rows
@@ -115,7 +115,7 @@ def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:
 
 
 def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
-    """A model's matrix as it is held. KeyError where there is none."""
+    """Matrix of a model, in its stored form. Raises KeyError."""
     scale = tensors.get(name + SCALE)
     return tensors[name] if scale is None else Int8Matrix(tensors[name], scale)
 

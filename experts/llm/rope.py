@@ -1,7 +1,7 @@
 """Rotary positions (RoFormer, arXiv 2104.09864), with the scalings that long-context checkpoints were trained with.
 
-Frequencies are computed in fp32 as the checkpoints' own library does: a last digit off would turn far positions by more
-than logits may differ.
+Frequencies are computed in fp32 as the checkpoints' own library does: an error in the last digit would rotate far
+positions by more than logits may differ.
 """
 
 from __future__ import annotations

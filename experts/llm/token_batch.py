@@ -1,4 +1,4 @@
-"""Tokens of one iteration, laid flat: prefill rows of prompts, then decode rows of one token each.
+"""Tokens of one iteration, flat: prefill rows of prompts, then decode rows of one token each.
 
 Everything but attention sees only the tokens (Orca's selective batching, section 3.2); attention sees rows.
 """

@@ -1,1 +1,1 @@
-"""The memory split and the number of executors, searched (CoServe, section 4.4)."""
+"""Search of the memory split and the number of executors (CoServe, section 4.4)."""

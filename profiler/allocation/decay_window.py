@@ -1,7 +1,7 @@
 """Decay-window search for the number of experts to keep room for, and the sweep over executors.
 
 Sources: CoServe (ASPLOS '25), section 4.4, equations 1 to 3; section 5.3, Figure 17.
-Guarantees: deterministic; pure but for the given throughput, which is called once for each setting.
+Guarantees: deterministic; pure except for the given throughput, which is called once per setting.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ExecutorSweep:
         return self.steps[counts]
 
     def climb(self, ascending: Iterable[ExecutorCounts]) -> None:
-        """Runs counts until DECLINES in a row are no better than the best, or one cannot be run."""
+        """Try counts until DECLINES in a row are no better than the best, or one cannot run."""
         best: float | None = None
         fallen = 0
         for counts in ascending:

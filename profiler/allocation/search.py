@@ -2,8 +2,8 @@
 
 Guarantees: deterministic as far as the throughput is; an Engine accepts every configuration that is tried or found; the
 result is at least as good as the casual split with the same executors.
-Executors are searched first, at the casual split of the memories. Then the decay window searches each memory of which
-maximum batches take a substantial part, the device's first. Other memories give batches their maximum and experts the
+Executors are searched first, at the casual split of the memories. Then the decay window searches each memory in which
+maximum batches take a substantial part, the device's first. In other memories batches get their maximum and experts the
 rest.
 """
 
@@ -81,8 +81,8 @@ def search_allocation(
 ) -> SearchedAllocation:
     """The executors of a line, and how they share its memories (sections 4.4, 5.3; Figures 11, 17, 18).
 
-    ``throughput``: images/s with these executors and memories. Executors or a workspace that the line file gives stay
-    as they are. Raises ConfigError where a memory's budget does not hold the largest expert.
+    ``throughput``: images/s with these executors and memories. Executors or a workspace of the line file stay
+    unchanged. Raises ConfigError if a memory's budget does not hold the largest expert.
     """
     search = _Search(config, box, device, throughput, pool_budgets(config, box), options)
     executors = search.executors()

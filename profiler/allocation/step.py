@@ -1,9 +1,9 @@
 """Last step of a profile: the split of the memories and the number of executors (CoServe, section 4.4).
 
 Guarantees: trials of an earlier search never count; a note names each expert or image that proves unfit, and the search
-begins again without it. A resumed search repeats no run on the engine: a run is remembered with everything that it
-depends on, to the byte. Free memory differs a little from start to start, so a resumed search with automatic budgets
-keeps its first budgets while they are within DRIFT of the present ones.
+restarts without it. A resumed search repeats no run on the engine: a run is stored with all its inputs, to the byte.
+Free memory differs a little between starts, so a resumed search with automatic budgets keeps its first budgets while
+they are within DRIFT of the current ones.
 """
 
 from __future__ import annotations

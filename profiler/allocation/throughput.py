@@ -1,8 +1,8 @@
 """Throughputs for the allocation search: of this box's real engine, or of the same Engine under virtual time.
 
-Guarantees: both run the same sample of requests, drawn by the line's known usage. Requests come fast enough that
-memories and executors decide, not arrivals. A run with an unjudged request is an error that names the experts and
-images to leave out of the sample.
+Guarantees: both run the same sample of requests, drawn by the line's known usage. Arrivals are fast enough
+that memories and executors are the limit. A run with an unjudged request is an error that names the experts and images
+to leave out of the sample.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def drawn_shares(
 
 
 def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> float:
-    """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
+    """Seconds between two requests of a sample: the paper's 4 ms, or less if the box could keep up with that.
 
     ``executors``: most of each processor that will be tried. Requests come BUSY_FACTOR times as fast as these execute
     maximum batches, without loads and without slowing one another.

@@ -1,1 +1,1 @@
-"""`coserve bench`: everything measured on this box, and the report."""
+"""`coserve bench`: measurements on this box, and the report."""

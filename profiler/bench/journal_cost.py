@@ -1,4 +1,4 @@
-"""Cost of the journal: a trace whose requests are journaled and stored, by turns with the same trace without both.
+"""Cost of the journal: a trace whose requests are journaled and stored, alternating with the trace without both.
 
 As for cameras and callers, a request and its image are journaled before the agent sees them, and a verdict is stored
 before the request counts as answered.

@@ -1,4 +1,4 @@
-"""One shape for everything that is measured: rows of records, targets and notes, as text and as JSON."""
+"""Common form of all measurements: rows of records, targets and notes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Figure beside the project's target. ``reached``: None for a figure without a target."""
+    """Figure with the project's target. ``reached``: None for a figure without a target."""
 
     what: str
     wanted: str
@@ -72,7 +72,7 @@ def table_of(columns: Sequence[Column], rows: Sequence[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One benchmark on this machine. ``rows``: records of one kind; ``more``: further keys of the JSON alone."""
+    """One benchmark on this machine. ``rows``: records of one kind; ``more``: further keys of the JSON only."""
 
     machine: str
     columns: tuple[Column, ...]

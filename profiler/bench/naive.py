@@ -1,8 +1,8 @@
-"""The general model server that CoServe is compared with, as users of torch write it.
+"""General model server that CoServe is compared with, as users of torch write it.
 
-It serves requests in order, one image at a time; holds as many models as fit, counted by the largest; evicts the least
-recently used one. A load builds the model by its constructor and fills it by ``load_state_dict(torch.load(file,
-weights_only=True))``, in fp32. The file is not in the page cache, for which a full edge box has no memory. The clock
+The server runs requests in order, one image at a time; holds as many models as fit, counted by the largest; evicts the
+least recently used one. A load builds the model by its constructor and fills it by ``load_state_dict(torch.load(file,
+weights_only=True))``, in fp32. The file is not in the page cache, as a full edge box has no memory for it. The clock
 starts with a full memory, as an agent's does after its initial placement.
 """
 
@@ -199,7 +199,7 @@ def _saved(expert: Expert, path: Path) -> Path:
 
     model = build(expert)
     own, found = model.state_dict(), read_state_dict(expert)
-    if family(expert.architecture) == "detector":  # exports differ in how often they say "model."
+    if family(expert.architecture) == "detector":  # exports differ in the number of "model." prefixes
         found = {f"model.{re.sub(r'^(model[.])+', '', name)}": tensor for name, tensor in found.items()}
     model.load_state_dict(fit(expert, {name: found[name] for name in own if name in found}, own), strict=False)
     with path.open("wb") as file:
@@ -221,7 +221,7 @@ class PlainExpert:
     answered: Reader
 
     def infer(self, batch: Sequence[Prepared], device: str = "cpu") -> Sequence[Prediction]:
-        """One prediction per image. Raises OutputInvalid where an output is NaN or infinity."""
+        """One prediction per image. Raises OutputInvalid for NaN or infinity."""
         with torch.inference_mode():
             output = self.module(torch.stack([prepared.tensor for prepared in batch]).to(device))
             outputs = (output,) if isinstance(output, torch.Tensor) else (output["boxes"], output["scores"])

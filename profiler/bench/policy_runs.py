@@ -1,11 +1,11 @@
-"""A line and a trace on the real engine: policies and precisions by turns, with the floor measured in the same run.
+"""A line and a trace on the real engine: policies and precisions alternate, with the floor measured in the same run.
 
-Guarantees: policies and precisions take turns, round by round; medians are shown and every value is kept. Unjudged
+Guarantees: policies and precisions alternate, round by round; medians are shown and every value is kept. Unjudged
 requests are counted, with their reasons, and never make a run faster. A first run of each precision warms up. Packed
 files are read past the page cache where the filesystem allows it (``direct_io``).
 
 A row's floor is that of its own executors, the naive server's that of the first policy's. The floor is measured before
-and after the first policy of a round, as a machine's speed changes within a minute, and the mean counts.
+and after the first policy of a round, as a machine's speed changes within a minute, and their mean counts.
 """
 
 from __future__ import annotations

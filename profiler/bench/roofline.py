@@ -1,4 +1,4 @@
-"""The floor of a trace's time on this box: no schedule is faster than its work and its bytes.
+"""Lower bound of a trace's time on this box, by its work and its bytes.
 
     compute   every step of the trace's requests, run by the same executors with every expert resident and all requests
               queued at once, so that batches are as large as the profile allows
@@ -6,7 +6,7 @@
               the line's packed files, or the rate that loads are held to
     roofline  the larger of the two
 
-Where memory cannot hold all experts, requests of the least used ones run on others of their kind, which take as long.
+If memory cannot hold all experts, requests of the least used ones run on others of their kind, which take as long.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 RAM_FRACTION = 0.7  # of what is available, for experts that all stay resident
 POLICY: PolicyName = "coserve"  # its assignment keeps all executors busy
 PASSES = 3  # at most, until one loads nothing
-READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
+READ_BYTES = 1_500_000_000  # enough to measure the drive's speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TraceWork:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The work with every expert resident. ``loads``: of the pass that counts, 0 unless memory is too small.
+    """Work with every expert resident. ``loads``: of the counted pass, 0 unless memory is too small.
 
     ``substituted``: steps that ran on another expert of the same kind.
     """

@@ -1,6 +1,6 @@
-"""Figures of one run, a row for each policy, and the whole measurement in words.
+"""Figures of one run, a row for each policy, and the whole measurement as text.
 
-A row holds medians, field by field, so its figures need not all be of one run; a count is one that was counted.
+A row holds medians, field by field, so its figures may come from several runs; a count is one that occurred.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PolicyRow:
 
     @property
     def targets(self) -> list[Target]:
-        """Only our own policy has a target for the floor; every policy with a prediction has one for that."""
+        """Targets: of the floor for our policy only, of the prediction for every policy with one."""
         figures, found = self.medians, []
         if self.policy == "coserve" and figures.roofline_fraction is not None:
             found.append(at_least("roofline fraction", figures.roofline_fraction, TARGET_ROOFLINE_FRACTION))
@@ -142,7 +142,7 @@ class PolicyRow:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The medians' keys stand at the top, all runs below."""
+        """JSON with the medians as top-level keys, and all runs below."""
         return {
             "policy": self.policy,
             "requests": self.requests,

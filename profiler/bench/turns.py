@@ -1,8 +1,8 @@
-"""Contestants that take turns, so that a change of the machine's speed affects all alike.
+"""Contestants that alternate, so that a change of the machine's speed affects all equally.
 
-Guarantees: each way runs before any time counts; every round runs each way once, in rotated order, so that no way
-always follows the same one. A pause precedes each run: threads of other runtimes spin for about a millisecond after
-their last operator, on the cores of the next way.
+Guarantees: each contestant warms up before any time counts; every round runs each one once, in rotated order, so that
+none always follows the same one. A pause precedes each run: threads of other runtimes spin for about a millisecond
+after their last operator, on the cores of the next contestant.
 """
 
 from __future__ import annotations

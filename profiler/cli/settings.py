@@ -1,4 +1,4 @@
-"""Values that the offline commands read from text: memories, executors, bandwidths. Errors say what to write."""
+"""Values that the offline commands read from text: memories, executors, bandwidths. Errors name the valid form."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def precision_without_profile(given: GivenPrecision | None) -> Precision:
 
 
 def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
-    """Precisions in one text or several; none, which stands for all, where auto is among them. Raises ConfigError."""
+    """Precisions in one text or several; empty, meaning all, if auto is among them. Raises ConfigError."""
     given = precisions_in_turn(",".join(texts) or None)
     return () if AUTO in given else tuple(map(Precision, given))
 

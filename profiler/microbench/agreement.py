@@ -1,8 +1,8 @@
 """Compares an expert's verdicts in two precisions on the same samples.
 
-Two outputs agree where each route step of the expert gives the same label, next expert and verdict (experts.graph
-judges), the same labels hold, boxes have the same labels at the same places, and scores differ by at most TOLERANCE. An
-image that only one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
+Two outputs agree if each route step of the expert gives equal label, next expert and verdict (experts.graph judges),
+equal labels hold, boxes match in label and place, and scores differ by at most TOLERANCE. An image that only one
+precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
 with n of them fewer than 3/n of such images are decided otherwise, at 95 % (the rule of three).
 """
 
@@ -44,7 +44,7 @@ SHARE_OF_ONE = 0.75  # share of images that are alone in their batch, as most ar
 LEAST_GAIN = 0.05  # of an image's time: a form that saves less is not run
 COMPARED_BATCH = 16  # arbitrary: seldom do more requests of one expert wait together
 COMPARED_TOKENS = 64  # arbitrary, too
-TOLERANCE = 0.02  # between two scores; they lie from 0 to 1
+TOLERANCE = 0.02  # between two scores from 0 to 1
 BATCH = 4  # images at a time; the comparison does not depend on it
 
 
@@ -100,7 +100,7 @@ def compare(
 
 
 def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
-    """Digest of the samples and of everything that turns an output into a verdict, weights aside."""
+    """Digest of the samples and of all inputs of a verdict except weights."""
     told = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -145,7 +145,7 @@ def compared(
     fp32: Sequence[Prediction | None],
     other: Sequence[Prediction | None],
 ) -> Iterator[Difference]:
-    """One for each sample that is judged in at least one precision."""
+    """One comparison per sample that is judged in at least one precision."""
     for sample, expected, found in zip(samples, fp32, other, strict=True):
         if expected is not None and found is not None:
             yield difference(expected, found, partial(_steps, graph, sample.component, expert))

@@ -5,7 +5,7 @@ would not fit into the time or into MEMORY_FRACTION of the free memory, or fails
 over all sizes, upwards and downwards in turn; trials count only where no round fitted in. The smallest size, which an
 agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's time.
 
-Images are prepared before their batches, once each; each image of a batch has memory of its own, as in an agent.
+Images are prepared before their batches, once each; each image of a batch has separate memory, as in an agent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
 EXTRA_RUNS = 4  # of the smallest size in a round, at most
 EXTRA_FRACTION = 0.08  # of a round's time that they may take
 MEMORY_FRACTION = 0.5
-NEARLY = 0.9  # of the limit: ``why_no_larger`` knows the times of rounds only, and first runs are slower
+NEARLY = 0.9  # of the limit: ``why_no_larger`` has only times of rounds, and first runs are slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ImageCycle:
             raise LoadError(copy.expert.id, "there is no memory to prepare its images") from error
 
     def next(self, count: int) -> list[Prepared | Rejected]:
-        """The next ``count`` images, each in memory of its own. Raises MemoryError where there is none for them."""
+        """Next ``count`` images, each in separate memory. Raises MemoryError."""
         try:
             return [
                 image if isinstance(image, Rejected) else replace(image, tensor=image.tensor.clone())
@@ -267,7 +267,7 @@ class BatchRuns:
 
 
 def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:
-    """Every size once, ``sizes`` ascending, and the smallest ``extra`` times more, evenly spread."""
+    """Sizes of a round: each once, in ascending order, and the smallest ``extra`` times more, evenly spread."""
     order = list(reversed(sizes)) if downwards else list(sizes)
     for number in range(extra, 0, -1):
         order.insert(number * len(sizes) // (extra + 1), sizes[0])

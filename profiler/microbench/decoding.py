@@ -1,8 +1,8 @@
 """Times decoding and preparation, and proves for which experts JPEGs may be decoded to fewer pixels.
 
 Each expert's samples are read, decoded and prepared as by the agent, on one thread. JPEGs that can be decoded smaller
-(``experts.images.reduction``) are timed and judged both ways; an expert gets them smaller only where it decides alike
-on each, with scores within the tolerance.
+(``experts.images.reduction``) are timed and judged both ways; an expert gets smaller ones only if its decisions are
+equal on each, with scores within the tolerance.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DecodingBench:
         return hashlib.sha256(told.encode()).hexdigest()
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
-        """None for an expert without sample images. Raises ImageError for a sample that is gone or broken by now."""
+        """Measure an expert; None without sample images. Raises ImageError for a missing or broken sample."""
         samples = self._bench.samples.of(copy.expert.id)[:MOST_COMPARED]
         if not samples or copy.expert.takes_texts:
             return None

@@ -1,4 +1,4 @@
-"""From measured batches to the performance matrix: K and B, the maximum batch, the workspace. Pure.
+"""Fits of the performance matrix to measured batches: K and B, the maximum batch, the workspace. Pure.
 
 A batch's time is ``typical_s`` of its repeats. K and B are the least squares of *relative* distances from these times:
 timing noise grows with the time, and a single image counts as much as a full batch. A size counts more the more often
@@ -45,7 +45,7 @@ class LatencyFit:
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceFit:
-    """A batch of n needs at most ``base_bytes + n * per_image_bytes`` beside the weights."""
+    """A batch of n needs at most ``base_bytes + n * per_image_bytes`` in addition to the weights."""
 
     base_bytes: int
     per_image_bytes: int

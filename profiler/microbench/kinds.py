@@ -1,9 +1,9 @@
 """Microbenchmarks: the cost of one kind of experts on one processor in one precision (CoServe, section 4.5).
 
-Guarantees: everything is measured over the agent's own path (its rig): batches on prepared images, loads with direct
+Guarantees: all measurements take the agent's own path (its rig): batches on prepared images, loads with direct
 I/O past the page cache. A workspace is the peak during a batch above the memory held before the expert's first batch;
-where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so. A kind is best measured
-before the process runs it otherwise, as a runtime keeps memory that it has taken once.
+if unmeasurable, it is the backend's estimate, as ``KindProfile.samples`` states. Measure a kind before the process runs
+it otherwise, as a runtime keeps memory once allocated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCHES_TOGETHER = 12  # at least, by all executors that are timed at once
 def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
     """Measure one kind on one processor. ``copies``: its experts in one precision, one at least.
 
-    The first that runs is measured; those with samples come first. Raises ExpertError when none can be run.
+    Measures the first expert that runs, trying experts with samples first. Raises ExpertError if none runs.
     """
     reasons: list[ExpertError] = []
     for copy in sorted(copies, key=lambda copy: not bench.samples.of(copy.expert.id)):

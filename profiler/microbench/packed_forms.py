@@ -2,8 +2,8 @@
 
 Guarantees: every expert is packed in its reference, which is fp32 unless the line file gives another precision, and in
 the forms to try; after ``keep`` only in forms that the agent will run. An expert that cannot be packed is reported once
-and stops no other. An expert is never calibrated on images that judge it, nor on images of one label, whose ranges do
-not cover other labels. A calibration of the same weights on the same images stays.
+and does not affect others. An expert is never calibrated on images that judge it, nor on images of a single label,
+whose ranges do not cover other labels. A calibration of equal weights on equal images is reused.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An expert's own samples prove a form (``agreement``). Forms that are clearly faster than fp32 are tried, fastest first,
 and again once weights, samples, thresholds or routes have changed; experts with too few samples run in fp32. Experts
 that share tensors run in one form, proven for all of them: a second form would hold the tensors twice. A form of the
-line file is taken without proof, as by the agent. A kind that runs in no permitted form is left off the processor.
+line file is taken without proof, as by the agent. A kind that runs in no permitted form is not served on the processor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures the tokens of language models on one processor in one precision, and compares two precisions.
 
 Guarantees: iterations take the agent's own path; texts come from a fixed seed. Two precisions are compared on texts
-that fp32 writes greedily from random prompts: they agree where the same token is likeliest at each position, with
-probabilities within the tolerance; a position where fp32's two likeliest tokens are closer than that does not count.
+that fp32 writes greedily from random prompts: they agree if each position has the same most likely token, with
+probabilities within the tolerance; positions where fp32's two most likely tokens are closer than that do not count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Advice on one policy in one memory: its limit, decoding included, with remedies, gains and sentences.
 
-A batch takes K n + B once its images are there. An agent decodes ahead, on the cores that CPU executors compute on, and
-so does the forecast (``profiler.simulation.decoders``). Decoding is the limit where the cores, decoding and computing
-(``profiler.simulation.core_time``), allow less than REMOVED of the rate of executors whose images are always there.
+A batch takes K n + B once its images are prepared. The agent and the forecast (``profiler.simulation.decoders``) decode
+ahead, on the cores that CPU executors compute on. Decoding is the limit if the cores, decoding and computing
+(``profiler.simulation.core_time``), allow less than REMOVED of the rate of executors that never wait for images.
 Experts without samples count with the mean image of the others.
 """
 
@@ -44,7 +44,7 @@ class Help:
 class DecodingLoad:
     """Decoding beside computing. Rates are of requests, texts among them.
 
-    ``executors_images_per_s``: with all images there. ``images``: of the trace's requests. ``help``: the most first.
+    ``executors_images_per_s``: without waits for images. ``images``: of the trace's requests. ``help``: largest first.
     """
 
     time: CoreTime

@@ -2,12 +2,12 @@
 
 A line reaches its best with room for all experts and useful batches in every memory, each expert read before. At
 REMOVED of that or more, arrivals are the limit when the line is done about as soon as they allow, else compute. Below,
-the SSD is the limit when it is busy for SSD_BUSY of the time or all that room is there already; else memory is.
-Decoding goes before all of these (``profiler.planning.advice``). The smallest memory and the slowest SSD that reach
-REMOVED of the best are found by bisection, each alone; a memory that is tried is split as the agent would do it.
+the SSD is the limit if it is busy for SSD_BUSY of the time or memory already has that room; else memory is. Decoding
+takes precedence over all of these (``profiler.planning.advice``). The smallest memory and the slowest SSD that reach
+REMOVED of the best are found by bisection, each alone; a tried memory is split as by the agent.
 
 Guarantees: every figure is simulated for the same requests, with the constants measured in that form. A form not proven
-to agree with fp32 says so. Gains below LEAST are not listed.
+to agree with fp32 is marked. Gains below LEAST are not listed.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
 
 
 def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
-    """Number of a kind's experts without a proof against fp32, in words; empty for none."""
+    """Number of a kind's experts without a proof against fp32, as text; empty for none."""
     found = profile.agreements_of(kind)
     if differing := sum(each.images > 0 and not each.agrees for each in found):
         return f"does not agree with fp32 on the samples of {differing} of its experts"

@@ -1,7 +1,7 @@
-"""Plan of a line before it is deployed: each policy in each memory, beside bounds that no policy can beat.
+"""Plan of a line before deployment: each policy in each memory, with bounds that no policy can beat.
 
-Guarantees: the Engine that is planned with is the one that serves; every row of a plan is of the same requests, which
-run the same experts; the same inputs give the same rows. Nothing is loaded and nothing is written.
+Guarantees: planning uses the serving Engine; all rows of a plan have the same requests, which run the same experts;
+equal inputs give equal rows. Planning loads and writes nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``coserve profile LINE --expert ID``: proves one expert of a profiled line anew, with its present weights.
+"""``coserve profile LINE --expert ID``: proves one expert of a profiled line again, with its current weights.
 
 Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder. Only this expert's
 entries of the profile change; a kind without times is timed and added. Times of a known kind stay, as retraining does
-not change them. The calibration of a proven form is copied to where the agent reads it.
+not change them. The calibration of a proven form is copied to the agent's folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``coserve profile``: the offline phase of one line on one box (CoServe, sections 4.4 and 4.5).
 
-Guarantees: a killed run loses no measurement, the next run resumes; the finished profile replaces the earlier one as a
-whole or not at all; no agent of this line runs meanwhile, as each would slow the other.
+Guarantees: a killed run loses no measurement, the next run resumes; the finished profile replaces the earlier one
+atomically; no agent of this line runs meanwhile, as each would slow the other.
 Steps, in order: times of each kind on each processor, in every form of its backend or in the line file's; the fastest
 proven form of each expert; links; one image on every expert, so that a failing expert spoils no later step; decoding,
 and experts with smaller JPEGs; several executors at once; usage; the split of the memories and the number of executors.
@@ -138,7 +138,7 @@ def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
 
 
 def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> UsageFound | None:
-    """Usage that the finished profile learned or counted, unless another is asked for; computed for new experts."""
+    """Learned or counted usage of the finished profile, unless the options replace it; computed for new experts."""
     if options.fresh or options.count_usage or not path.exists():
         return None
     then = read_profile(path)
@@ -324,7 +324,7 @@ class _Profiling:
             if time.monotonic() - started > DECODING_LIMIT_S:
                 left_out += 1
                 continue
-            with suppress(ImageError):  # a sample that is gone by now: the next run has others
+            with suppress(ImageError):  # the sample is gone: the next run has others
                 found += [measured] if (measured := bench.measure(copy)) is not None else []
         if missing:
             self._progress("decoding images", len(missing), len(missing))

@@ -33,7 +33,7 @@ KIND_KEYS = (
 )  # fmt: skip
 MIB = ",.1f"
 NORMALIZATIONS = {"imagenet", "unit"}
-MOST_CURVES = 6  # in one chart: more could not be told apart
+MOST_CURVES = 6  # in one chart: more would be indistinguishable
 NAMED_EXPERTS = 6  # in one line of the table; all of them are in the JSON
 MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
 

@@ -1,7 +1,7 @@
 """Plays a trace on the real engine and measures it.
 
-Guarantees: the clock starts after the initial placement, and every count is the difference to that moment. Packed files
-are verified before, as in a long-running agent, so that no load is hashed meanwhile. Every request has its outcome, or
+Guarantees: the clock starts after the initial placement, and all counts are differences to that time. Packed files are
+verified before, as in a long-running agent, so that no load is hashed during the run. Every request has its outcome, or
 the error that ended the agent is raised. Images are decoded before the clock starts.
 """
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 PLACEMENT_LIMIT_S = 900.0  # 40 GB from a SATA drive take less
-SETTLE_LIMIT_S = 60.0  # for loads that have not ended when the last outcome comes
+SETTLE_LIMIT_S = 60.0  # for loads in flight at the last outcome
 VERIFIERS = 2
 
 
 def experts_of(trace: Iterable[TracedArrival], catalog: Catalog) -> set[str]:
-    """Every expert that a trace may need: named ones, and all on the routes of its components."""
+    """Experts that a trace may need: named ones, and all on the routes of its components."""
     arrivals = tuple(trace)
     named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
     components = {arrival.component for arrival in arrivals if arrival.component is not None}
@@ -110,7 +110,7 @@ class TimedDecider:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Run from the first arrival to the last outcome. Requests stand in the trace's order."""
+    """Run from the first arrival to the last outcome. Requests are in the trace's order."""
 
     seconds: float
     outcomes: tuple[Outcome, ...]
@@ -192,7 +192,7 @@ def player(
     is_strict: bool = True,
     requests: Requests | None = None,
 ) -> Iterator[Player]:
-    """An agent after its initial placement; it is stopped in the end.
+    """Context: an agent after its initial placement, stopped at the end.
 
     ``experts``: those that traces need. ``is_strict``: raises ConfigError naming each expert that cannot be served, and
     WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN. ``requests``: another path

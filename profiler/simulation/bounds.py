@@ -57,7 +57,7 @@ class Resources:
         return Counter(spec.processor for spec in self.executors)
 
     def performances(self, expert: str) -> dict[str, Performance]:
-        """By processor that has an executor and runs the expert."""
+        """Performance by processor that has an executor and runs the expert."""
         columns = {name: self.profile.experts.get(name, {}) for name in self.processors}
         return {name: column[expert].performance for name, column in columns.items() if expert in column}
 

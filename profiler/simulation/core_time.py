@@ -2,8 +2,8 @@
 
 Pure. A bound for any schedule: N cores have N core seconds in a second. Each image costs its decoding and, on its
 steps, the threads of a CPU executor while it computes in the largest batches. An expert that an accelerator can run
-costs no core. An executor is taken to have its threads' cores for itself while it computes; where its threads wait for
-one another, slightly more can be reached.
+costs no core. Executors are assumed to use their threads' cores exclusively while they compute; if threads wait for one
+another, slightly more is reachable.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Decodes and prepares images on the cores that computing leaves, under virtual time.
 
-A batch takes K n + B once its images are there. CPU executors that compute have their share of the cores, and decoding
-has the others, at most one core for an image; an executor that waits for images leaves its share to them. Where an
-accelerator's executor waits and all cores compute, one core decodes.
+A batch takes K n + B once its images are prepared. CPU executors that compute have their share of the cores, and
+decoding has the others, at most one core for an image; an executor that waits for images leaves its share to them.
+Where an accelerator's executor waits and all cores compute, one core decodes.
 
-Guarantees: no clock and no thread; images that a batch waits for come first, then by deadline; an image is decoded
-again only where it is no longer kept.
+Guarantees: no clock and no thread; awaited images of batches come first, then images by deadline; an image is decoded
+again only if no longer kept.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Decoders:
         self._fill()
 
     def start(self, batch: Batch, now: float) -> bool:
-        """True where all images of a batch are there; else the batch waits, and its images come first."""
+        """True if all images of a batch are prepared; else the batch waits, and its images come first."""
         self._advance(now)
         lacking = [image for request in batch.requests if not (image := self._image_for(request, batch)).is_done]
         for image in lacking:

@@ -67,7 +67,7 @@ class Scenario:
         return sum(arrival.work is IMAGE for arrival in self.trace)
 
     def with_texts(self, images_per_s: float) -> float:
-        """Rate of all requests at this rate of images, with which texts come."""
+        """Rate of all requests, texts included, at this rate of images."""
         return images_per_s * len(self.trace) / self.images_asked
 
     @property
@@ -115,9 +115,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class LineForecast:
-    """A trace from its start to its last outcome. ``loads``: by path source_pool, such as ssd_host.
+    """Forecast of a trace, from its start to its last outcome. ``loads``: by path source_pool, such as ssd_host.
 
-    ``resident_at_start``: copies in any memory when the first request came.
+    ``resident_at_start``: copies in any memory at the first arrival.
     """
 
     seconds: float
@@ -214,15 +214,15 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
 
 
 def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images_per_s: float) -> bool:
-    """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
+    """True if the line keeps up with that many images per second. ``played``: the forecast of this scenario.
 
-    The trace is repeated at that rate. The line falls behind where its queue grows: where more requests are open after
-    each of the last third of all passes than after any of the first third, one aside. The wait of the last images
-    proves nothing, as it contains batches and loads.
+    The trace is repeated at that rate. The line falls behind if its queue grows: if more requests are open after
+    each of the last third of all passes than after any of the first third, one aside. The wait of the last images is no
+    evidence, as it contains batches and loads.
     """
     requests = len(scenario.trace)
     if not played.loads and played.images_per_s >= images_per_s:
-        return True  # in time, and the next pass finds the same experts in memory
+        return True  # in time, and the next pass starts with the same experts in memory
     passes = max(LEAST_PASSES, math.ceil(LEAST_REQUESTS / requests))
     repeated = scenario.repeated(passes, images_per_s)
     waits_s = forecast(repeated, setup).waits_s
@@ -234,7 +234,7 @@ def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images
 
 
 def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tuple[Scenario, EngineSetup]:
-    """Replaces the SSD's speed; the part of a load beside reading its bytes stays."""
+    """Performance matrix with another SSD speed; time of a load apart from its read stays."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}

@@ -1,10 +1,10 @@
-"""The Engine under virtual time: loads and batches take the profile's times, and nothing else happens.
+"""The Engine under virtual time: loads and batches take the profile's times, all else is instantaneous.
 
 Guarantees: no clock, thread or file; equal traces give equal effects. A source with a given bandwidth carries one load
-after another; a load ends when its bytes are there, and no sooner than the profiled time after its start. Any other
+after another; a load ends after its bytes arrived, and at the earliest after its profiled time. Any other
 source serves one load after another, each for its profiled time. On a processor with speedups, m batches at once each
 go at ``speedups[m - 1] / m`` of their speed alone; on any other, batches are independent. With known decoding times a
-batch computes once its images are prepared (``decoders``); else images are there at once. Quanta: see ``quanta``.
+batch computes once its images are prepared (``decoders``); else images are ready at once. Quanta: see ``quanta``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PASSES = Prediction("ok", 1.0)
 class Simulation:
     """Virtual seconds taken, every effect with its time, every outcome by request number.
 
-    ``finished_s``: when each outcome came, in seconds since the trace's start. The trace starts at ``started_s`` on the
+    ``finished_s``: time of each outcome, in seconds since the trace's start. The trace starts at ``started_s`` on the
     effects' clock, after the initial placement.
     """
 
@@ -58,10 +58,10 @@ class Simulation:
 
 @dataclass(slots=True)
 class SharedProcessor:
-    """Batches that run at once on one processor, and when the next of them ends.
+    """Concurrent batches of one processor, and the end of the next.
 
-    All go at one pace, so one clock stands for all: ``_done_s`` counts the seconds of work at full speed that any batch
-    would have done since the processor was last idle.
+    All run at one speed, so one clock serves for all: ``_done_s`` counts the seconds of work at full speed that any
+    batch would have done since the processor was last idle.
     """
 
     speedups: tuple[float, ...]
@@ -221,7 +221,7 @@ class Simulator:
             self._start_batch(ahead, now)
 
     def _start_batch(self, batch: Batch, now: float) -> None:
-        """Computes once the batch's images are there; texts have none."""
+        """Start to compute once the batch's images are prepared; texts have none."""
         self._running[batch.executor] = batch.id
         has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
         if self._decoders is None or not has_images or self._decoders.start(batch, now):

@@ -1,1 +1,1 @@
-"""Good and bad samples of an anomaly expert: scored, and what each threshold would do to them, drawn."""
+"""Good and bad samples of an anomaly expert: scores, and a chart of the effect of each threshold."""

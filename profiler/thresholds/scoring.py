@@ -1,7 +1,7 @@
 """Scores that an anomaly expert gives samples, and the chart of false alarms and catches by threshold.
 
-Guarantees: every sample is scored as by the agent; one that cannot be read is left out and reported. Nothing of the
-line is written, and an agent may run on it meanwhile.
+Guarantees: every sample is scored as by the agent; an unreadable one is skipped and reported. The line is
+not written, and its agent may run meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_POINTS = 60  # of a curve: with more, its markers run into one another
 
 @dataclass(frozen=True, slots=True)
 class LabelledSamples:
-    """Images of parts that are known to be good or bad. ``left_out``: files of which no image comes, and why."""
+    """Images of parts known to be good or bad. ``left_out``: skipped files, with the reason."""
 
     good: tuple[Sample, ...]
     bad: tuple[Sample, ...]
@@ -52,7 +52,7 @@ class Scores:
 
 
 def anomaly_expert(config: LineConfig, name: str) -> Expert:
-    """The expert of a line that has a threshold, or wants one. Raises ConfigError for any other."""
+    """Expert of a line that has or needs a threshold. Raises ConfigError for any other."""
     expert = config.catalog.experts.get(name)
     measuring = sorted(each.id for each in config.catalog.experts.values() if each.task is Task.ANOMALY)
     if expert is None or expert.task is not Task.ANOMALY:
@@ -79,7 +79,7 @@ def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> Labell
 
 
 def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, int, int], None]) -> Scores:
-    """Each sample's score. Raises ConfigError where no good one can be read, OutputInvalid, and as packing does."""
+    """Score of each sample. Raises ConfigError if no good one is readable, OutputInvalid, and as packing does."""
     meter = Meter(expert)
     scores: dict[str, dict[Path, float]] = {GOOD: {}, BAD: {}}
     left_out = list(samples.left_out)

@@ -1,9 +1,9 @@
 """Usage probabilities of experts: computed, counted or learned (CoServe, section 4.5).
 
-They are computed from routes and quantities, counted by running the routes on samples, or learned from served history:
-results.db, or the output of `coserve results`. Nothing is written, and an agent may run on the line meanwhile.
+Usage is computed from routes and quantities, counted by running the routes on samples, or learned from history:
+results.db, or the output of `coserve results`. This module writes nothing, and an agent may run on the line meanwhile.
 Guarantees: probabilities of experts that are first on their routes add up to 1, unless one is later on another route;
-notes name everything that a count left out; an expert without a request is unlikely, never impossible. Smoothing:
+notes name everything that a count skipped; an expert without a request is unlikely, never impossible. Smoothing:
     pass rates    each expert has one further request, which passed at the rate of all experts together;
                   all experts together have one further request, which passed by half
     served        one further request, spread evenly over the routes, and passing at those rates
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
     from profiler.workload.samples import Sample
 
-FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
+FEW_REQUESTS = 200  # with fewer a note warns: chance alone moves a tenth of them by two hundredths
 MOST_SAMPLES = 1000  # of each expert, in the folder's own mix of good and bad parts
 NAMED = 3  # experts that a note names
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -152,7 +152,7 @@ class RouteCount:
     def add(self, experts: Sequence[str], verdict: Verdict, weight: float = 1.0) -> None:
         """Count a request: experts before the last let it pass, and the last one if the verdict is OK.
 
-        A verdict UNKNOWN says nothing about the last expert.
+        A verdict UNKNOWN is no evidence on the last expert.
         """
         self.requests += 1
         self._weight += weight

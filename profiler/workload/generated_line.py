@@ -1,8 +1,8 @@
 """A generated line: experts with random weights, a trace with heavy-tailed popularity, a few images, a line file.
 
-Guarantees: the same recipe and seed give the same bytes; no two experts share a tensor's bytes, so that each costs what
-it would cost on a real line; a line that does not fit on the disk is refused before anything is written; nothing of
-``removed_afterwards`` is left, however it ends (SIGKILL aside).
+Guarantees: equal recipe and seed give equal bytes; no two experts share a tensor's bytes, so each has the cost of a
+real line's expert; a line that does not fit on the disk is refused before the first write; ``removed_afterwards``
+cleans up at any end (SIGKILL aside).
 
 Weights are slices of one long run of random numbers, scaled layer by layer so that activations neither vanish nor
 overflow. Drawing a ResNet101 takes about as long as copying its bytes, and it runs like a trained one.
@@ -53,7 +53,7 @@ DETECTOR_LABELS = ("aligned", "turned")
 DETECTORS = ("yolov5m", "yolov5l")  # architectures
 EVERY_S = 0.004  # an arrival
 SIGMA = 1.2  # of the log-normal popularity of components
-EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, where there are detectors
+EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, if there are detectors
 LARGEST_QUANTITY = 1000  # of one component on the generated board
 WORKSPACE_BATCHES, WORKSPACE_IMAGES = 4, 8  # batches at once, and images of each, that the workspace is made for
 NOISE = 0.01  # on constants of a fresh network (norms, biases), so that no two experts share them
@@ -194,7 +194,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def write_experts(folder: Path, architecture: str, count: int, size: tuple[int, int] | None = None) -> list[Expert]:
-    """Experts of one architecture with weights of their own, written below ``folder``.
+    """Write experts of one architecture, each with separate weights, below ``folder``.
 
     ``size``: height and width of their images; None: as on a generated line. Raises as ``generate_line`` does.
     """
@@ -249,7 +249,7 @@ def _size_bytes(state: State) -> int:
 
 
 def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, State], seed: int) -> int:
-    """Tensors are slices of one run of random numbers; no two experts have the same slice at the same tensor."""
+    """Write tensors as slices of one run of random numbers; no two experts have equal slices at a tensor."""
     largest = max(value.size for state in tensors.values() for value in state.values())
     length = largest + len(experts) * EXPERT_STEP + max(map(len, tensors.values())) * TENSOR_STEP
     run = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)

@@ -63,9 +63,9 @@ class NearestFeatures(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def write_graph_experts(folder: Path, kind: GraphKind, count: int) -> list[Expert]:
-    """Experts of one kind, each with weights of its own, written below ``folder``.
+    """Write experts of one kind, each with separate weights, below ``folder``.
 
-    Raises ConfigError where the disk has no room for them and their packed form; OSError.
+    Raises ConfigError if the disk lacks room for the files and their packed form; OSError.
     """
     require_disk(folder, 2 * count * LARGEST_BYTES, f"{count} experts and their packed form")
     (folder / "weights").mkdir()

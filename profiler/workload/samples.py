@@ -1,8 +1,8 @@
 """Real images of a line on which its experts are measured: labelled crops, or images of its intake folders.
 
 Guarantees: equal files give equal samples; every sample was decoded once; no file is moved or written. An expert has
-images of the components on whose routes it stands, spread evenly over their names: an equal share of each component and
-label, or of each component alone, where defects have to be as rare as on the line. Samples are labelled crops
+images of the components whose routes contain it, spread evenly over their names: an equal share of each component and
+label, or of each component alone, if defects must be as rare as on the line. Samples are labelled crops
 (``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read, also in ``done/``
 and ``ng/``.
 """
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.sources.folder.files.naming import Naming
 
-MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
+MOST_PER_EXPERT = 40  # a form that agrees on all of them differs on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
 RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
-GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many are taken
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are evenly spread for any count
 NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
 
 
@@ -255,7 +255,7 @@ class Checked:
 
 
 def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The last of each component and label (or shelf), in turn: at most half of them."""
+    """Samples for calibration: the last of each component and label (or shelf), in turn; at most half."""
     groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in found:
         groups[sample.component, sample.label or sample.folder].append(sample)

@@ -1,4 +1,4 @@
-"""Traces: arrivals in a file, one JSON object a line, or as a line's boards bring them.
+"""Traces: arrivals from a file, one JSON object per line, or from the boards of a line.
 
 Guarantees: a trace is complete and in the order of its times, or a ConfigError names file, line and key of every
 mistake, up to MOST_PROBLEMS; times count from the first arrival, so an hour of a day starts at once; equal line and
@@ -10,7 +10,7 @@ seed give equal boards.
     {"t": 0.012, "component": "assistant", "prompt": 40, "output": 200}    a text that a route's router sends on
 
 ``t``: seconds since any moment before the first arrival, never less than the line before. ``image`` is relative to the
-trace's folder, and may be left out. A trace has no words: for a route of rules it names the expert itself. Empty lines
+trace's folder, and may be left out. A trace has no texts: for a route of rules it names the expert itself. Empty lines
 are ignored.
 """
 
@@ -131,7 +131,7 @@ class _Reader:
     problems: list[ConfigError] = field(default_factory=list)
     _latest_s: float = 0.0
     _latest_line: int = 0
-    _images: dict[str, bool] = field(default_factory=dict)  # as written -> is it there?
+    _images: dict[str, bool] = field(default_factory=dict)  # path as written -> True if the file exists
 
     def arrival(self, number: int, text: str) -> TracedArrival | None:
         """Arrival of a line; None for a line with mistakes, of which each becomes a problem."""

@@ -1,6 +1,6 @@
-"""The contract of a form: one way in which an expert's weights are packed and executed.
+"""Contract of a form: one way to pack and execute an expert's weights.
 
-A form's file states its name, where it runs and what proves it. It imports torch and ONNX Runtime inside its methods.
+The module of a form states its name, its devices and its proof. Methods import torch and ONNX Runtime.
 ``modules`` is the backend whose torch modules the form executes.
 """
 
@@ -35,7 +35,7 @@ class Modules(ABC):
 
     @abstractmethod
     def structure(self, expert: Expert) -> Hashable:
-        """Key of the module beside its input size. Raises WeightsMismatch where there is none."""
+        """Key of the module, in addition to its input size. Raises WeightsMismatch without a module."""
 
     @abstractmethod
     def prototype(self, expert: Expert) -> object:
@@ -47,7 +47,7 @@ class Modules(ABC):
 
     @abstractmethod
     def sample(self, structure: Any) -> dict[str, Tensor]:  # noqa: ANN401
-        """Weights that the module may have, float32; always the same."""
+        """Synthetic weights of the module, float32; equal at each call."""
 
     @abstractmethod
     def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class Modules(ABC):
 
     @abstractmethod
     def reader(self, expert: Expert) -> Reader:
-        """Function from a module's outputs to predictions. Raises WeightsMismatch where there is no module."""
+        """Function from a module's outputs to predictions. Raises WeightsMismatch without a module."""
 
     @abstractmethod
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
@@ -67,7 +67,7 @@ class Modules(ABC):
 
 
 class Form:
-    """One form. ``plain``: torch's form that runs in its place on another device, or where the form is absent.
+    """One form. ``plain``: torch's form that replaces it on another device, or where the form is absent.
 
     ``numbers``: dtype of its products, as torch names it. ``plain`` has the same numbers; for eight bits it is fp32.
     """
@@ -88,7 +88,7 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights before packing, and of values that are no product of ``numbers``."""
+        """Dtype of weights before packing, and of values other than products of ``numbers``."""
         import torch
 
         found: torch.dtype = torch.float32 if self.numbers == "int8" else getattr(torch, self.numbers)
@@ -96,7 +96,7 @@ class Form:
 
     @property
     def steps_aside(self) -> bool:
-        """True where ``auto`` skips the form on this CPU, as a form of the same numbers is faster."""
+        """True if ``auto`` skips the form on this CPU, as a form of equal numbers is faster."""
         return False
 
     def why_absent(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Memory that a forward pass needs beside the weights, from shapes alone."""
+"""Memory of a forward pass without the weights, from shapes alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak_bytes(module: Module, image: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory of a batch beside the weights: a constant part, and a part per image."""
+    """Memory of a batch without the weights: a constant part, and a part per image."""
 
     fixed_bytes: int
     per_image_bytes: int

@@ -1,7 +1,7 @@
-"""BatchNorm folded into the convolution before it, where a recording of the module proves that it may be.
+"""BatchNorm folded into the convolution before it, if a recording of the module proves this valid.
 
 Proof: the convolution's output goes to the BatchNorm alone, and each is called once. Then BatchNorm is an affine map of
-the convolution's channels. Others (BatchNorm first, as in DenseNet) stay as they are.
+the convolution's channels. Others (BatchNorm first, as in DenseNet) stay unchanged.
 """
 
 from __future__ import annotations

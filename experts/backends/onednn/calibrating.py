@@ -1,6 +1,6 @@
-"""Calibration of an expert: the ranges of its values, and by how much rounding to eight bits shifts its answers.
+"""Calibration of an expert: ranges of its values, and shifts of its answers by rounding to eight bits.
 
-Ranges are observed on the float32 form's own calls. Bias correction takes the shift of each output channel's mean off:
+Ranges are observed on the float32 form's own calls. Bias correction subtracts the shift of each output channel's mean:
 noise of rounding averages out over an image, a shifted mean does not. A call reads what earlier calls answer in eight
 bits, already corrected, so it also makes up for their remaining error. Source: Nagel, van Baalen, Blankevoort and
 Welling, "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, 4.2 and appendix D.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from experts.backends.onednn.form import FusedModule, OnednnModule
     from experts.backends.onednn.fusion import Part
 
-DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
+DIGITS = 6  # resolution of a stored shift: far below one level
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ images than threads another one is wanted; a convolution of 1x1 can then see its
 - a weight that cannot be served so for each thread count of an executor here and all PROVEN_IMAGES keeps torch's
   layout, and is reordered by fast code: a third of one convolution's time at most.
 
-Guarantees: only times depend on it, no answers. Nothing is measured: the same box decides the same way.
+Guarantees: layouts affect times, not answers. Decisions need no measurement and are equal on equal boxes.
 """
 
 from __future__ import annotations

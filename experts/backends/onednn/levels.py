@@ -1,4 +1,4 @@
-"""Eight-bit numbers: which range 256 levels stand for, and how values and weights become levels and come back.
+"""Eight-bit numbers: the range of 256 levels, and conversion of values and weights to levels and back.
 
 A value v is the level round(v / scale) + zero of 0..255; a weight is round(w / scale) of -127..127, with a scale for
 each output channel. Zero is a level in each scheme, so padding is exact. Source: Jacob et al., "Quantization and
@@ -33,7 +33,7 @@ class Values:
     """Values of a graph that share one scale, as joined values must."""
 
     row: int  # in the table of scales and zeros
-    zero: int | None  # level of zero where it is the same for every expert
+    zero: int | None  # level of zero, if equal for all experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def _tried_deviation(dtype: torch.dtype) -> float:
         rows.double() @ matrix.double().t(),
     )
     off = [(each.double() - sums).abs().max() / sums.max() for each, sums in zip(found, exact, strict=True)]
-    return float(torch.stack(off).max())  # NaN where any of them is
+    return float(torch.stack(off).max())  # NaN if any of them is
 
 
 def _tried_in(dtype: torch.dtype, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

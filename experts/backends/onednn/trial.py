@@ -1,8 +1,8 @@
-"""Tries a form before anything is packed in it: on synthetic weights and images, as a whole and call by call.
+"""Trial of a form before packing: on synthetic weights and images, as a whole and call by call.
 
-Guarantees: a call is compared with torch's own operators on the very values that it read, so no error vanishes and no
-rounding accumulates. The outputs are compared with the module's. A deviation beyond the form's rounding refuses the
-form, by name. The same box decides the same way.
+Guarantees: a call is compared with torch's own operators on exactly the values that it read, so no error vanishes and
+no rounding accumulates. The outputs are compared with the module's. A deviation beyond the form's rounding refuses the
+form, by name. Equal boxes decide equally.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _TriedCall:
         return answer
 
     def _expected(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
-        """The right answer, and its slack: rounding of sums of that size, and one level, as either may come."""
+        """Expected answer, and its tolerance: rounding of sums of that size, and one level."""
         sums = self._applied(_values(self._last(source), self._source)).float()
         if other is not None:
             sums = sums + _values(self._last(other), self._summand)

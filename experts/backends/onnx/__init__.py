@@ -1,1 +1,1 @@
-"""ONNX graphs: those that an owner brings, and those that ONNX Runtime executes in the place of a module."""
+"""ONNX graphs: users' graphs, and graphs that ONNX Runtime executes in place of a module."""

@@ -3,10 +3,10 @@
 A score is one number per image, a map one per pixel; larger means more anomalous. Without a score, the map's maximum is
 the score. Anomalib's outputs are known by name (v2: ``pred_score`` and ``anomaly_map``; ``pred_label`` and
 ``pred_mask`` follow a threshold of its own and are dropped), all others by shape: (n,) or (n, 1) is a score, (n, 1, h,
-w) or (n, h, w) a map. The choice is made at packing and noted in the program; other outputs are not computed.
+w) or (n, h, w) a map. The choice is made at packing and stored in the program; other outputs are not computed.
 
 Guarantees: an image's score does not depend on its neighbours: a graph that mixes them runs one image at a time. The
-threshold is not in the packed bytes: another one packs nothing again.
+threshold is not in the packed bytes: a new threshold needs no repacking.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _prediction(
 
 
 def _small(values: np.ndarray) -> AnomalyMap:
-    """A map as it is kept: each pixel is the maximum of those that it replaces, so no peak is lost."""
+    """Reduced map: each pixel is the maximum of the pixels it replaces, so no peak is lost."""
     height, width = values.shape
     shrink = min(1.0, MAP_SIDE_PX / max(height, width))
     size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
@@ -166,7 +166,7 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
 def _takes_several(
     model: onnx.ModelProto, outputs: AnomalyOutputs, made_up: np.ndarray, alone: Mapping[str, np.ndarray]
 ) -> bool:
-    """True where two images at once get the same answers as each alone."""
+    """True if two images at once get the same answers as each alone."""
     try:
         together = _answers(session_once(model.SerializeToString()), made_up, at_once=2)
     except REFUSALS:

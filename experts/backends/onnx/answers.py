@@ -1,12 +1,12 @@
-"""Meaning of an ONNX classifier's values: decided once, at packing, and noted in its program.
+"""Meaning of an ONNX classifier's values: decided once, at packing, and stored in its program.
 
 A classifier answers with one probability per label. Logits become probabilities by a softmax; for `task: multilabel`
-each by a sigmoid. The graph's last operator (Softmax, Sigmoid) shows which they are, and is refused for the other task.
-Otherwise the answers to made-up images decide: probabilities add up to 1 for each. Multilabel graphs are decided by
+each by a sigmoid. The graph's last operator (Softmax, Sigmoid) shows the kind, and is refused for the other task.
+Otherwise the answers to synthetic images decide: probabilities add up to 1 for each. Multilabel graphs are decided by
 operators alone: a second sigmoid would make every label hold.
 
-Guarantees: an image's score does not depend on its neighbours. A graph of logits has no note: device profiles know its
-program byte for byte.
+Guarantees: an image's score does not depend on its neighbours. A graph of logits stores no choice, as device profiles
+depend on its program's bytes.
 """
 
 from __future__ import annotations

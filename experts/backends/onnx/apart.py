@@ -1,8 +1,8 @@
-"""Packs ONNX graphs in a process of its own; run by file name, see experts.backends.onnx.sandbox.
+"""Packs ONNX graphs in a separate process; run by file name, see experts.backends.onnx.sandbox.
 
-Each line of stdin is a folder with a job, a pickle of the parent's. A fork packs it, memory and time bounded before it
-reads the graph, and writes tensors and program into the folder, or the reason into error.json. Its exit status goes to
-stdout. After IDLE_S without a line the process ends.
+Each line of stdin is a folder with a job, a pickle of the parent process. A fork packs it, memory and time bounded
+before it reads the graph, and writes tensors and program into the folder, or the reason into error.json. Its exit
+status goes to stdout. After IDLE_S without a line the process ends.
 """
 
 from __future__ import annotations

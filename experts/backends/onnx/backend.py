@@ -1,6 +1,6 @@
 """ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts of any exporter.
 
-Inputs and outputs are float32; between them a graph may compute in eight bits, as its quantiser left it. Building a
+Inputs and outputs are float32; between them a graph may compute in eight bits. Building a
 session takes most of a second, too long for a switch. So packing folds constants and BatchNorm with ONNX Runtime, then
 lifts the weights out: they become inputs. The rest is the program: experts of one program share a session. Outputs: see
 ``answers`` (classifiers), ``detections`` and ``anomaly``.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert, Prediction
 
-LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
+LIFTED_BYTES = 1024  # a float constant of this size is a weight, for any reader
 WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
@@ -134,7 +134,7 @@ class OnnxBackend:
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         heading = read_heading(expert.id, expert.weights)
         require_fitting_input(expert, heading)
-        if expert.task is not Task.ANOMALY:  # the labels of anomaly experts are the line's own words
+        if expert.task is not Task.ANOMALY:  # labels of anomaly experts are chosen in the line file
             require_names(expert, heading.names)
         return packed_apart(expert)
 

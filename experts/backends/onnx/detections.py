@@ -1,11 +1,11 @@
-"""Boxes of ONNX detectors: their layout is decided once, at packing, and noted in the program.
+"""Boxes of ONNX detectors: their layout is decided once, at packing, and stored in the program.
 
-A file's heading says which layouts are possible, see ``layouts``; answers to made-up images decide among several, and
+A file's heading gives the possible layouts, see ``layouts``; answers to synthetic images decide among several, and
 an ambiguous graph is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
 
 Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
-chooses its boxes itself has room for a fixed number: where all of it is used, others may be missing, and the image is
-not judged.
+chooses its boxes itself has room for a fixed number: if all places are used, boxes may be missing, and the image is not
+judged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
     possible = fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
     layouts = {each for each in possible & set(found.layouts) if _are_scores(each, answer, len(expert.labels))}
     if Layout.CHOSEN in layouts:
-        return Layout.CHOSEN  # whole numbers in the place of labels are no coincidence
+        return Layout.CHOSEN  # whole numbers at the place of labels are no coincidence
     if len(layouts) != 1:
         what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
         raise mismatch(

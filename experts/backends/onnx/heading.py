@@ -40,7 +40,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """``inputs``: those that are no weights."""
+    """``inputs``: without weights."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]

@@ -1,6 +1,6 @@
 """Possible layouts of an ONNX graph's boxes, by its file's heading: metadata and shapes. Needs no runtime.
 
-``Layout`` lists the known layouts with their exporters. Packing decides which of them a graph has, see ``detections``;
+``Layout`` lists the known layouts with their exporters. Packing decides among them, see ``detections``;
 a graph that fits none is refused here.
 """
 
@@ -62,7 +62,7 @@ class Detections:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """Preparation of images by a file's exporter. ``fit``: None where the file is no detector."""
+    """Preparation of images by a file's exporter. ``fit``: None for other files than detectors."""
 
     fit: Fit | None
     orientation: Orientation

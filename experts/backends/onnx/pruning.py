@@ -25,7 +25,7 @@ FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
 
 
 def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
-    """Make a graph of one image (3, height, width) take a batch of one; others stay as they are. In place."""
+    """Make a graph of one image (3, height, width) take a batch of one; others stay unchanged. In place."""
     shape = images.type.tensor_type.shape
     extents = [dimension.dim_value for dimension in shape.dim]
     if len(extents) != 3 or not all(extents):

@@ -1,7 +1,7 @@
-"""Packs and tries ONNX graphs in a process of their own, see ``apart``.
+"""Packs and tries ONNX graphs in a separate process, see ``apart``.
 
-Folding constants and trying images run the graph, which may hold an endless loop or a tensor larger than any memory.
-Guarantees: a graph beyond the bounds is refused, that one expert alone; this process never runs it.
+Folding constants and trying images run the graph, which may contain an endless loop or a tensor larger than any memory.
+Guarantees: a graph beyond the limits is refused, only that expert; this process never runs the graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Packer:
     def ended(self, folder: Path) -> int:
         """Exit status of the fork that packed this folder."""
         with self._lock:
-            answer = self._send(folder) or self._send(folder)  # an idle process ends by itself
+            answer = self._send(folder) or self._send(folder)  # an idle process ends after that
         if not answer:
             raise OSError("the process that packs graphs cannot be started")
         return int(answer)

@@ -1,8 +1,8 @@
 """ONNX Runtime as a form of execution of torch's architectures, on the CPU.
 
 Guarantees: experts of one architecture, input size and number of labels share one program and session, so a switch
-overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images; else the
-architecture is refused. Export happens at packing, once per architecture and process.
+overwrites bytes. A graph is used only after a proof of equal answers with its module, on synthetic weights and images;
+else the architecture is refused. Export happens at packing, once per architecture and process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Graphs as ONNX Runtime executes them, with their weights still coming in from outside.
+"""Graphs in ONNX Runtime's layout, with weights still as inputs.
 
 ONNX Runtime convolves in blocks of channels and reorders constant weights for it; weights that are inputs it cannot
-reorder, and convolves a third slower. So packing runs its optimisation once, on made-up weights. Each weight is found
-in the result by its values, which show the order that a real one needs; then the weights become inputs again. The
+reorder, and convolves a third slower. So packing runs its optimisation once, on synthetic weights. Each weight is found
+in the result by its values, which show the order for real weights; then the weights become inputs again. The
 layout fits this version of ONNX Runtime and this CPU: programs carry both as ``runtime_identity``.
 
 Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); each
@@ -58,7 +58,7 @@ class WeightInput:
     shape: tuple[int, ...]
 
     def laid(self, weight: Tensor) -> Tensor:
-        """The weight as the program wants it; contiguous, of ``shape``."""
+        """Weight in the program's layout; contiguous, of ``shape``."""
         if self.order is WeightOrder.AS_IS:
             return weight.detach().contiguous()
         padded = weight.new_zeros(self.shape)

@@ -1,7 +1,7 @@
-"""ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
+"""ONNX Runtime sessions: one per program, number of threads and device, shared by all users.
 
 Guarantees: a program's session is built once and lives while a skeleton or template refers to it; beside those, the
-latest SESSIONS_KEPT live. A trial at packing has a session of its own on one thread, and leaves none. Telemetry is off.
+latest SESSIONS_KEPT live. A trial at packing has a separate session on one thread, and keeps none. Telemetry is off.
 
 Each session has its own threads, asleep between batches: Python cannot stop ONNX Runtime's process-wide pool from
 spinning, which doubled a MobileNetV3's processor time. Asleep, 36 threads hold 3 MB. A session holds no weights. All
@@ -131,10 +131,10 @@ def _prepare_process() -> None:
 
 
 def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
-    with _preparing:  # a cache alone would let two threads in at once
+    with _preparing:  # a cache alone would admit two threads at once
         _prepare_process()
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only: they come as exceptions as well
+    options.log_severity_level = 3  # errors only, which are also raised as exceptions
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.use_env_allocators", "1")  # the arena of the process
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too

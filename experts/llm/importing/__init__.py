@@ -1,1 +1,1 @@
-"""Import of trainers' checkpoints as directories that are served."""
+"""Import of trainers' checkpoints as servable directories."""

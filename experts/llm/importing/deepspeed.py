@@ -1,9 +1,9 @@
-"""Import of DeepSpeed checkpoints as directories that are served: `coserve experts import`, once and offline.
+"""Import of DeepSpeed checkpoints as servable directories: `coserve experts import`, once and offline.
 
 A folder has ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and ``layer_<l>_expert_<e>_mp_rank_<r>_...``
 (older: ``expert_<e>_mp_rank_<r>_...``) for each moe_expert. A separate process reads these pickles as data
 (``experts.checkpoints``). Guarantees: no class of the trainer is imported or run; names and shapes are checked against
-the written config.json; the destination appears whole or not at all.
+the written config.json; the destination appears atomically.
 """
 
 from __future__ import annotations

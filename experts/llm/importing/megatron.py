@@ -241,7 +241,7 @@ class GptCheckpoint:
         values: dict[str, Any] = {"num_experts": experts, "residual": self._residual(), "intermediate_size": width}
         if any(experts):
             per_token = self._arguments.count("topk", "how many experts a token goes to", 1)
-            # the shares of a first choice stay as they are, those of several sum to 1 (deepspeed/moe/sharded_moe.py)
+            # the share of a single choice stays unchanged, shares of several sum to 1 (deepspeed/moe/sharded_moe.py)
             values |= {"num_experts_per_tok": per_token, "norm_topk_prob": per_token > 1}
         return values
 

@@ -1,9 +1,9 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
-It has no thread and no policy: the agent's core gives turns and leases. Guarantees: a finished text leaves at once, and
-its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times predict, and
-answers each request once. A request's tokens do not depend on its neighbours; a fault of its prompt, writer or expert
-ends that request alone. A model's exception passes through, and no text is lost.
+The engine has no thread and no policy: the agent's core decides turns and leases. Guarantees: a finished text leaves at
+once, and its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times
+predict, and answers each request once. A request's tokens do not depend on its neighbours; a fault of its prompt,
+writer or expert ends only that request. A model's exception passes through, and no text is lost.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _TextRow:
 
 
 class _TimedKeyValues:
-    """KeyValues that time their reservations, which are no tensor work."""
+    """KeyValues that time their reservations, to separate them from tensor work."""
 
     def __init__(self, key_values: KeyValues, clock: Callable[[], float]) -> None:
         self._key_values = key_values
@@ -158,7 +158,7 @@ class LlmEngine:
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_FamilyTexts]) -> bool:
-        """True once a text has finished and no other text can take its row: its answer goes out at once."""
+        """True once a text has finished and no other text can take its row: its answer is sent at once."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
@@ -213,7 +213,7 @@ class LlmEngine:
         return text
 
     def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[int]:
-        """Reserve keys and values for each text's lease; returns the requests for which there is no room."""
+        """Reserve keys and values for each text's lease; returns the requests without room."""
         lacking = []
         for text, layout in [(text, group.layout) for group in groups for text in group.texts]:
             if text.has_room and text.promised >= text.lease:
@@ -301,7 +301,7 @@ class LlmEngine:
         return logits
 
     def _take(self, rows: Sequence[_TextRow], logits: Tensor) -> None:
-        """Pass each text the logits behind its tokens."""
+        """Pass each text the logits after its tokens."""
         parts = logits.split([row.wanted for row in rows])
         written = [(row.text, part) for row, part in zip(rows, parts, strict=True) if isinstance(row.text, WrittenText)]
         if written:

@@ -7,8 +7,8 @@ bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every
 decode attention reads a range of extents in one call.
 
 Guarantees: reservations never exceed the budget. They are counted in pages of each head, so a request never takes more
-memory than was counted. A request that fits the budget finds room: nothing is lost to fragments, and cached prefixes
-are evicted first. Only the very same weights share a prefix. No other bytes of a released request are ever read, and
+memory than was counted. A request that fits the budget finds room: there is no fragmentation, and cached prefixes
+are evicted first. Only identical weights share a prefix. No other bytes of a released request are ever read, and
 extents that may hold NaN or infinity are wiped. Assumes Linux, where MADV_DONTNEED frees at once and leaves zeros.
 Elsewhere pages are wiped but stay with the process.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 EXTENTS_A_SLAB = 128
 # Address space reserves no memory: Linux's MAP_NORESERVE, which Python does not name.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-CALL_BYTES = 256 * 1024  # attention reads so much while another call of it begins
+CALL_BYTES = 256 * 1024  # bytes that attention reads in the time of starting another call
 
 
 class Slab:
@@ -147,7 +147,7 @@ class ExtentArena:
         return math.ceil(tokens / unit) * unit
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Promise room; returns how many tokens of the prefix are there.
+        """Reserve room; returns the number of prefix tokens already present.
 
         Raises MemoryExceeded, and ValueError for a request that has begun or exceeds its context.
         """
@@ -234,7 +234,7 @@ class ExtentArena:
         return self.budget_bytes - self.promised_bytes - self.cached_bytes - self.idle_bytes
 
     def _make_room(self, wanted_bytes: int, spared: CachedPrefix | None) -> None:
-        """Idle memory goes first, then prefixes, those not used for longest first. Raises MemoryExceeded."""
+        """Free idle memory first, then prefixes, least recently used first. Raises MemoryExceeded."""
         kept_bytes = 0 if spared is None else spared.extent.promised * spared.extent.layout.token_bytes
         if self.budget_bytes - self.promised_bytes < wanted_bytes:
             raise MemoryExceeded("keys and values", wanted_bytes, self.budget_bytes - self.promised_bytes)
@@ -315,14 +315,14 @@ class ExtentArena:
         self.cached_bytes += extent.promised * extent.layout.token_bytes
 
     def _drop(self, cached: CachedPrefix) -> None:
-        """Its memory goes back to the machine at once: it is dropped where room is short."""
+        """Drop a prefix where room is short; its memory returns to the machine at once."""
         self._cached.remove(cached)
         self.cached_bytes -= cached.extent.promised * cached.extent.layout.token_bytes
         cached.extent.slab.give_back(cached.extent.number)
         self._make_idle(cached.extent)
 
     def _best(self, layout: KvLayout, wanted: Prefix | None) -> tuple[CachedPrefix | None, int]:
-        """Some hundred are looked through in less time than one of their pages takes to be copied."""
+        """Longest common prefix; a search of some hundred takes less time than copying one page."""
         if wanted is None or len(wanted.tokens) < LEAST_PREFIX_TOKENS:
             return None, 0
         commons = ((one, one.common(layout, wanted)) for one in self._cached)
@@ -419,7 +419,7 @@ class _ExtentRange:
 
     def layout(self) -> DecodeLayout:
         first = self.numbers[0]
-        lengths = [1] * (self.numbers[-1] - first + 1)  # a row without any position is no number
+        lengths = [1] * (self.numbers[-1] - first + 1)  # a row without any position is NaN
         for number, length in zip(self.numbers, self.lengths, strict=True):
             lengths[number - first] = length
         is_all = len(lengths) == len(self.numbers)
@@ -430,7 +430,7 @@ class _ExtentRange:
 
 
 def _ranges(extents: Sequence[KvExtent], lengths: Sequence[int], call_positions: int) -> list[_ExtentRange]:
-    """Neighbours join where what is read beside their own costs less than another call."""
+    """Ranges of extents; neighbours are joined if the extra bytes cost less than another call."""
     ranges: list[_ExtentRange] = []
     for row in sorted(range(len(extents)), key=lambda row: extents[row].place):
         slab, number, length = extents[row].slab, extents[row].number, lengths[row]
@@ -457,14 +457,14 @@ class ModelKeyValues:
 
 
 def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> ExtentArena:
-    """An arena for models on this torch device. Raises BackendUnavailable for a device that is no CPU."""
+    """Arena for models on this torch device. Raises BackendUnavailable for a device other than a CPU."""
     if torch.device(device).type != "cpu":
         raise BackendUnavailable(str(device), "language models run on CPUs: give the line a CPU executor")
     return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """With how many equal tokens both begin."""
+    """Length of the common prefix of both."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -1,7 +1,7 @@
-"""Several models that share weights, in one pass: a step whose weights are the same runs once for all their tokens.
+"""Several models that share weights, in one pass: a step with shared weights runs once for all their tokens.
 
 A pass goes step by step (embedding, each layer's attention and feed-forward part, head). Attention itself has no
-weights: it runs over all rows, whose keys and values lie in one arena. Guarantees: a token is computed by its own
+weights: it runs over all rows, whose keys and values are in one arena. Guarantees: a token is computed by its own
 model's weights, independent of its neighbours. Weights are the same if their addresses are: bytes are never compared.
 """
 
@@ -102,7 +102,7 @@ def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:
 
 
 def identity(part: object) -> Hashable:
-    """Equal for the very same weights: tensors by address, records of them by their fields, all else by itself."""
+    """Key of identical weights: tensors by address, records by their fields, other values by themselves."""
     if isinstance(part, Tensor):
         return part.data_ptr(), part.shape, part.stride(), part.dtype
     if isinstance(part, tuple):

@@ -78,7 +78,7 @@ class Generation:
     prompt: tuple[int, ...]
     most_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    stop_tokens: frozenset[int] = frozenset()  # one of them ends the text, and is not written
+    stop_tokens: frozenset[int] = frozenset()  # any of them ends the text, and is not written
     choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
     written: int = 0  # by this very text on another engine: the last of the prompt's tokens
 
@@ -115,7 +115,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """Request for a text of one expert. ``deadline_s``: monotonic; tokens written until then stand."""
+    """Request for a text of one expert. ``deadline_s``: monotonic; tokens written until then are kept."""
 
     generation: Generation
     writer: Writer

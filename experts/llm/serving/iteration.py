@@ -1,6 +1,6 @@
 """Rows and length of an iteration: pure decisions over numbers (Orca, OSDI 2022, section 3.1).
 
-Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests go on
+Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests run
 together, in turns if there are more than rows. Prompts share the tokens of an iteration, least recently run first, so a
 short prompt is read soon beside long ones. A prompt always has a row, however many requests write.
 """
@@ -91,7 +91,7 @@ class IterationTimes:
         return base_s + token_s * tokens
 
     def tokens_within(self, seconds: float) -> int:
-        """Tokens that fit in time, perhaps below 0: a line is trusted up to GROWTH times what was measured."""
+        """Tokens that fit in the time, possibly below 0: a line is trusted up to GROWTH times the measured range."""
         if not self._weight:
             return LEAST_CHUNK_TOKENS
         base_s, token_s = self._line()

@@ -1,4 +1,4 @@
-"""Layout of keys and values, and prefix of a text: the nouns of an arena."""
+"""Records of an arena: layout of keys and values, and prefix of a text."""
 
 from __future__ import annotations
 

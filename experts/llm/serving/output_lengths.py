@@ -1,6 +1,6 @@
-"""Expected lengths of an expert's texts: learned from ended texts, corrected as a text goes on.
+"""Expected lengths of an expert's texts: learned from ended texts, corrected as a text grows.
 
-A pure record: the median of what ended lately, among those at least as long as the text already is.
+Pure: the median of recently ended texts that are at least as long as the text so far.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OutputLengths:
         self._lock = Lock()
 
     def ended(self, expert: str, tokens: int) -> None:
-        """Note a text that ended by itself, or at its largest length, with ``tokens`` written."""
+        """Record a text of ``tokens`` that ended regularly, or at its maximum length."""
         with self._lock:
             self._ended.setdefault(expert, _EndedTexts()).add(tokens)
 

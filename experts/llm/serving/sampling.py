@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits: each row by its own Sampling, all rows at once where that saves time.
+"""Sampling of tokens from logits: each row by its own Sampling, all rows at once if that saves time.
 
 Guarantees: a draw depends on the request's logits, tokens and seed, on no neighbour. A row with NaN or infinity is
 reported and draws nothing. Penalties come first, then temperature, top-k, top-p over the rest of top-k, and min-p.
@@ -139,7 +139,7 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler], candidates: int) -> Tens
 
 
 def _nucleus(shares: Tensor, top_p: Tensor, is_whole: Sequence[bool]) -> Tensor:
-    """Zero behind top-p (arXiv 1904.09751, section 3.1). ``is_whole``: shares of the whole vocabulary."""
+    """Zero the shares beyond top-p (arXiv 1904.09751, section 3.1). ``is_whole``: shares of the whole vocabulary."""
     sums = shares.double().cumsum(dim=-1)
     whole = torch.tensor(is_whole, device=shares.device)[:, None]
     total = torch.where(whole, torch.ones_like(sums[:, -1:]), sums[:, -1:])

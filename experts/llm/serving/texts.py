@@ -1,7 +1,8 @@
 """State of a text between iterations: its tokens, and the chunk that it needs next.
 
-``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice behind it, and weighs them. A
-text that lost its keys and values reads its tokens again from the beginning, and continues with the same tokens.
+``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice after it, and weighs the
+choices. A text that lost its keys and values reads its tokens again from the beginning, and continues with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Turn:
 
     request: int
     expert: str
-    model: LanguageModel  # may be another object each time, of the same weights
+    model: LanguageModel  # may be a new object each time, of equal weights
     text: TextRequest
     weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
     lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
@@ -99,7 +100,7 @@ class TextState:
 
 
 class WrittenText(TextState):
-    """A text that goes on by what is sampled."""
+    """Text that continues with sampled tokens."""
 
     def __init__(self, turn: Turn, arrival: int) -> None:
         super().__init__(turn, arrival)

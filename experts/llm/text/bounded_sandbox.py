@@ -83,7 +83,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(tree), self.make_globals(None), None)
 
     def render(self, template: Template, given: Mapping[str, Any]) -> str:
-        """Its text. Raises TemplateRuntimeError, and any error of the template."""
+        """Render the text. Raises TemplateRuntimeError, and any error of the template."""
         token = _budget.set(_RunBudget(self._render_s))
         try:
             return "".join(_counted(template.generate(given)))

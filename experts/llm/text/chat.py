@@ -47,7 +47,7 @@ class ChatTemplate:
         return other
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """``variables``: more of them. Raises PromptInvalid (the template refuses) or TokenizerUnusable (it fails)."""
+        """``variables``: further ones. Raises PromptInvalid (refused by the template), TokenizerUnusable (it fails)."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((variables or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")
@@ -68,7 +68,7 @@ class _TemplateRefused(TemplateRuntimeError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks the part that a model is trained to write; the rendered text is the same."""
+    """`{% generation %}`: marks the part that a model is trained to write; the rendered text does not change."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 

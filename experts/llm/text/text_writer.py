@@ -1,7 +1,7 @@
-"""TextWriter: turns tokens into text that may be shown, as they come.
+"""TextWriter: turns tokens into text that may be shown, incrementally.
 
 Guarantees: the pieces joined are the text. A piece ends in no part of a character, unless PATIENCE tokens in a row
-complete none. No part of a stop string, and no text behind it, is shown, wherever in tokens it begins and ends.
+complete none. No part of a stop string, and no text after it, is shown, at any position within tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PATIENCE = 16  # tokens without a whole character among them, which has four bytes at most
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 500  # the most that is held back
-HALF = "\ufffd"  # decoded from bytes that are no character, or not yet
+HALF = "\ufffd"  # decoded from invalid or incomplete characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TextWriter:
     def __init__(
         self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], show: Callable[[Piece], None]
     ) -> None:
-        """``prompt``: what the text follows. Raises PromptInvalid for stop strings that are none."""
+        """``prompt``: tokens before the text. Raises PromptInvalid for invalid stop strings."""
         self.written = 0
         self.is_stopped = False
         self._model = model
@@ -96,7 +96,7 @@ class Words:
 
     def _more(self) -> str:
         all_of_it = self._decode([*self._given, *self._waiting])
-        # If the decoder now changes text that was shown already, the rest is decoded alone.
+        # If the decoder now changes text already shown, the rest is decoded alone.
         return all_of_it[len(self._shown) :] if all_of_it.startswith(self._shown) else self._decode(self._waiting)
 
     def _give(self, more: str) -> str:

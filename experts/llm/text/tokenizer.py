@@ -1,7 +1,7 @@
-"""TextModel: words to a model's tokens and back, by the files of a Hugging Face directory.
+"""TextModel: text to a model's tokens and back, by the files of a Hugging Face directory.
 
-Guarantees: it needs the bytes of the directory's small files alone, no disk and no network. A fault names its file
-(TokenizerUnusable); a broken chat template spoils chats only. Immutable, and for any thread.
+Guarantees: needs only the bytes of the directory's small files, no disk and no network. A fault names its file
+(TokenizerUnusable); a broken chat template affects chats only. Immutable, and for any thread.
 """
 
 from __future__ import annotations

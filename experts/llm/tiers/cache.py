@@ -1,4 +1,4 @@
-"""The places of one memory, filled in the background as their residency decides.
+"""Places of one memory, filled in the background by the decisions of the residency.
 
 Guarantees: a failed load is raised where the moe_expert is needed. After ``settle`` no thread writes into a place
 before the next need or prediction. Passes do not deadlock: each uses the moe_experts in memory before it waits for
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from experts.llm.tiers.moe_experts import LoadMoeExpert, MoeResidency, MoeStatistics
 
-CLOSE_S = 5.0  # a load that does not end by then is left behind
+CLOSE_S = 5.0  # a load that has not ended by then is abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MoeCache:
         self._residency = residency
         self._fill = fill
         self._threads = DaemonThreads(loads_at_once, name)
-        self._changed = Condition()  # guards all of it, for moments
+        self._changed = Condition()  # guards all fields; held only briefly
         self._failed: dict[MoeExpert, Exception] = {}
         self._waited_s = 0.0
 
@@ -50,7 +50,7 @@ class MoeCache:
             self._start(self._residency.need(layer, numbers))
 
     def first_of(self, wanted: Collection[MoeExpert]) -> PlacedMoeExpert:
-        """Wait for the first of these that is in its place. Raises the error of a failed load of any of them."""
+        """Wait until the first of these is in its place. Raises the error of any failed load among these."""
         with self._changed:
             found = self._there(wanted)
             if found is None:

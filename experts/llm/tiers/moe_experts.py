@@ -221,7 +221,7 @@ class MoeResidency:
         if holding.pins or not holding.is_loaded:
             return
         heapq.heappush(self._candidates, (self._rank(moe_expert), moe_expert))
-        if len(self._candidates) > 2 * self._places:  # half of them, or more, are out of date
+        if len(self._candidates) > 2 * self._places:  # at least half of them are outdated
             held = (one for one, holding in self._held.items() if holding.is_loaded and not holding.pins)
             self._candidates = [(self._rank(one), one) for one in held]
             heapq.heapify(self._candidates)

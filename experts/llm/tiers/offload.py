@@ -1,4 +1,4 @@
-"""A model whose moe_experts are not all in memory: a layer runs those that are there while the others are loaded.
+"""Model with only some moe_experts in memory: a layer runs the resident ones while the others load.
 
 Each moe_expert's matrices are one block of bytes, in a place of a cache. Guarantees: the result does not depend on
 which were in memory; no moe_expert stays needed once a layer has run, or failed. Assumes: the tensors of norms and
@@ -42,7 +42,7 @@ class BlockTensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Layout of a moe_expert in its block of bytes, the same for all of a model."""
+    """Layout of a moe_expert in its block of bytes, equal for all of a model."""
 
     size_bytes: int
     tensors: tuple[BlockTensor, ...]
