@@ -100,7 +100,7 @@ def _problem(error: ConfigError) -> dict[str, Any]:
 def _silent_cameras(config: LineConfig) -> Iterator[str]:
     """Cameras without a frame in time, with the fault. Raises SecretMissing."""
     from agent.config import read_secret
-    from agent.sources.cameras.probe import probe
+    from agent.sources.cameras.process import probe
 
     for camera in config.intake.cameras:
         password = None if camera.password is None else read_secret(camera.password)

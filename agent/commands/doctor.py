@@ -27,8 +27,8 @@ from agent.deployment.profile_in_use import find_profile
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
 from agent.records.database import damage_of, is_state_held
-from agent.runtime.machine.accelerator import check_runtimes
-from agent.sources.cameras.probe import probe
+from agent.runtime.machine.detection import check_runtimes
+from agent.sources.cameras.process import probe
 from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
-from experts.backends.boxes import candidates, prediction, suppressed
-from experts.backends.letterbox import letterboxed
+from experts.backends.boxes import candidates, letterboxed, prediction, suppressed
 from experts.backends.modules.binding import Weightless, weight_names
 from experts.backends.outputs import await_writes, require_numbers
 from experts.backends.torch_backend import Template, TorchBackend

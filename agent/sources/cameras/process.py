@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from agent.line_file.intake import CameraSection
 
+END_S = 1.0  # for a regular end of the process
 SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
 ROOT = Path(__file__).parents[3]  # folder that this code was imported from
 BOOT = """
@@ -158,3 +161,41 @@ def _exited(code: int) -> ProcessEnded:
         return ProcessEnded(f"its process ended by itself with exit code {code}")
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return ProcessEnded(f"its process was ended by {name}")
+
+
+def probe(config: CameraSection, password: str | None, timeout_s: float) -> str | None:
+    """None if a readable frame arrived within ``timeout_s``; else the reason.
+
+    A camera that admits one viewer fails while an agent serves the line.
+    """
+    heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+    deadline = time.monotonic() + timeout_s
+    try:
+        process = ChildProcess(connection_of(config, password), heard.put)
+    except OSError as error:
+        return f"no process can be started: {error.strerror}"
+    try:
+        process.ask(wire.Take(1, since=None))
+        return _first_frame(heard, deadline, timeout_s)
+    finally:
+        process.close()
+        if not process.join(END_S):
+            process.kill()
+
+
+def _first_frame(heard: queue.SimpleQueue[Heard], deadline: float, timeout_s: float) -> str | None:
+    seen = "it does not answer"
+    while True:
+        try:
+            said = heard.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            return f"no frame within {timeout_s:g} s: {seen}"
+        match said:
+            case Received():
+                return None
+            case wire.Failed(reason):
+                return reason
+            case ProcessEnded(how):
+                return how
+            case wire.Opened():
+                seen = "it is connected, and sends nothing that can be read"

@@ -21,7 +21,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable, require_images
-from experts.backends.letterbox import filled, letterboxed
+from experts.backends.boxes import filled, letterboxed
 from experts.backends.onnx import anomaly, answers, detections
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.heading import read_heading

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.probe import probe
-from agent.sources.cameras.process import ChildProcess, Received, connection_of
+from agent.sources.cameras.process import ChildProcess, Received, connection_of, probe
 from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import WAIT_S, is_alive, section
