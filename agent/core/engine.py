@@ -77,7 +77,7 @@ class Engine:
         before, state.now, state.effects = state.now, max(state.now, now), []
         transition = _TRANSITIONS.get(type(event))
         may_move = _unexpected(state) if transition is None else transition(state, event)
-        if state.setbacks and failures.is_retry_due(state, before):
+        if state.setbacks and any(before < setback.pause.until_s <= state.now for setback in state.setbacks.values()):
             demand.place_due(state, before)
             may_move = True
         if state.lowered and failures.relieve(state):

@@ -178,10 +178,6 @@ def next_wakeup_s(state: State) -> float | None:
     return min([*reliefs, *(moment for moment in retries if moment > state.now)], default=None)
 
 
-def is_retry_due(state: State, since_s: float) -> bool:
-    return any(since_s < setback.pause.until_s <= state.now for setback in state.setbacks.values())
-
-
 # -- batches --
 
 

@@ -18,7 +18,7 @@ from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import by_precision, copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured, with_families
-from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
+from agent.deployment.profile_in_use import precision_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.backends.forms import form_of
@@ -120,7 +120,13 @@ def groundwork(
     Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
-    precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(packed))
+    programs = programs_of(packed)  # they tell ONNX graphs apart
+    precisions = {
+        processor: {
+            name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts
+        }
+        for processor in dict.fromkeys(spec.processor for spec in executors)
+    }
     usage = given.usage or usage_of(config, profile)
     return Groundwork(config, box, profile, executors, precisions, usage, given.pools)
 

@@ -119,18 +119,6 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
     return {name: usage.probabilities.get(name, 0.0) for name in config.catalog.experts}
 
 
-def precisions_of(
-    config: LineConfig, processors: Iterable[str], profile: StoredProfile | None, programs: Mapping[str, str | None]
-) -> dict[str, dict[str, Precision]]:
-    """processor -> expert -> precision. ``programs``: sha256 of packed programs, which tell ONNX graphs apart."""
-    return {
-        processor: {
-            name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts
-        }
-        for processor in dict.fromkeys(processors)
-    }
-
-
 def precision_of(
     config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
 ) -> Precision:

@@ -162,7 +162,11 @@ def result_payload(row: ResultRow) -> dict[str, object]:
         "reason": result.reason,
         "experts": list(result.experts),
         "models": _models([result.detail]),
-        "boxes": _boxes(result.detail),
+        "boxes": [
+            {"expert": step.get("expert")} | dict(box)
+            for step in result.detail.get("steps", ())
+            for box in step.get("boxes", ())
+        ],
         "image": subject.image,
         "kept_as": result.kept_as,
         "arrived_at": _iso(subject.arrived_at),
@@ -203,12 +207,6 @@ def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
     steps = (step for detail in details for step in detail.get("steps", ()))
     judged = dict.fromkeys((step.get("expert"), step.get("model_sha256") or None) for step in steps)
     return [{"expert": expert, "sha256": sha256} for expert, sha256 in judged]
-
-
-def _boxes(detail: Mapping[str, Any]) -> list[dict[str, object]]:
-    return [
-        {"expert": step.get("expert")} | dict(box) for step in detail.get("steps", ()) for box in step.get("boxes", ())
-    ]
 
 
 def _iso(at: datetime) -> str:

@@ -111,7 +111,17 @@ class ResultStore(ResultReader):
     def record_board(self, board: BoardVerdict, on_committed: OnRecorded | None = None) -> None:
         """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``). ``is_new`` is False
         if exactly this verdict was stored before."""
-        values = _checked(_board_values(board))
+        values = _checked(
+            {
+                "serial": board.serial,
+                "board_type": board.board_type,
+                "verdict": str(board.verdict),
+                "opened_at": utc_text(board.opened_at),
+                "closed_at": utc_text(board.closed_at),
+                "missing": json.dumps(dict(board.missing), sort_keys=True),
+                "counts": json.dumps(dict(board.counts), sort_keys=True),
+            }
+        )
 
         def write(database: Database) -> Recorded:
             recorded = _write_board(database, {**values, "takt_s": _takt_s(database, values, board)})
@@ -222,16 +232,4 @@ def _result_values(result: Result) -> dict[str, object]:
         "detail": json.dumps(dict(result.detail)),
         "arrived_at": utc_text(subject.arrived_at),
         "finished_at": utc_text(result.finished_at),
-    }
-
-
-def _board_values(board: BoardVerdict) -> dict[str, object]:
-    return {
-        "serial": board.serial,
-        "board_type": board.board_type,
-        "verdict": str(board.verdict),
-        "opened_at": utc_text(board.opened_at),
-        "closed_at": utc_text(board.closed_at),
-        "missing": json.dumps(dict(board.missing), sort_keys=True),
-        "counts": json.dumps(dict(board.counts), sort_keys=True),
     }

@@ -14,8 +14,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.records.boards import BoardLedger, BoardManifest
-from agent.service.inspections.rows import inspection_of
+from agent.records.boards import BoardLedger, BoardManifest, Inspection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -75,9 +74,9 @@ class LineBoards:
 
     def count(self, result: Result) -> None:
         """Count a stored result on its board, if the board is open or of a configured type."""
-        inspection = inspection_of(result)
-        if inspection is None:
+        if not result.subject.is_on_board:
             return
+        inspection = Inspection(result.subject, result.verdict, result.finished_at)
         with self._guard:
             now_s = self._clock()
             if self._ledger.counts(inspection, now_s):

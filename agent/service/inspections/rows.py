@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from agent.core.request import Outcome
-from agent.records.boards import Inspection
 from agent.records.results import KeptMap, Result
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import map_png
@@ -79,10 +78,6 @@ def duplicate_result(config: LineConfig, subject: Subject, first: Result) -> Res
         reason=f"the same bytes as {key}, which was {first.verdict}: not judged again",
         detail={"steps": [], "duplicate_of": key},
     )
-
-
-def inspection_of(result: Result) -> Inspection | None:
-    return Inspection(result.subject, result.verdict, result.finished_at) if result.subject.is_on_board else None
 
 
 def _of_its_task(prediction: Prediction) -> dict[str, object]:
