@@ -13,11 +13,11 @@ half of them to requests that can begin. A request whose batch failed runs alone
 the family fill the places left: ongoing groups, whole or not at all, then requests that begin.
 
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing
-group whose expert may run is passed by no two batches of images in a row, and by no two quanta of other groups between
-two turns of ongoing groups. A request that begins passes no request older than it by the overtaking bound or
-more; an image does so only in the batch after a quantum. In batches of ``n`` places, at least two, a request that can
-have its lease, behind ``w`` such requests of its expert, begins in the ``2 * ceil((w + 1) / (n // 2))``-th quantum of
-that expert at the latest. Without overlap the queue's order decides, not the kind, and one batch passes an ongoing
+group whose expert may run is passed by no two batches of images in a row. Nor do two quanta of other groups pass it
+between two turns of ongoing groups. A request that begins passes no request older than it by the overtaking bound or
+more; an image does so only in the batch after a quantum. Take batches of ``n >= 2`` places, and a request that can have
+its lease, behind ``w`` such requests of its expert. It begins at the latest in that expert's quantum number ``2 *
+ceil((w + 1) / (n // 2))``. Without overlap the queue's order decides, not the kind, and one batch passes an ongoing
 group. A group that cannot begin claims no load and keeps no other group from running.
 """
 

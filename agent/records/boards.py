@@ -1,8 +1,8 @@
 """Boards: component outcomes -> one verdict per board. Pure: no clock, no file, no thread.
 
 A board is OK only if every expected image arrived and is OK: for each component of its type as many distinct refs as
-configured. A board closes with the last image (NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK), or when its
-type's timeout has passed since the first image (NG if any is NG, else UNKNOWN), with the missing images.
+configured. A board closes with the last image: NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK. Or it closes
+when its type's timeout has passed since the first image: NG if any is NG, else UNKNOWN, with the missing images.
 
 A part that is judged twice counts at its worst, so the order of arrival never matters. A result after closing may
 make the verdict worse, which is reported as a revision, but never better. Once the timeout has passed again since

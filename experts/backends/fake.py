@@ -45,7 +45,7 @@ SCORE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """Declaration of a fake, see the module."""
+    """Declaration of a fake; see the module for its fields."""
 
     weight_bytes: int
     K_s: float = 0.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INITIAL_WINDOW = 15  # experts (section 5.3)
 ERROR_MARGIN = 0.05  # section 5.3
 FIT_VALUES = 2  # throughputs that make a line, at least
-DECLINES = 2  # in a row: more executors only get in one another's way (section 5.3)
+DECLINES = 2  # in a row: further executors only slow each other (section 5.3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"  # SearchTrial.search of runs that are kept until the search ends
 DRIFT = 0.1
-ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
+ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # source of the allocation
 ON_ENGINE = "search on the engine"  # a stage
 
 

@@ -1,7 +1,7 @@
 """Cost of the journal: a trace whose requests are journaled and stored, alternating with the trace without both.
 
-As for cameras and callers, a request and its image are journaled before the agent sees them, and a verdict is stored
-before the request counts as answered.
+As for cameras and callers, a request and its image are journaled before submission. A verdict is stored before the
+request counts as answered.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def run_line(
 ) -> Measurement:
     """Play a trace on a line, every policy in every precision ``repeats`` times.
 
-    Raises ConfigError for a policy, trace or expert that cannot be run, AlreadyRunning when the line's agent runs,
-    ImageError for an image that cannot be decoded, and AgentCrashed.
+    Raises ConfigError for an invalid policy, trace or expert, AlreadyRunning if the line's agent runs, ImageError for
+    an undecodable image, and AgentCrashed.
     """
     options = options or RunOptions()
     policies = options.policies or (config.policy,)

@@ -1,8 +1,8 @@
 """Compares an expert's verdicts in two precisions on the same samples.
 
-Two outputs agree if each route step of the expert gives equal label, next expert and verdict (experts.graph judges),
-equal labels hold, boxes match in label and place, and scores differ by at most TOLERANCE. An image that only one
-precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
+Two outputs agree if each route step of the expert gives equal label, next expert and verdict (experts.graph judges).
+Also, equal labels hold, boxes match in label and place, and scores differ by at most TOLERANCE. An image that only
+one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
 with n of them fewer than 3/n of such images are decided otherwise, at 95 % (the rule of three).
 """
 

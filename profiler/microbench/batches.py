@@ -1,9 +1,10 @@
 """Batches of growing size on one expert, timed and weighed: the runs behind a kind's curve.
 
-Guarantees: sizes are tried upwards until the average latency has not improved for STOP_AFTER sizes, or the next size
-would not fit into the time or into MEMORY_FRACTION of the free memory, or fails for memory. Times are of whole rounds
-over all sizes, upwards and downwards in turn; trials count only where no round fitted in. The smallest size, which an
-agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's time.
+Guarantees: sizes are tried upwards until the average latency has not improved for STOP_AFTER sizes. Trials also end
+when the next size would not fit into the time or into MEMORY_FRACTION of the free memory, or fails for memory. Times
+are of whole rounds over all sizes, upwards and downwards in turn; trials count only where no round fitted in. The
+smallest size, which an agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's
+time.
 
 Images are prepared before their batches, once each; each image of a batch has separate memory, as in an agent.
 """

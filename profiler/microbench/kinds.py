@@ -61,9 +61,9 @@ def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
 def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int) -> tuple[float, ...]:
     """Speedup of n executors of a processor together over one alone, for n from 1 to ``most``.
 
-    Each number of executors runs about as many batches of one image, the same number on each executor, with the threads
-    of ``threads_per_executor`` and an expert of its own as far as there are copies. Medians of ROUNDS over all numbers
-    by turns. Source: section 5.3, Figure 17. Raises ExpertError.
+    Each number of executors runs about as many batches of one image, equally many on each executor. Executors have the
+    threads of ``threads_per_executor``, and different experts while there are copies. Medians of ROUNDS over all
+    numbers by turns. Source: section 5.3, Figure 17. Raises ExpertError.
     """
     with bench.rig(copies[:1]).opened() as rig:
         images = ImageCycle(rig, copies[0], bench.samples.of(copies[0].expert.id))

@@ -234,7 +234,7 @@ def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images
 
 
 def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tuple[Scenario, EngineSetup]:
-    """Performance matrix with another SSD speed; time of a load apart from its read stays."""
+    """Scenario and setup with another SSD speed; the part of a load's time apart from its read stays."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}

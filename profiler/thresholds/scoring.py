@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GOOD, BAD = "good", "bad"
 OK_LABEL = "ok"  # of labelled crops: a good part
 MOST = 1_000_000  # samples: all that there are
-MOST_POINTS = 60  # of a curve: with more, its markers run into one another
+MOST_POINTS = 60  # of a curve: with more, its markers overlap
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ def anew(refused: OrderRefused) -> OrderRefused:
 
 
 def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
-    """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future,
-    which only the garbage collector frees, long after memory has run out."""
+    """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future.
+    Only the garbage collector frees such a cycle, long after memory has run out."""
     try:
         return call(*given, **named)
     except OrderRefused as refused:

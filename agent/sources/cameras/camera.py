@@ -360,7 +360,7 @@ class CameraSource(Source):
             return
         at = local_time() - timedelta(seconds=taken.age_s)
         subject = replace(trigger.subject, arrived_at=at)
-        if not self._is_triggered:  # the request came before the frame
+        if not self._is_triggered:  # the request preceded the frame
             subject = self._subject(at, trigger.number, subject.board_type)
         self._delivery.put(subject, content)
 

@@ -175,7 +175,7 @@ class Grabber:
     def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
         try:
             wire.send(self._agent, message, descriptors)
-        except OSError:  # the agent has gone
+        except OSError:  # the agent has disconnected
             os._exit(0)
 
 

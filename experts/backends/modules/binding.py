@@ -29,7 +29,7 @@ class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
 
 
 class ModuleBinding:
-    """Where a module keeps each weight, looked up once: rebinding walks a list, not a tree of modules."""
+    """Locations of a module's weights, found once: rebinding walks a list, not a tree of modules."""
 
     def __init__(self, module: Module) -> None:
         wanted = weight_names(module)

@@ -187,7 +187,7 @@ def packed(expert: Expert) -> Packable:
 
 
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
-    """The graph as it runs, still in standard operators, with a note of its outputs' meaning."""
+    """Graph to run, still in standard operators, with its outputs' meaning."""
     if expert.task is Task.ANOMALY:
         outputs = anomaly.settle_outputs(expert, model, images)
         folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
