@@ -41,7 +41,7 @@ def test_a_map_alone_is_served_by_its_maximum_and_a_threshold_learned_of_samples
     file = tmp_path / "model.onnx"
     torch.onnx.export(Before().eval(), (torch.zeros(1, 3, 64, 64),), file, output_names=["output"], verbose=False)
     added = line.add(file, "--normalize", "imagenet", "--id", "ano/before")
-    assert "judges nothing until it has a threshold" in added["said"][-1]
+    assert "judges nothing without a threshold" in added["said"][-1]
     line.run("experts", "threshold", line.file, "ano/before", "--samples", parts)
     images = sorted(parts.glob("*/*.png"))
     rows = line.inspect(images)

@@ -134,7 +134,7 @@ def test_another_least_score_is_another_verdict_that_nothing_is_proven_of(line):
         served = agent.setup.precisions["cpu"]
         assert {name for name, form in served.items() if form == "fp32"} == {"cls/f2"}
         (alarm,) = agent.alarms
-        assert "expert cls/f2 is judged by other thresholds or routes than those that its form was proven by" in alarm
+        assert "expert cls/f2 has other thresholds or routes than in the proof of its form" in alarm
     stages = []
     options = ProfilingOptions(samples=line.folder / "crops", allocation=CASUAL, batches=SHORT)
     profile_line(line.config, options, lambda stage, *_: stages.append(stage))

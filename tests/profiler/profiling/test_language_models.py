@@ -85,18 +85,18 @@ def test_an_agent_starts_from_it_without_a_probe(profiled):
 
 def test_a_model_larger_than_its_memory_is_measured_as_it_is_held(tmp_path):
     files = ModelFiles(tmp_path)
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 64}
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 128}
     files.write(files.config("olmoe", **sizes)).rename(tmp_path / "large")
     document = {key: value for key, value in DOCUMENT.items() if key not in {"routes", "texts"}} | {
         "experts": {"llm/large": {"architecture": "llm", "weights": "large"}},
-        "memory": {"host": "20MiB"},
+        "memory": {"host": "40MiB"},
         "precision": "fp32",
     }
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
     config = read_line(tmp_path / "line.yaml", {})
     found = profile_line(config, SHORT, no_progress)
     (kind,) = found.profile.chosen_kinds
-    assert kind.weight_bytes < 20 * 2**20 < 2 * 64 * 3 * 64 * 256 * 4
+    assert kind.weight_bytes < 40 * 2**20 < 2 * 128 * 3 * 64 * 256 * 4
     with built_agent(config) as (agent, _):
         pass
     assert agent.setup.broken == {}
