@@ -52,19 +52,19 @@ class Ended:
 class Fork:
     """One process. It is reaped by ``wait`` or ``poll``; until then its process id is not reused."""
 
-    def __init__(self, server: Forks, pid: int, output: tuple[Path, Path]) -> None:
+    def __init__(self, server, pid, output):
         self.pid = pid
         self._server = server
         self._output = output
-        self._returncode: int | None = None
+        self._returncode = None
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Exit code, or the negative number of the signal that ended it; None while it runs."""
         if self._returncode is None:
             self._returncode = self._server.asked({"reap": self.pid})
         return self._returncode
 
-    def wait(self, timeout_s: float) -> Ended:
+    def wait(self, timeout_s):
         """Wait for the end. After the timeout the process is killed: TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while self.poll() is None:
@@ -74,33 +74,33 @@ class Fork:
             time.sleep(POLLED_S)
         return Ended(self._returncode, self._written(0), self._written(1))
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number):
         """As in subprocess: no effect after the end."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL; the process is gone when this returns."""
         self.send_signal(signal.SIGKILL)
         while self.poll() is None:
             time.sleep(POLLED_S)
 
     @property
-    def told(self) -> str:
+    def told(self):
         """Output so far, and the exit code if the process was polled since its end."""
         texts = (path.read_text("utf-8", "replace") for path in dict.fromkeys(self._output) if path.exists())
         return f"{self.pid}, exit code {self._returncode}\n{''.join(texts)}"
 
-    def _written(self, number: int) -> str:
+    def _written(self, number):
         return self._output[number].read_text("utf-8", "replace")
 
 
 class Forks:
     """The process that has imported everything, and requests to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self.begun: list[Fork] = []  # since the last clear
+        self.begun = []  # since the last clear
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
@@ -108,7 +108,7 @@ class Forks:
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
             )
 
-    def start(self, code: str, *arguments: object, log: Path | None = None, **environment: str) -> Fork:
+    def start(self, code, *arguments, log=None, **environment):
         """Begin one. ``environment``: added to this process's. ``log``: file that its output is appended to."""
         output = (log, log) if log else tuple(self._file(name) for name in ("out", "err"))
         request = {
@@ -121,28 +121,28 @@ class Forks:
         self.begun.append(Fork(self, self.asked(request), output))
         return self.begun[-1]
 
-    def run(self, code: str, *arguments: object, timeout_s: float = 120.0, **environment: str) -> Ended:
+    def run(self, code, *arguments, timeout_s=120.0, **environment):
         """Begin one and wait for its end."""
         return self.start(code, *arguments, **environment).wait(timeout_s)
 
-    def asked(self, request: dict[str, object]) -> int | None:
+    def asked(self, request):
         """The server's answer."""
         self._channel.send(json.dumps(request).encode())
         return json.loads(self._channel.recv(MOST_BYTES))
 
-    def close(self) -> None:
+    def close(self):
         """End the server; its forks go on."""
         self._channel.close()
         self._process.wait(10)
         self._process.stdout.close()
 
-    def _file(self, name: str) -> Path:
+    def _file(self, name):
         descriptor, path = tempfile.mkstemp(suffix=f".{name}", dir=self._folder)
         os.close(descriptor)
         return Path(path)
 
 
-def serve(channel: socket.socket) -> str | None:
+def serve(channel):
     """Answer until the channel closes. In a fork: return the code to run."""
     while request := channel.recv(MOST_BYTES):
         request = json.loads(request)
@@ -156,7 +156,7 @@ def serve(channel: socket.socket) -> str | None:
     return None
 
 
-def become(code: str, argv: list[str], cwd: str, environment: dict[str, str], output: list[str]) -> str:
+def become(code, argv, cwd, environment, output):
     """Give this fork its folder, environment, arguments and output; returns the code."""
     for number, path in enumerate(output, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -169,7 +169,7 @@ def become(code: str, argv: list[str], cwd: str, environment: dict[str, str], ou
     return code
 
 
-def run(code: str) -> int:
+def run(code):
     """The code as the program; its exit code."""
     sys.modules["__main__"] = types.ModuleType("__main__")
     returncode = 0
@@ -189,7 +189,7 @@ def run(code: str) -> int:
     return returncode
 
 
-def main() -> None:
+def main():
     """The server, and in a fork the code."""
     sys.path[0] = str(ROOT)
     for name in IMPORTED:

@@ -1,10 +1,7 @@
 """What tests of a line are made of: subjects, results and inspections, with all that a test does not care about."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ImageOrder
 from agent.records.boards import Inspection
@@ -12,42 +9,37 @@ from agent.records.results import Result
 from agent.subject import CALLERS, Subject
 from experts.expert import Verdict
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 OF_SUBJECT = frozenset(field.name for field in fields(Subject))
 
 
-def subject(key: str = "k", **about: Any) -> Subject:
+def subject(key="k", **about):
     return Subject(**{"key": key, "source": "", "image": "i.png", "arrived_at": NOON, "component": "r"} | about)
 
 
-def result(key: str = "k", verdict: Verdict = Verdict.OK, **said: Any) -> Result:
+def result(key="k", verdict=Verdict.OK, **said):
     """A stored result; ``said``: fields of the result, and of its subject."""
     usual = {"line": "demo", "finished_at": said.get("arrived_at", NOON), "seconds": 0.1, "config_sha256": "ab"}
     about, told = _divided(said)
     return Result(subject=subject(key, **about), verdict=verdict, **usual | told)
 
 
-def changed(made: Result, **said: Any) -> Result:
+def changed(made, **said):
     """The same result with other fields, of its own or of its subject."""
     about, told = _divided(said)
     return replace(made, subject=replace(made.subject, **about), **told)
 
 
-def order(image: Any, *, is_kept: bool = True, wants_maps: bool = False, key: str = "", **about: Any) -> ImageOrder:
+def order(image, *, is_kept=True, wants_maps=False, key="", **about):
     """What a caller asks; ``about``: fields of the subject."""
     return ImageOrder(Subject(key, CALLERS, key, NOON, **about), image, is_kept, wants_maps)
 
 
-def inspection(
-    board: str | None, board_type: str, component: str, ref: str, verdict: Verdict, at: datetime
-) -> Inspection:
+def inspection(board, board_type, component, ref, verdict, at):
     place = {"board": board, "board_type": board_type, "component": component, "ref": ref}
     return Inspection(Subject("", "", "", at, **place), verdict, at)
 
 
-def _divided(said: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided(said):
     about = {name: value for name, value in said.items() if name in OF_SUBJECT}
     return about, {name: value for name, value in said.items() if name not in OF_SUBJECT}

@@ -12,12 +12,8 @@ import sys
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[1]
 UNREADABLE = "?"  # the target of an import whose name is computed
@@ -41,7 +37,7 @@ RUNTIME_FENCE = (
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
-ROOMS: dict[str, tuple[str, ...]] = {
+ROOMS = {
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
@@ -183,12 +179,12 @@ class Rule:
     exempt: tuple[str, ...] = ()
     allowed: tuple[str, ...] = ()
 
-    def forbids(self, one: Import) -> bool:
+    def forbids(self, one):
         applies = is_inside(one.importer, self.within) and not is_inside(one.importer, self.exempt)
         return applies and is_inside(one.target, self.forbidden) and not is_inside(one.target, self.allowed)
 
 
-def _keeps_to_its_neighbours(room: str) -> Rule:
+def _keeps_to_its_neighbours(room):
     layer = room.partition(".")[0]
     inner = tuple(other for other in ROOMS if other.startswith(f"{room}."))
     return Rule(f"{room} knows its neighbours only", (room,), (layer,), exempt=inner, allowed=(room, *ROOMS[room]))
@@ -217,19 +213,19 @@ RULES = (
 )  # fmt: skip
 
 
-def is_inside(name: str, packages: tuple[str, ...]) -> bool:
+def is_inside(name, packages):
     """Whether a dotted name is one of the packages or lies in one; "" holds everything."""
     return any(package == "" or name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def imports_of(module: str, source: str, is_package: bool = False) -> list[Import]:
+def imports_of(module, source, is_package=False):
     """All imports of a source, at any depth. ``from a import b`` counts as a.b, for b may be a module."""
     home = module if is_package else module.rpartition(".")[0]
     nodes = (node for node in ast.walk(ast.parse(source, module)) if isinstance(node, ast.stmt | ast.expr))
     return [Import(module, node.lineno, target) for node in nodes for target in _targets(node, home)]
 
 
-def _targets(node: ast.AST, home: str) -> Iterator[str]:
+def _targets(node, home):
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -239,7 +235,7 @@ def _targets(node: ast.AST, home: str) -> Iterator[str]:
         yield first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else UNREADABLE
 
 
-def _origin(node: ast.ImportFrom, home: str) -> str:
+def _origin(node, home):
     if not node.level:
         return node.module or ""
     parts = home.split(".")
@@ -247,7 +243,7 @@ def _origin(node: ast.ImportFrom, home: str) -> str:
     return ".".join([*package, node.module] if node.module else package)
 
 
-def _called_name(function: ast.expr) -> str:
+def _called_name(function):
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
@@ -265,7 +261,7 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 SETTING_METHODS = {"setdefault", "update", "pop", "clear", "popitem"}
 
 
-def environment_uses(source: str) -> list[EnvironmentUse]:
+def environment_uses(source):
     """Uses of ``os.environ`` and its kin; also ``envvar=``, with which typer reads it.
 
     Asking whether a variable is there is a part of setting it, where the same source sets it: ``setdefault`` at length.
@@ -277,7 +273,7 @@ def environment_uses(source: str) -> list[EnvironmentUse]:
     return [EnvironmentUse(node.lineno, _sets(node, parents)) for node in nodes]
 
 
-def _is_environment(node: ast.AST) -> bool:
+def _is_environment(node):
     if isinstance(node, ast.ImportFrom):
         return node.module == "os" and any(alias.name in ENVIRONMENT_NAMES for alias in node.names)
     if isinstance(node, ast.Call):
@@ -285,7 +281,7 @@ def _is_environment(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES
 
 
-def _sets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+def _sets(node, parents):
     if not isinstance(node, ast.Attribute):
         return False
     around = parents[node]
@@ -297,33 +293,33 @@ def _sets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return setting or node.attr in {"putenv", "unsetenv"}
 
 
-def _names_set(nodes: Iterable[ast.AST]) -> set[str]:
+def _names_set(nodes):
     subscripts = (node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
     return {ast.unparse(node.slice) for node in subscripts if _is_environment(node.value)}
 
 
 @functools.cache
-def source_files() -> list[Path]:
+def source_files():
     folders = (ROOT / name for name in ("experts", "agent", "profiler", "proof"))
     return [ROOT / "coserve.py", *sorted(path for folder in folders for path in folder.rglob("*.py"))]
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
-def source_of(path: Path) -> str:
+def source_of(path):
     return path.read_text("utf-8")
 
 
 @functools.cache
-def imports_of_file(path: Path) -> list[Import]:
+def imports_of_file(path):
     return imports_of(module_name(path), source_of(path), path.name == "__init__.py")
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -363,23 +359,23 @@ class TestTheSources:
         assert done.stdout.endswith("LOADED []\n")
 
 
-def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
+def _uses(path, sets):
     return [use for use in _uses_of_file(path) if use.sets is sets]
 
 
 @functools.cache
-def _uses_of_file(path: Path) -> list[EnvironmentUse]:
+def _uses_of_file(path):
     return environment_uses(source_of(path))
 
 
-def folders_of(layer: str) -> set[str]:
+def folders_of(layer):
     """The dotted names of a layer's folders that hold modules."""
     return {module_name(path).rpartition(".")[0] for path in source_files() if path.name != "__init__.py"} & {
         module_name(path) for path in (ROOT / layer).rglob("__init__.py")
     }
 
 
-def room_of(name: str) -> str | None:
+def room_of(name):
     """The innermost room that a dotted name lies in."""
     return max((room for room in ROOMS if is_inside(name, (room,))), key=len, default=None)
 
@@ -396,7 +392,7 @@ class TestTheRooms:
         }
 
     def test_no_two_rooms_import_each_other(self):
-        edges: dict[str, set[str]] = {}
+        edges = {}
         for path in source_files():
             for one in imports_of_file(path):
                 importer, target = room_of(one.importer), room_of(one.target)

@@ -1,7 +1,5 @@
 """The examples in CONTRIBUTING work as written: each keeps its contract."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import logging
@@ -10,7 +8,6 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -30,13 +27,13 @@ NAMES = {
 }  # fmt: skip
 
 
-def example(heading: str) -> str:
+def example(heading):
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return code
 
 
-def test_a_new_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_source(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "SOURCES", [])
     exec(example("A new source"), NAMES | {"SOURCES": registry.SOURCES})
     monkeypatch.chdir(tmp_path)
@@ -53,13 +50,13 @@ def test_a_new_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeps_the_contract(lambda one: registry.sources_of(one.config, one)[0], line)
 
 
-def test_a_new_delivery(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_delivery(monkeypatch, caplog):
     monkeypatch.setattr(deliveries, "RECEIVERS", [])
     exec(example("A new delivery"), NAMES | {"RECEIVERS": deliveries.RECEIVERS})
-    config: Any = SimpleNamespace(outbox=None)
+    config = SimpleNamespace(outbox=None)
     (receiver,) = deliveries.line_receivers(config)
 
-    async def told() -> None:
+    async def told():
         async with receiver.connected() as connection:
             await connection.deliver(Message("id-1", "board", "B1", "{}"))
             with pytest.raises(TimeoutError):

@@ -1,7 +1,5 @@
 """The repository around the sources: its commands exist, its installation repairs itself, its errors are one tree."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os
@@ -27,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 ROOM = re.compile(r"^( *)([\w-]+)/ +\S")  # of the drawing of the house, which steps two columns in for each folder
 
 
-def absent_tests(markdown: str) -> set[str]:
+def absent_tests(markdown):
     """Tests, or files of them, that a text names and that do not exist."""
     return {
         f"{file}::{name}" if name else file
@@ -37,21 +35,21 @@ def absent_tests(markdown: str) -> set[str]:
     }
 
 
-def pages() -> list[Path]:
+def pages():
     """The project's pages: README, CONTRIBUTING and docs."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def absent_files(markdown: str, folder: Path) -> set[str]:
+def absent_files(markdown, folder):
     """Files and folders that a page of this folder names or links to, and that do not exist."""
     named = {name for name in NAMED_FILE.findall(markdown) if not (ROOT / name).exists()}
     return named | {link for link in LINK.findall(markdown) if not (folder / link).exists()}
 
 
-def drawn_rooms(markdown: str) -> set[str]:
+def drawn_rooms(markdown):
     """The folders of the house that a page draws, as paths."""
-    rooms: set[str] = set()
-    above: list[str] = []
+    rooms = set()
+    above = []
     for fenced in re.findall(r"^```\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
         for line in fenced.splitlines():
             if drawn := ROOM.match(line):
@@ -61,22 +59,22 @@ def drawn_rooms(markdown: str) -> set[str]:
     return rooms
 
 
-def make_targets() -> set[str]:
+def make_targets():
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-def targets_named_in(markdown: str) -> set[str]:
+def targets_named_in(markdown):
     """Make targets in fenced blocks and in inline code, not in prose ("make sure")."""
     fenced = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`[^`\n]+`", markdown)
     return {word for code in (*fenced, *inline) for word in re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z][a-z-]*)", code)}
 
 
-def declared(key: str) -> str:
+def declared(key):
     return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][key]
 
 
-def project_texts() -> list[Path]:
+def project_texts():
     inside = (path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file())
     texts = [path for path in inside if path.suffix in TEXT_SUFFIXES or path.parent.name == ".ci"]
     return [*texts, ROOT / "coserve.py", ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("*.md")]
@@ -166,10 +164,10 @@ class TestTheErrors:
         assert exceptions_defined_in(source, {"CoServeError"}) == ["Lost", "Odd"]
 
 
-def drawn_tree(docstring: str) -> dict[str, str]:
+def drawn_tree(docstring):
     """The drawing of errors.py, child to parent; each level is three columns deeper."""
-    tree: dict[str, str] = {}
-    ancestors: list[str] = []
+    tree = {}
+    ancestors = []
     for line in docstring.splitlines():
         drawn = re.match(r"^((?:[| ]  )*)([+`]- )?([A-Z][A-Za-z]+)(\s{2,}|$)", line)
         if drawn is None:
@@ -181,13 +179,13 @@ def drawn_tree(docstring: str) -> dict[str, str]:
     return tree
 
 
-def exceptions_defined_in(source: str, known: set[str]) -> list[str]:
+def exceptions_defined_in(source, known):
     """Names of the exceptions a source defines for others; one with a leading underscore stays inside its module."""
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     shared = [node for node in classes if not node.name.startswith("_")]
     return [node.name for node in shared if any(_is_exception(ast.unparse(base), known) for base in node.bases)]
 
 
-def _is_exception(base: str, known: set[str]) -> bool:
+def _is_exception(base, known):
     name = base.rpartition(".")[2]
     return name in known or name in {"Exception", "BaseException"} or name.endswith("Error")

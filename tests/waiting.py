@@ -1,19 +1,11 @@
 """Waits for what other threads and processes do."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from agent.records.result_writer import ResultStore
 
 PATIENCE_S = 90.0
 
 
-def until(is_so: Callable[[], Any], otherwise: Callable[[], str] = str) -> Any:
+def until(is_so, otherwise=str):
     """Poll until the answer is true; the answer. ``otherwise``: what is said of one that never is."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not (found := is_so()):
@@ -22,10 +14,10 @@ def until(is_so: Callable[[], Any], otherwise: Callable[[], str] = str) -> Any:
     return found
 
 
-def settled(store: ResultStore) -> ResultStore:
+def settled(store):
     """The store once nothing is pending; fails at once where it cannot commit."""
 
-    def is_settled() -> bool:
+    def is_settled():
         statistics = store.statistics()
         assert statistics.alarm is None
         return statistics.pending == 0

@@ -117,7 +117,7 @@ def line_yaml() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class AnswerListener:
     """Keeps ``agent.api.calls.desk.TextListener``."""
 
     show: Callable[[str], None]
@@ -134,7 +134,7 @@ class Listener:
 
 def ask(desk: LineDesk, question: DemoQuestion, show: Callable[[str], None] = lambda text: None) -> tuple[str, TextEnd]:
     """The whole answer, and how it ended. Raises CoServeError where it failed or takes too long."""
-    listener = Listener(show)
+    listener = AnswerListener(show)
     message = {"role": "user", "content": question.text}
     desk.generate(TextOrder(ROUTE, messages=(message,), most_tokens=MOST_TOKENS, sampling=GREEDY), listener)
     try:

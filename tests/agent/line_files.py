@@ -1,7 +1,5 @@
 """Line files of tests, and agents of them."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Store and workbench that tests of microbenchmarks measure with."""
 
-from __future__ import annotations
-
 import pytest
 
 from experts.packed.weights import SegmentStore

@@ -1,7 +1,5 @@
 """Lines for tests of the offline phase: under virtual time by hand, and on disk as packed fakes with a profile."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource

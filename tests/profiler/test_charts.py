@@ -1,7 +1,5 @@
 """Charts: a whole PNG of a README's width, and no bar of an unknown figure."""
 
-from __future__ import annotations
-
 from PIL import Image
 
 from profiler.charts import Labels, Series, bar_chart, line_chart

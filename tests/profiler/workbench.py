@@ -1,7 +1,5 @@
 """Experts of one line's store, packed one by one, with samples: what tests of microbenchmarks measure."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The targets of the proof, by hand: what is reached, what is SHORT, and that the worst row of a plan decides."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A line in memory at real addresses, for commands."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.api.server import ApiServer

@@ -1,7 +1,5 @@
 """A model comes to a line: questions, written files, and nothing left after a failure."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

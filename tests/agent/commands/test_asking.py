@@ -1,7 +1,5 @@
 """`coserve status` and `coserve inspect --target` as they are typed, against a line in memory at real addresses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Backup of a line, and restore."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of two versions, as a page and as JSON; and their swap in a line file."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from datetime import UTC, datetime

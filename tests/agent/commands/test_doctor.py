@@ -1,7 +1,5 @@
 """`coserve doctor` on real lines: findings, remedies, and no disturbance; and `coserve config`."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import closing

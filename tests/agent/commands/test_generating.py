@@ -1,7 +1,5 @@
 """`coserve generate`, as it is typed, against a line in memory at real addresses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

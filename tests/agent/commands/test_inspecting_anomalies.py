@@ -1,7 +1,5 @@
 """An anomaly expert in a line: verdicts by its threshold, and pictures of the anomalies."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model of one output in a line: judged by its threshold, reported with its probability."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Commands beside an agent change nothing that it serves."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import closing

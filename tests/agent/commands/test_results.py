@@ -1,7 +1,5 @@
 """`coserve results`: printed rows, and a file that appears whole or not at all."""
 
-from __future__ import annotations
-
 import csv
 import json
 from contextlib import closing

@@ -1,7 +1,5 @@
 """`coserve service install`: the printed script writes the shipped units, for this very agent."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A demo's folder, its verdicts against the truth, and the board that its picture shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Agents of a line of fakes on an emulated device: values from its profile, and refusals to start."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Agents of a line with `precision: onednn-int8`: an expert without a calibration runs in fp32, with a warning."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

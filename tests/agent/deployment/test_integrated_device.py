@@ -1,7 +1,5 @@
 """Agents of a box whose accelerator shares the CPU's memory, which `device: integrated` emulates."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Agents of lines with language models: their Engine's arguments, measurements and refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Needs of one memory: bytes, and shares that an Engine accepts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

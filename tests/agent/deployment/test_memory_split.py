@@ -1,7 +1,5 @@
 """Split of the memories: the line file first, then the profile, then the casual rule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Lines whose language models exceed their memory: the number of experts that they hold."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

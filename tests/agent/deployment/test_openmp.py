@@ -1,7 +1,5 @@
 """The wait of OpenMP's threads is set before torch is loaded: seen by the process, and by the library."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

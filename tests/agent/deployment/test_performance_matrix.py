@@ -1,7 +1,5 @@
 """The matrix of a line from measured kinds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The device profile's file: reads equal writes, a kill loses nothing, and an incomplete file is refused."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -1,7 +1,5 @@
 """Edits to a line file: the change is made, and nothing else changes, to the byte."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,15 +21,15 @@ ENTRY = {
 }
 
 
-def values(text: str) -> dict:
+def values(text):
     return parse_document(FILE, text.encode()).values
 
 
-def same_start(one: str, other: str) -> int:
+def same_start(one, other):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def is_insertion(old: str, new: str) -> bool:
+def is_insertion(old, new):
     """Whether ``new`` is ``old`` with text inserted at one place."""
     return len(new) >= len(old) and new.endswith(old[same_start(old, new) :])
 
@@ -136,7 +134,7 @@ def test_what_is_rendered_reads_back(value):
 
 
 @st.composite
-def documents(draw) -> tuple[str, dict]:
+def documents(draw):
     """A line file in any style: in blocks and braces, with comments and blank lines, with either line end."""
     root = draw(st.dictionaries(KEYS, PLAIN, min_size=1, max_size=4))
     lines = _written(draw, root, 0)
@@ -145,7 +143,7 @@ def documents(draw) -> tuple[str, dict]:
     return text, root
 
 
-def _written(draw, mapping: dict, column: int) -> list[str]:
+def _written(draw, mapping, column):
     indent, lines = " " * column, []
     step = draw(st.integers(1, 4))
     for key, value in mapping.items():
@@ -161,12 +159,12 @@ def _written(draw, mapping: dict, column: int) -> list[str]:
     return lines
 
 
-def _paths(value: object, path: tuple = ()) -> list[tuple]:
+def _paths(value, path=()):
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(each for key, below in inside for each in _paths(below, (*path, key)))]
 
 
-def _at(value: object, path: tuple) -> object:
+def _at(value, path):
     for part in path:
         value = value[part]
     return value

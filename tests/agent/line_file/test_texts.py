@@ -1,7 +1,5 @@
 """Texts on a line: the expert that answers a text, and the report of a wrong route."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent.config import usage_probabilities

@@ -1,7 +1,5 @@
 """Searches over throughputs: the paper's equations on hand-worked figures, and what goes beyond them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

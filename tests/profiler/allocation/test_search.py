@@ -1,7 +1,5 @@
 """The whole search over made-up throughputs: what is run, what is found, and that an Engine accepts it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that a search remembers: by everything they were made with, and across budgets that differ a little."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

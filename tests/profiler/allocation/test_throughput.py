@@ -1,7 +1,5 @@
 """The sample of requests, and searches over real sources of throughput: the simulator, and an agent that runs."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from contextlib import closing

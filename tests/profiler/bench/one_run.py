@@ -1,7 +1,5 @@
 """The figures of one run, made up: what tests of rows and targets begin with."""
 
-from __future__ import annotations
-
 from profiler.bench.rows import Figures, Percentiles
 
 FIGURES = Figures(

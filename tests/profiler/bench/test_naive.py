@@ -1,7 +1,5 @@
 """The general model server: what it counts by hand, what it answers, what it leaves behind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Tiny real lines on the real engine: counts, agreement of labels, floors, and how a broken run is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Medians by hand; the report tells targets, unjudged requests, and runs that disagree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

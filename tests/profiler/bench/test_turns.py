@@ -1,7 +1,5 @@
 """Contestants by turns, under a made-up clock: each runs once a round, and none always follows the same one."""
 
-from __future__ import annotations
-
 import pytest
 
 from profiler.bench import turns

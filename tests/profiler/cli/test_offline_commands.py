@@ -1,7 +1,5 @@
 """The offline commands where a path is bad or a disk refuses: told in a line, nothing lost, and never a traceback."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """``coserve plan`` as it is typed: what it prints, from manifests and a profile alone, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

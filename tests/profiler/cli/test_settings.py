@@ -1,7 +1,5 @@
 """Values that the offline commands take as text, and refusals that say what to write."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """``coserve experts threshold`` as it is typed: what it learns, draws and writes."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

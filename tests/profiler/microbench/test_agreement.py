@@ -1,7 +1,5 @@
 """Agreement between precisions: outputs by hand, experts that really differ, and the choice that follows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

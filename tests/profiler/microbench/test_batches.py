@@ -1,7 +1,5 @@
 """Which batch sizes are run, and when to stop: on a rig whose clock is a table, so that no machine has a say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """What images cost before their batches, and who has JPEGs smaller: only who is proven to say the same of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image

@@ -1,7 +1,5 @@
 """Fits and plateau: on lines and hyperbolas known beforehand, with noise and without, and on what hardware makes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Microbenchmarks on real files, memories and threads: what is measured is whole, and nothing is said of its speed."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

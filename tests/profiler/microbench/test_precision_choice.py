@@ -1,7 +1,5 @@
 """Forms of a line of fakes of one kind: the evidence for each, and the notes on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

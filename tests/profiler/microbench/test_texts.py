@@ -1,7 +1,5 @@
 """Language models on the bench: their row is whole, and a precision is chosen only where it says the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans in a fifth of the time: whether a takt is met shows in fewer requests here."""
 
-from __future__ import annotations
-
 import pytest
 
 from profiler.simulation import forecast

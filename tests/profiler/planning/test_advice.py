@@ -1,7 +1,5 @@
 """Advice: each limit on a line made for it, remedies that do what they say, and sentences with sizes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What another form and more memory would gain: by the constants measured there, with what speaks against it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

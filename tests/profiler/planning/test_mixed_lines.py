@@ -1,7 +1,5 @@
 """Plans of lines with language models: texts beside images, by hand and in whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of a packed line of fakes: figures by hand, every policy, what people and scripts read, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Times are seeded so that eight bits are the fastest; whether they agree with fp32 is measured.
 """
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A line with language models, profiled: what is measured of them, and an agent that starts from it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 No assertion depends on speed: where a test needs one precision to be the fastest, it seeds the draft.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What `coserve profile` shows: the keys that scripts read, the table, charts; all by hand, nothing is measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Usage probabilities by hand: computed, counted on samples by the real engine, and learned from served history."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import closing

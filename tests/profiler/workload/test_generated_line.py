@@ -1,7 +1,5 @@
 """Generated lines: reproducible, distinct, sized to the byte, gone afterwards, and never larger than the disk."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 

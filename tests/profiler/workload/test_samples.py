@@ -1,7 +1,5 @@
 """Samples of a line: whose they are, which are chosen, and what is said where there are none."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

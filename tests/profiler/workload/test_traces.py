@@ -1,7 +1,5 @@
 """Traces: every mistake is told by file, line and key, and what is written reads back."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The arithmetic's own limit: operations as they are published, and a multiplication that is what it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchvision import models

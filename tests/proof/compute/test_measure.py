@@ -1,7 +1,5 @@
 """The compute table on a tiny classifier and a tiny detector: who takes part, who says the same, what is told."""
 
-from __future__ import annotations
-
 import functools
 import json
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The paper's devices: every constant has its source, and a file that cannot be meant is refused with its line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

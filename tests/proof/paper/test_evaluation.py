@@ -1,7 +1,5 @@
 """The evaluation: one task for real, and targets, searches and figures on rows made by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every system of the evaluation on a small board: how it is set up, and that it judges every request."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tasks A1 to B2: what the paper's text says of them, and what is stated where it does not."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The Engine whose decisions are timed is at work all the time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

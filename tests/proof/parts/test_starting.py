@@ -1,7 +1,5 @@
 """A real agent is timed, ended and cleaned up; one that cannot start is reported with the end of its log."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The picture of a judged board: marks where the parts lie, in the verdict's colour."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

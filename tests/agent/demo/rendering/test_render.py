@@ -1,7 +1,5 @@
 """Rendered boards: the same for a seed, true to their labels, cut into the crops that their placements name."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations
 

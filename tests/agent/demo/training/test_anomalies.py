@@ -1,7 +1,5 @@
 """The demo's anomaly expert: trained on good parts alone, as its source describes it, and served as an ONNX graph."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

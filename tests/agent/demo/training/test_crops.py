@@ -1,7 +1,5 @@
 """Labelled crops: rendered, read, refused when unusable, and divided without a source on both sides."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A few steps of training: the files it writes are what the serving backends read, and share their trunk."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest.mock import Mock
 
