@@ -347,6 +347,7 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
     running.wait_for_verdict("B1_c0_R1.png")
 
 
+@pytest.mark.slow
 def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
     """Asked by root inside its mount namespace, who would otherwise be allowed everything; a credential by its user."""
     user, group = (running.run("id", which, "coserve").stdout.strip() for which in ("-u", "-g"))
@@ -366,6 +367,7 @@ def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
     assert "Permission denied" in enter(*cat, "/etc/coserve/mqtt.password").stderr
 
 
+@pytest.mark.slow
 def test_a_reload_keeps_it_serving(running):
     before = running.state("coserve")
     running.systemctl("reload", "coserve")
@@ -407,6 +409,7 @@ def test_a_slow_disk_while_it_starts_is_waited_for(system):
     assert (state["NRestarts"], state["TimeoutStartUSec"]) == ("0", f"{SLOW_START_S}s")
 
 
+@pytest.mark.slow
 def test_it_stops_cleanly(running):
     running.systemctl("stop", "coserve")
     state = running.wait_until("coserve", ActiveState="inactive")

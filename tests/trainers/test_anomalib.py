@@ -11,7 +11,7 @@ OWN_THRESHOLD = 0.5  # of Anomalib's exports, which scale their scores so
 SCORE = 0.001  # largest difference of a served score from Anomalib's
 
 
-@pytest.mark.parametrize("model", ["padim", "patchcore"])
+@pytest.mark.parametrize("model", [pytest.param("padim", marks=pytest.mark.slow), "patchcore"])
 def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model):
     folder = made_by("anomalib")
     added = line.add(
@@ -36,6 +36,7 @@ class Before(torch.nn.Module):
         return local.sqrt()
 
 
+@pytest.mark.slow
 def test_a_map_alone_is_served_by_its_maximum_and_a_threshold_learned_of_samples(line, made_by, tmp_path):
     parts = made_by("anomalib") / "parts"
     file = tmp_path / "model.onnx"

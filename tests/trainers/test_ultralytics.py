@@ -41,7 +41,7 @@ def require_same(boxes, own):
         left.remove(beside[0])
 
 
-@pytest.mark.parametrize("form", ["best", *EXPORTS])
+@pytest.mark.parametrize("form", ["best", *(pytest.param(form, marks=pytest.mark.slow) for form in EXPORTS)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, architecture, form):
     file = model(architecture, form)
