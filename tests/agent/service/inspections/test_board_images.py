@@ -91,7 +91,7 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
     assert 4 <= len(before) < 20
     line.fake(1)
     with line.served() as service:
-        until(lambda: len(line.shelf("done")) == 10)
+        until(lambda: len(line.shelf("done")) == 10, lambda: f"{line.shelf('')} {line.rows}")
         assert (service.judged, service.sources[0].status().held_bytes) == (20 - len(before), 0)
         assert service.store.statistics().duplicates == 0  # what was judged was not asked about again
     assert (len(rows()), before.items() <= rows().items()) == (20, True)
