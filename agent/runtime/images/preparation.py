@@ -1,6 +1,6 @@
 """Preparation: decodes and normalises images on separate threads, ahead of their batches.
 
-A crop starts on a core without a computing executor, a photograph on any core: at idle priority beside executors on the
+A crop starts on a core without a computing executor, a photograph on any core: at low priority beside executors on the
 CPU, which else wait (see ``LARGE_BYTES``). An executor itself starts the missing crops of its batch.
 
 Guarantees: images start by deadline, images of a started batch first. An image is decoded once for all its steps, and
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # a larger image is decoded alone
 LEAST_THREADS = 2
-# From this size on, or of unknown size, an image is decoded on any core at idle priority: the decoder seldom holds the
+# From this size on, or of unknown size, an image is decoded on any core at low priority: the decoder seldom holds the
 # GIL. A smaller image takes a millisecond with the GIL, for which executors would wait. Arbitrary, within a factor.
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # with less, the decoder's smoothing would show
@@ -91,7 +91,7 @@ class _Form:
 class Order:
     """Preparation for an expert, and for experts of ``later`` steps; see ``agent.core.effects.Prepare``.
 
-    ``gives_way``: run at idle priority, as the image is for an executor that computes on the CPU.
+    ``gives_way``: run at low priority, as the image is for an executor that computes on the CPU.
     """
 
     expert: Expert
@@ -123,7 +123,7 @@ class _Image:
     request: int | None = None  # None: not watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
-    is_idling: bool = False  # a thread of idle priority works on it
+    is_idling: bool = False  # a thread of low priority works on it
     held: dict[str, Prepared] = field(default_factory=dict)
     pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)

@@ -1,6 +1,5 @@
 """Agents of a box whose accelerator shares the CPU's memory, which `device: integrated` emulates."""
 
-import os
 import threading
 from contextlib import contextmanager
 
@@ -20,6 +19,7 @@ from agent.core.performance import (
 from agent.deployment import build
 from agent.deployment.build import AgentOptions, build_agent
 from agent.runtime.loop import BatchWatch, LoopOptions
+from agent.runtime.machine.threads import LOWERED_BY
 from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines
 from experts.backends.classifier import write_random_weights
@@ -27,7 +27,7 @@ from experts.backends.forms import form_of
 from experts.expert import Precision, Verdict
 from experts.packed.weights import SegmentStore
 from tests.agent.line_files import LineFile, expert, route
-from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
+from tests.agent.runtime.native_threads import gives_way_here, nice_value
 from tests.agent.runtime.text_line import TextAgent, TextLine, write_line
 
 PATIENCE_S = 60.0
@@ -77,16 +77,16 @@ def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(line, monkeypatch):
 
 
 @gives_way_here
-@pytest.mark.parametrize(("processor", "idles"), [("integrated", False), ("cpu", True)])
-def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(line, processor, idles):
+@pytest.mark.parametrize(("processor", "gives_way"), [("integrated", False), ("cpu", True)])
+def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(line, processor, gives_way):
     alone = line.config.having(executors={processor: 1})
     options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1e3))  # the first batch waits for its expert for an hour
-    classes, are_told = [], threading.Event()
+    values, are_told = [], threading.Event()
 
     @contextmanager
     def preparing(request):
-        classes.append(scheduling_class())
-        if len(classes) == PHOTOGRAPHS:
+        values.append(nice_value())
+        if len(values) == PHOTOGRAPHS:
             are_told.set()
         yield
 
@@ -98,7 +98,7 @@ def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(line,
         agent.loop.submit(photograph, component="a")
     assert are_told.wait(PATIENCE_S)
     agent.stop()
-    assert set(classes) == {os.SCHED_IDLE if idles else os.SCHED_OTHER}
+    assert set(values) == {nice_value() + (LOWERED_BY if gives_way else 0)}
 
 
 def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):

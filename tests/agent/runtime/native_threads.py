@@ -41,18 +41,18 @@ def _theirs():
     return [task for task in map(int, os.listdir("/proc/self/task")) if task not in own]
 
 
-def scheduling_class():
-    """Of the calling thread; None where the system has none."""
-    return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+def nice_value():
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def _is_given_way():
-    """Has a thread that gives way another class then? A sandbox may forbid it."""
+    """True if a thread may lower its priority. A sandbox may forbid it."""
 
     def look():
-        before = scheduling_class()
+        before = nice_value()
         give_way()
-        return scheduling_class() != before
+        return nice_value() != before
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(look).result()
