@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from agent.core import demand, events, failures
-from agent.core.effects import Assigned, Complete, Evict, Fail, StandingChanged, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, Forget, Prepare, StandingChanged, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -125,8 +125,8 @@ class Line:
         columns = {each: {name: made(name, each) for name in names} for each, (names, _) in processors.items()}
         specs = [ExecutorSpec(number, name, pool) for number, (name, (_, pool)) in enumerate(processors.items())]
         names = set().union(*(names for names, _ in processors.values()), *routes.values())
-        self.matrix, graph = PerformanceMatrix(columns, usage), graph_of(names, routes, shadows)
-        self.engine = Engine(graph, self.matrix, specs, PRESETS[policy], limits(pools, **told))
+        self.matrix, self.graph = PerformanceMatrix(columns, usage), graph_of(names, routes, shadows)
+        self.engine = Engine(self.graph, self.matrix, specs, PRESETS[policy], limits(pools, **told))
         self.now = 0.0
         self.loads = {}
         self.batches = {}
@@ -352,7 +352,10 @@ def told(effect, in_full=False):
     if in_full and isinstance(effect, StandingChanged):
         pause = "" if effect.retry_s is None else f" for {effect.retry_s} s"
         return f"{effect.standing} {effect.expert}{pause}: {effect.reason}"
-    return None
+    if in_full and isinstance(effect, Prepare):
+        forms = "+".join((effect.expert, *effect.later))
+        return f"prepare {effect.request} {forms} by {effect.executor} @{effect.due_s:g}"
+    return f"forget {effect.request}" if in_full and isinstance(effect, Forget) else None
 
 
 def unified(host=3, policy="coserve", **more):
