@@ -173,11 +173,11 @@ def _batch_ran(state: State, event: events.Finished | events.Progressed) -> bool
         finished, unfinished = dict(zip(batch.requests, event.results, strict=True)), {}
     else:
         finished, unfinished = dict(event.finished), dict(event.unfinished)
-    profiles = running.end(state, batch)
+    parts = running.end(state, batch)
     if batch.quantum_s is not None:
         for request in finished:
             state.leases.end(request)
-    for portion, profile in zip(batch.all_portions, profiles, strict=True):
+    for portion, profile in parts:
         expert = portion.expert
         ended = {request: result for request, result in finished.items() if request in portion.requests}
         left = {request: work for request, work in unfinished.items() if request in portion.requests}
@@ -233,7 +233,7 @@ def _preempted(state: State, event: events.Preempted) -> bool:
     if ticket is None or ticket.group is None or not ticket.group.is_ongoing:
         return _unexpected(state)
     expert, home = ticket.group.expert, ticket.queue
-    assert home is not None, "its group is in one"
+    assert home is not None  # its group is in one
     requests.leave_queue(state, event.request)
     ticket.left = ticket.left.anew() if event.work is None else event.work
     requests.begin_anew(state, event.request, expert, home.spec.id)

@@ -183,7 +183,7 @@ def next_wakeup_s(state: State) -> float | None:
 
 def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
     """Retry the requests of a batch alone, end them, or move them; and count the failure."""
-    portions = list(zip(batch.all_portions, running.end(state, batch), strict=True))
+    portions = running.end(state, batch)
     is_idle, is_lone = state.idle_request in batch.requests, len(batch.requests) == 1
     if batch.quantum_s is not None:
         for request in batch.requests:
@@ -337,7 +337,7 @@ def relieve(state: State) -> bool:
         lacking, lacking_leases = pool.missing_bytes, pool.missing_lease_bytes
         if lacking or lacking_leases:
             kept = 0 if lacking <= _least_bytes(state, pool) else lacking // 2
-            kept_leases = 0 if lacking_leases <= pool.spec.lease_bytes // LITTLE else lacking_leases // 2
+            kept_leases = 0 if lacking_leases * LITTLE <= pool.spec.lease_bytes else lacking_leases // 2
             _set_budget(state, pool, pool.spec.expert_bytes - kept, NO_SHORTAGE)
             _set_leases(state, pool, pool.spec.lease_bytes - kept_leases, NO_SHORTAGE)
             state.lowered[name] = Pause.after(pause, Backoff(BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S), state.now)

@@ -380,10 +380,9 @@ def _needs(footprints: Iterable[tuple[str, Footprint, bool]]) -> dict[str, int]:
 
 
 class LeaseWish(NamedTuple):
-    """Request that has not begun; sorts by the time it was queued."""
+    """Lease of a request that has not begun; sorts by the time the request was queued."""
 
     since_s: float
-    request: int
     size_bytes: int
 
 
@@ -419,7 +418,7 @@ class Leases:
         return self._begun
 
     def wait(self, request: int, pool: str, size_bytes: int, since_s: float) -> None:
-        waiting = LeaseWish(since_s, request, size_bytes)
+        waiting = LeaseWish(since_s, size_bytes)
         self._waiting[request] = pool, waiting
         insort(self._queues[pool], waiting)
 

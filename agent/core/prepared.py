@@ -80,7 +80,7 @@ class _Place:
     @property
     def form(self) -> PreparedForm:
         form = self.group.profile.prepared
-        assert form is not None, "a place is made for a form"
+        assert form is not None  # a place is made for a form
         return form
 
 
@@ -208,7 +208,7 @@ class PreparedImages:
         """A batch that was queued ahead starts."""
         for request in requests:
             image = self._images[request]
-            assert image.form is not None, "a batch is queued ahead once its images are begun"
+            assert image.form is not None  # a batch is queued ahead once its images are begun
             self._keep(image, image.form, 0, image.later)
         self._has_changed = True
 
@@ -324,7 +324,7 @@ class PreparedImages:
 
     def _leave(self, request: int, image: _Image) -> _Place:
         place, image.place = image.place, None
-        assert place is not None, "a request of a new batch was queued"
+        assert place is not None  # a request of a new batch was queued
         if request in place.waiting:
             del place.waiting[request]
         else:

@@ -47,8 +47,8 @@ def queue_batches_ahead(state: State) -> None:
             _queue_ahead(state, queue, size)
 
 
-def end(state: State, batch: Batch) -> tuple[ExpertProfile, ...]:
-    """End a running batch; returns the rows that its portions ran by, as the line may have changed since."""
+def end(state: State, batch: Batch) -> list[tuple[Portion, ExpertProfile]]:
+    """End a running batch; returns its portions with the rows that they ran by: the line may have changed since."""
     queue, pool = state.queue_of[batch.executor], state.pool_of(batch.executor)
     for copy in batch.copies:
         pool.end_use(copy)
@@ -67,7 +67,7 @@ def end(state: State, batch: Batch) -> tuple[ExpertProfile, ...]:
         queue.is_overtaken = False
         state.running[batch.executor] = number
         state.images.run(following.requests)
-    return state.profiles.pop(batch.id)
+    return state.parts.pop(batch.id)
 
 
 def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
@@ -100,9 +100,9 @@ def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> f
         pool.start_use(copy, is_spare=is_idle)
     state.counts["idle_batches"] += is_idle
     state.batches[batch.id] = batch
-    state.profiles[batch.id] = profiles
+    parts = state.parts[batch.id] = list(zip(batch.all_portions, profiles, strict=True))
     tokens_s = 0.0
-    for portion, profile in zip(batch.all_portions, profiles, strict=True):
+    for portion, profile in parts:
         tickets = [state.tickets[request] for request in portion.requests]
         for ticket in tickets:
             ticket.queue = ticket.group = None
@@ -129,7 +129,7 @@ def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
 
 def _queue_ahead(state: State, queue: ExecutorQueue, size: int) -> None:
     group = queue.head
-    assert group is not None, "its first requests are queued ahead"
+    assert group is not None  # its first requests are queued ahead
     batch = _batch_of_images(state, queue, group, size)
     queue.ahead_s = group.profile.performance.latency_s(size) + _enter(state, batch, (group.profile,))
     queue.ahead_requests = size

@@ -28,11 +28,10 @@ class _Option(NamedTuple):
     """Queue that could take the request. ``group``: the one to join; None: the request opens one."""
 
     queue: ExecutorQueue
-    profile: ExpertProfile
     group: Group | None
     addition_s: float
-    load_s: float
     tokens_s: float
+    load_s: float = 0.0
 
 
 class Scheduler:
@@ -82,7 +81,8 @@ class Scheduler:
         chosen = options[self._choose(candidates)]
         group = chosen.group
         if group is None:
-            group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s, chosen.tokens_s)
+            profile = self.matrix.experts[chosen.queue.spec.processor][expert]
+            group = chosen.queue.open(expert, profile, request, now, chosen.load_s, chosen.tokens_s)
         else:
             chosen.queue.join(group, request, now, chosen.tokens_s)
         return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
@@ -101,9 +101,9 @@ class Scheduler:
         group = self._group_to_join(queue, expert, now)
         work_s = performance.K_s + tokens_s
         if group is not None:
-            return _Option(queue, profile, group, work_s, 0.0, tokens_s)
+            return _Option(queue, group, work_s, tokens_s)
         load_s = 0.0 if queue.first_group(expert) is not None else self._switch_s(queue.spec, profile)
-        return _Option(queue, profile, None, work_s + performance.B_s + load_s, load_s, tokens_s)
+        return _Option(queue, None, work_s + performance.B_s + load_s, tokens_s, load_s)
 
     def _group_to_join(self, queue: ExecutorQueue, expert: str, now: float) -> Group | None:
         group = queue.last_group(expert)

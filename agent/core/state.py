@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agent.core.pool import ModelPool, PoolStatistics
     from agent.core.prepared import Later, PreparedStatistics
     from agent.core.queue import ExecutorQueue, Group
-    from agent.core.request import Batch, StepResult, Work
+    from agent.core.request import Batch, Portion, StepResult, Work
     from agent.core.scheduler import Scheduler
     from experts.backoff import Backoff
     from experts.graph import ExpertGraph
@@ -147,7 +147,7 @@ class State:
     queue_of: dict[int, ExecutorQueue] = field(init=False)  # executor -> queue
     splitter: BatchSplitter = field(default_factory=BatchSplitter)
     batches: dict[int, Batch] = field(default_factory=dict)
-    profiles: dict[int, tuple[ExpertProfile, ...]] = field(default_factory=dict)  # batch -> rows it was started by
+    parts: dict[int, list[tuple[Portion, ExpertProfile]]] = field(default_factory=dict)  # by batch
     running: dict[int, int] = field(default_factory=dict)  # executor -> batch
     queued_ahead: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind the running one
     last_batch: int = 0

@@ -134,7 +134,7 @@ def _is_kin(state: State, queue: ExecutorQueue, other: Group, group: Group) -> b
 def _begin(state: State, places: _Places, groups: Sequence[Group], most: int | None = None) -> None:
     """Begin requests in order, up to the first that cannot; each takes its lease."""
     for group in groups:
-        latest_s = _passed_s(state, _here(state, places.queue), group) + state.overtake_s
+        latest_s = _passed_s(_here(state, places.queue), group) + state.overtake_s
         left = places.left_for(group) if most is None else most
         count = 0
         for request, since_s in group.requests.items():
@@ -175,7 +175,7 @@ def _next_quantum(state: State, queue: ExecutorQueue) -> Group | None:
         if group.profile.performance.runs_in_quanta
         and state.may_use(pool, group.profile.copy)
         and not _riders(state, queue, group)
-        and group.oldest_s < _passed_s(state, here, group) + state.overtake_s
+        and group.oldest_s < _passed_s(here, group) + state.overtake_s
     )
     first = min(beginning, key=lambda group: group.order, default=None)
     if first is None or longest is None:
@@ -194,7 +194,7 @@ def _next_runnable(state: State, queue: ExecutorQueue, *, is_for_images: bool = 
     first = min(runnable, key=lambda group: group.order, default=None)
     if first is None or state.overtake_s == math.inf:
         return first
-    passed_s = _passed_s(state, images if queue.had_quantum else here, first)
+    passed_s = _passed_s(images if queue.had_quantum else here, first)
     return first if first.newest_s < passed_s + state.overtake_s else None
 
 
@@ -207,7 +207,7 @@ def _here(state: State, queue: ExecutorQueue) -> list[Group]:
     ]
 
 
-def _passed_s(state: State, here: Sequence[Group], group: Group) -> float:
+def _passed_s(here: Sequence[Group], group: Group) -> float:
     """Queueing time of the oldest request that a batch of this group would overtake."""
     return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
 

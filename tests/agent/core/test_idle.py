@@ -45,7 +45,7 @@ SHOWN = "offer n; loaded n; finished n"
             "offer s -> evict n host stage 0, load s ssd>host",
         ),
         (2, f"bring a; {SHOWN}; arrive b -> evict n host stage 0, load b ssd>host"),
-        (2, f"{SHOWN}; bring na; offer s; ended {NO_SPARE_ROOM}"),
+        (2, f"{SHOWN}; bring na; offer s; ended {NO_SPARE_ROOM}; offer n -> run n"),
         (2, f"offer n; drain; ended {GAVE_WAY}; offer n; ended the agent is stopping"),
     ],
 )

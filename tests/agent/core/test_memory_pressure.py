@@ -34,6 +34,9 @@ class Box(AnsweringLine):
     def lack_workspace(self, *executors):
         self.bad_batches = dict.fromkeys(map(int, executors), NO_MEMORY)
 
+    def break_batches(self, *executors):
+        self.bad_batches = {int(each): {"reason": "broke"} for each in executors}
+
     def ran(self, *executors):
         """The latest batches."""
         assert [started.batch.executor for started in self.told(StartBatch)][-len(executors) :] == [
@@ -84,6 +87,8 @@ a memory in one piece keeps its budget: an eviction makes no room for a batch | 
     sends B; lack_workspace 0; sends A; verdicts OK OK; ran 1; budgets; holds device ba
 a batch has all its tries on each executor and says in the end what it lacked | Box() |
     lack_workspace 0 1; sends A; ran 0 0 0 1 1 1; verdicts UNKNOWN; because a: no memory
+a batch that fails for another reason is not tried elsewhere | Box() |
+    break_batches 0; sends A; ran 0; verdicts UNKNOWN; because a: broke; judges B UNKNOWN b: broke
 the last of a budget that is no more than an expert comes back at once | Box(10, sizes=dict.fromkeys("abcd", 3)) |
     lack_room device; sends A; lack_room; passes 3600; budgets 3 7 10
 a pinned expert comes to its home once there is room again | Box(pinned=frozenset("a")) |
@@ -98,13 +103,14 @@ def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_e
     Box().play("sends A B; lack_workspace 0; sends A; verdicts OK OK OK; budgets 1; ran 1; sends A; ran 1")
 
 
+@pytest.mark.parametrize("lacks", ["lack_room device host", "lack_workspace 0 1"])
 @pytest.mark.parametrize("load_s", [0.0, 2.0, 100.0])
-def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(load_s):
+def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(lacks, load_s):
     """Each pause is over when the next executor has failed, and still the request ends."""
     box = Box()
     box.load_s = load_s
-    box.play("lack_room device host; sends A; passes 3600; verdicts UNKNOWN")
-    assert "no memory" in box.outcomes[1].reason
+    box.play(f"{lacks}; sends A; passes 3600; verdicts UNKNOWN")
+    assert box.outcomes[1].reason.endswith("no memory")
 
 
 def test_a_budget_comes_back_by_halves_while_nothing_runs_short():

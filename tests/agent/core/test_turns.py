@@ -19,6 +19,7 @@ from agent.core.performance import (
     Performance,
     PerformanceMatrix,
     PoolSpec,
+    PreparedForm,
 )
 from agent.core.policy import PRESETS
 from agent.core.request import IMAGE, Rejected, Work
@@ -37,18 +38,22 @@ LEFT = Work(prompt=0, output=2, most=6, held=3)
 class Line:
     """An Engine whose memory holds ``room`` of the experts: images of a and b, texts of t and u; one executor."""
 
-    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE, texts=TEXTS, family=None):
+    def __init__(
+        self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE, texts=TEXTS, family=None, budget=0
+    ):
+        form = PreparedForm("small", 1)
         rows = {
             name: ExpertProfile(name, texts, Footprint(1), {SSD: 1.0}, family)
             if name in "tu"
-            else ExpertProfile(name, PICTURES, Footprint(1), {SSD: 1.0})
+            else ExpertProfile(name, PICTURES, Footprint(1), {SSD: 1.0}, prepared=form)
             for name in "abtu"
         }
         matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys("abtu", 0.25))
         routes = {"sorted": (RouteStep("a", frozenset({"ok"})), RouteStep("t", frozenset({"ok"})))}
         workspace_bytes = executors * max(PICTURES.workspace_for(4), texts.workspace_for(4))
         pool = PoolSpec("host", room, workspace_bytes, lease_bytes=share)
-        limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, lone_quantum_s=LONE_QUANTUM_S, loads_in_flight=4)
+        limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, lone_quantum_s=LONE_QUANTUM_S, loads_in_flight=4,
+                        prepared_bytes=budget)  # fmt: skip
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         self.graph, self.matrix = ExpertGraph("abtu", routes), matrix
         self.engine = Engine(self.graph, matrix, specs, PRESETS[policy], limits)
@@ -141,6 +146,11 @@ class Line:
         return [(each.request, each.executor) for each in self.effects if isinstance(each, Preempt)]
 
     @property
+    def assigned(self):
+        (assigned,) = [each for each in self.effects if isinstance(each, Assigned)]
+        return assigned
+
+    @property
     def changes(self):
         return [
             (each.pool, each.before_bytes, each.after_bytes) for each in self.effects if isinstance(each, LeasesChanged)
@@ -192,9 +202,19 @@ an executor of Samba-CoE's waits for the load of an image that is next | Line("s
 an ongoing group whose expert had to leave asks for it | Line(room=1, bound_s=10.0) |
     t0; loaded; a1; waits 10; quantum -> nothing; loads a; loaded -> a:1; images -> done 1; loads t; loaded -> t:0;
     leased 6
+no batch of images is queued ahead of texts that wait for their turn | Line(budget=9) |
+    a9; a1 a2 a3 a4; images; a5 a6 t0 a7; a8 -> nothing
+a full batch of images is queued ahead where no texts wait | Line(budget=9) |
+    a9; a1 a2 a3 a4; images; a5 a6 a7; a8 -> a:5,6,7,8
 # leases
 a request that waits for a lease asks for no load meanwhile | Line(room=1, share=10) |
     t0; loaded; u1; waits 200; quantum -> t:0; loads; quantum 0 -> done 0; loads u
+a request that no longer needs a lease leaves it to the next one which asks for its load then | Line(room=2, share=10) |
+    t0; loaded; u1; a2; loaded; quantum; loads; preempted 0; loads u
+a small lease leaves what a larger one has waited for beyond the bound | Line(share=10) |
+    t0; u1; waits 200; t3/0.1.3; quantum -> t:0
+without a bound a small lease passes a larger one | Line("paper", share=10) |
+    t0; u1; waits 200; t3/0.1.3; quantum -> t:0,3
 no request has a larger lease than the most that it may hold | Line(share=6) |
     t0; left 0 2 6 50 3; leased 6
 a request without room for a larger lease gives it back and waits for that one | Line(share=10) |
@@ -209,15 +229,16 @@ a quantum counts for as long as it may last, and work that is left after it coun
     quantum 0; length_s 0
 # requests that end, and those that lose their memory
 a request that is cancelled between two quanta ends at once | Line() |
-    t0 a1; quantum -> a:1; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1
+    t0 a1; quantum -> a:1; length_s 7; cancelled 0 -> failed 0; because cancelled; leased 0; images -> done 1
 a preempted request begins anew behind those that wait, and reads again what it held | Line(share=12) |
     t0; a1; u2/0.1.8; quantum; preempted 0 -> nothing; leased 0; images -> done 1 u:2; quantum 2 -> done 2 t:0;
     length_s 6.5
 the shell says what a preempted request has to do and needs | Line() |
     t0/2.3.6.3; a1; quantum; preempted 0 4 1 6 5; leased 0; images; leased 5; length_s 5
 requests whose batch failed begin anew and alone, and one that fails alone is the only one to blame | Line() |
-    a9; t0/0.3.4 t1/0.3.4 t2/0.3.4; images; left 0 2 4; breaks -> t:0; leased 4; left 0 2 4 -> t:1; left 0 2 4 -> t:0;
-    left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12; breaks -> failed 0 t:2; leased 8
+    a9; t0/0.3.4 t1/0.3.4 t2/0.3.4; images; left 0 2 4; breaks -> t:0; leased 4; length_s 13; left 0 2 4 -> t:1;
+    left 0 2 4 -> t:0; left 0 2 4 -> t:2; left 0 2 4 -> t:1; left 0 2 4 -> t:0; leased 12; breaks -> failed 0 t:2;
+    leased 8
 requests that have begun with an expert in quarantine end when their quantum is over | Line() |
     t0; quarantined t -> nothing; quantum -> failed 0; because t is in quarantine: bad; leased 0
 requests that have begun with an expert in quarantine end between two quanta | Line() |
@@ -261,11 +282,9 @@ def test_a_request_is_assigned_by_its_work():
     line = Line(executors=2)
     line.ask(0, "t", Work(0, 20, 20))
     assert line.ask(1, "a") == [("a", (1,))]
-    (assigned,) = [effect for effect in line.effects if isinstance(effect, Assigned)]
-    assert [each.queue_s for each in assigned.candidates] == [41.0, 0.0]
+    assert [each.queue_s for each in line.assigned.candidates] == [41.0, 0.0]
     line.ask(2, "u", Work(4, 1, 5))
-    (assigned,) = [effect for effect in line.effects if isinstance(effect, Assigned)]
-    assert [each.addition_s for each in assigned.candidates] == [1.0 + 2.0 + 2.0] * 2
+    assert [each.addition_s for each in line.assigned.candidates] == [1.0 + 2.0 + 2.0] * 2
 
 
 @pytest.mark.parametrize("told", [[], [0], [0, 1, 1], [0, 1, 2], [0, 2]])
@@ -311,14 +330,17 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
 
 def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
     line = Line(executors=2)
-    line.ask(0, "t")
-    for request in range(1, 20):
-        line.ask(request, "ab"[request % 2])
-    stays = next(number for number, batch in line.running.items() if batch.expert == "t")
-    line.quantum_ends(executor=stays)
-    assert line.running[stays].quantum_s is None  # it would be sooner on the other one
+    line.play("t0; t1/0.0.6")
+    executors = {}
+    for request in range(2, 20):
+        line.ask(request, "a")
+        executors[request] = line.assigned.executor
+    for request in (request for request, executor in executors.items() if executor == 1):
+        line.tell(events.Cancelled(request))  # request 0 would be sooner there
+    line.quantum_ends(executor=0)
+    assert line.running[0].quantum_s is None
     line.tell(events.Preempted(0))
-    assert [each.executor for each in line.effects if isinstance(each, Assigned)] == [stays]
+    assert line.assigned.executor == 0
 
 
 def three_texts_of_which_the_last_lacks_memory(share=18, by_bytes=8):
@@ -406,8 +428,12 @@ def test_whoever_waits_begins_within_the_bound_however_many_have_begun_and_go_on
         assert set().union(*ran[end - window : end]) >= set(range(begun)), "whoever has begun has turns, too"
 
 
-def test_what_a_route_s_router_holds_is_not_multiplied_by_what_its_experts_may_hold():
+def test_a_step_of_a_route_leases_what_its_expert_may_hold_whatever_other_experts_may():
     line = Line(share=20)
     router = Work(prompt=2, most=3)
     line.tell(events.Arrived(0, expert="t", work=replace(router, steps=(("t", router), ("u", Work(2, 3, 18))))))
     assert line.leased == 3
+    line.quantum_ends(finished=[0])
+    line.tell(events.Arrived(1, "sorted", work=replace(router, steps=(("t", Work(2, 3, 18)),))))
+    line.images_end()
+    assert line.leased == 18
