@@ -83,7 +83,6 @@ def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads
         ("serve", ()),
         ("profile", ("--casual",)),
         pytest.param("bench", ("--trace", "/dev/null"), marks=pytest.mark.slow),
-        pytest.param("bench overhead", ("--trace", "/dev/null"), marks=pytest.mark.slow),
     ],
 )
 def test_every_command_that_runs_the_line_sets_it_before_torch_is_loaded(line, before, after):
