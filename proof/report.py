@@ -30,7 +30,7 @@ from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.tables import markdown_table
 from profiler.workload.generated_line import EVERY_S, LineRecipe, generate_line, removed_afterwards
-from profiler.workload.made_up_graphs import GraphKind
+from profiler.workload.synthetic_graphs import GraphKind
 from profiler.workload.traces import read_trace
 from proof.compute.measure import ComputeOptions, measure_compute_forms
 from proof.paper.devices import paper_devices

@@ -32,7 +32,7 @@ RUNTIME_FENCE = (
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
-    "profiler.workload.made_up_graphs",
+    "profiler.workload.synthetic_graphs",
     "proof",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know

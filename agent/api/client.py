@@ -131,13 +131,13 @@ class AgentClient:
             return OrderRefused(Refusing(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
         details = str(error.details())
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            why = "somebody answers who is no agent - is this one of its addresses?"
+            why = "another program answers there, not an agent - is this one of its addresses?"
         elif error.code() is not grpc.StatusCode.UNAVAILABLE:
             why = f"{error.code().name}: {details}"
         elif os.strerror(errno.EACCES) in details:
-            advice = "ask as the agent's, by `sudo -u`, or have `api.grpc` name a socket, which its group may open, too"
+            advice = "run this as the agent's user (`sudo -u`), or add a socket to `api.grpc` that your group may open"
             why = f"this user may not open the socket - {advice}"
         else:
             advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.grpc`)?"
-            why = f"nobody answers - {advice} ({details})"
+            why = f"no answer - {advice} ({details})"
         return AgentUnreachable(self.address, why)

@@ -60,12 +60,12 @@ def _read(tls: TlsSection) -> Call:
         reason = (
             "no certificate, its key and an authority in PEM" if isinstance(error, ssl.SSLError) else error.strerror
         )
-        raise ConfigError(f"api.tls: {files}: {reason} - correct the files, or where they lie") from error
+        raise ConfigError(f"api.tls: {files}: {reason} - correct the files, or their paths") from error
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=authority)
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """Accepts calls with the token; messages of other calls are not received."""
+    """Accepts calls with the token; refuses others before receiving their messages."""
 
     def __init__(self, token: SecretSection) -> None:
         """Raises SecretMissing."""

@@ -346,8 +346,8 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
 def _tried(expert: Expert, file: Path | None) -> Tried:
     pixels = expert.pixels
     if file is None:
-        image = decoded(_made_up(pixels.height, pixels.width), "")
-        name = f"a made-up image of {pixels.height}x{pixels.width}"
+        image = decoded(_synthetic(pixels.height, pixels.width), "")
+        name = f"a synthetic image of {pixels.height}x{pixels.width}"
     else:
         image, name = decode_image(file, str(file)), str(file)
     backend = backend_for(expert.architecture)
@@ -359,7 +359,7 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
     return Tried(name, prediction, time.perf_counter() - started_s)
 
 
-def _made_up(height: int, width: int) -> NDArray[np.uint8]:
+def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
     image = np.random.default_rng(0).integers(0, 24, (height, width, 3))
     image += np.linspace(40, 160, width, dtype=np.int64)[None, :, None]
     image[height // 3 : height // 2, width // 3 : width // 2] += 70

@@ -105,8 +105,8 @@ Messages = tuple[dict[str, str], ...]
 
 
 def chat_messages(words: str, system: str | None) -> Messages:
-    said = [("system", system)] if system is not None else []
-    return tuple({"role": role, "content": content} for role, content in (*said, ("user", words)))
+    opening = [("system", system)] if system is not None else []
+    return tuple({"role": role, "content": content} for role, content in (*opening, ("user", words)))
 
 
 def order_for(

@@ -138,8 +138,8 @@ def print_comparison(comparison: Comparison, images: Path) -> None:
         table.add_row(
             row.image,
             row.component or "",
-            _said(row.said),
-            _said(row.shadow_said),
+            _answer(row.said),
+            _answer(row.shadow_said),
             "" if row.kept_as is None else str(images / row.kept_as),
         )
     console.print(table)
@@ -202,7 +202,7 @@ def _figures(comparison: Comparison) -> list[str]:
         *lines,
         f"agreement       {comparison.agreement:.2%}: {comparison.agreeing} of {images} have the same label",
         f"flips           {comparison.flips_to_ng} passed that would be NG, "
-        f"{comparison.flips_to_ok} did not pass that would go on",
+        f"{comparison.flips_to_ok} did not pass that would pass",
         f"mean score      {scores.expert:.4f}, shadow {scores.shadow:.4f}",
         f"median time     {seconds.expert * 1000:.2f} ms an image in its batch, shadow {seconds.shadow * 1000:.2f} ms "
         "alone",
@@ -218,7 +218,7 @@ def _processors(comparison: Comparison) -> list[str]:
     return [f"ran on          {', '.join(expert)}, shadow {', '.join(shadow)}: the times are not comparable"]
 
 
-def _said(side: Side | None) -> str:
+def _answer(side: Side | None) -> str:
     if side is None:
         return ""
     end = "" if side.passes is None else ", passes" if side.passes else ", NG"

@@ -53,7 +53,7 @@ def _texts(texts: TextsView) -> list[str]:
     """Empty on a line without texts so far."""
     if not texts.under_way + texts.ended:
         return []
-    first = f", begun after {texts.first_token_s / texts.shown:.2f} s on average" if texts.shown else ""
+    first = f", first output after {texts.first_token_s / texts.shown:.2f} s on average" if texts.shown else ""
     tokens = f"{texts.read_tokens} tokens read, {texts.written_tokens} written{first}"
     return [f"{texts.under_way} texts under way, {texts.ended} ended; {tokens}"]
 

@@ -116,11 +116,11 @@ def groundwork(
     packed: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """Decisions by line file and profile. ``packed``: experts packed so far, which tell kinds of ONNX graphs apart.
+    """Decisions by line file and profile. ``packed``: experts packed so far, by program for ONNX graphs.
     Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
-    programs = programs_of(packed)  # they tell ONNX graphs apart
+    programs = programs_of(packed)  # kinds of ONNX graphs differ by program
     precisions = {
         processor: {
             name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts

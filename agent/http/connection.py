@@ -2,7 +2,7 @@
 
 Guarantees: a connection ends within the terms of its application, whatever the caller does; a request's head has
 ``head_s``. Memory per connection is bounded: HEAD_BYTES of head, the body that the terms allow, READ_BYTES. A caller
-that sends more is told with the status for it. h11 parses the protocol; sockets and time are here.
+that sends more gets the HTTP status for it. h11 parses the protocol; sockets and time are here.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class HttpConnection:
             async with asyncio.timeout(head_s) as cut:
                 head = await self._event()
                 if isinstance(head, h11.Request):
-                    await self._asked(head, cut, came_s)
+                    await self._serve_request(head, cut, came_s)
         except h11.RemoteProtocolError as error:
             reason = f"{error}\n".encode("utf-8", "backslashreplace")
-            await self._last_words(HttpAnswer(error.error_status_hint, reason, (TEXT,)))
+            await self._refuse_protocol(HttpAnswer(error.error_status_hint, reason, (TEXT,)))
         except (TimeoutError, OSError, h11.LocalProtocolError):
             pass  # the caller is gone, or cut off
         finally:
@@ -74,19 +74,19 @@ class HttpConnection:
     async def send(self, piece: bytes) -> None:
         await self._send(h11.Data(data=piece))
 
-    async def _asked(self, head: h11.Request, cut: asyncio.Timeout, came_s: float) -> None:
+    async def _serve_request(self, head: h11.Request, cut: asyncio.Timeout, came_s: float) -> None:
         host = next((value.decode("latin-1") for name, value in head.headers if name == b"host"), None)
         path, _, query = head.target.decode("latin-1").partition("?")
         application = next((each for each in self._applications if each.serves(path)), self._applications[-1])
         terms = application.terms
         self._stall_s = terms.stall_s
         if not (self._is_local_user or host is None or _is_own_name(host)):
-            reason = f"{host[:100]!r} is no name of this machine's own - ask for localhost or a loopback address"
+            reason = f"{host[:100]!r} is not a name of this machine - use localhost or a loopback address"
             await self._say(application.refusal(421, reason))  # a browser's page of another site, whose name leads here
             await self._linger()
             return
         if self._counts[application] >= terms.connections:
-            reason = f"{terms.connections} callers are being answered - ask again in a while"
+            reason = f"{terms.connections} requests are under way - try again later"
             await self._say(application.refusal(503, reason))
             return
         self._counts[None] -= 1
@@ -108,7 +108,7 @@ class HttpConnection:
             await self._answer(application, request)
             return
         answering = asyncio.create_task(self._answer(application, request))
-        leaving = asyncio.create_task(self._gone())
+        leaving = asyncio.create_task(self._until_closed())
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -125,13 +125,13 @@ class HttpConnection:
             raise
         except Exception:  # the boundary of one request
             log.exception("http_request_failed path=%s", request.path)
-            answer = application.refusal(500, "a mistake of the agent's program, which its log tells more about")
+            answer = application.refusal(500, "an internal error of the agent - see its log")
         if answer is not None and self._protocol.our_state is h11.SEND_RESPONSE:
             await self._say(answer)
         elif self._protocol.our_state is h11.SEND_BODY:
             await self._send(h11.EndOfMessage())
 
-    async def _gone(self) -> None:
+    async def _until_closed(self) -> None:
         """Wait until the caller closes, or sends more than SURPLUS_BYTES."""
         surplus = 0
         while surplus <= SURPLUS_BYTES and (content := await self._reader.read(READ_BYTES)):
@@ -163,7 +163,7 @@ class HttpConnection:
         await self.send(answer.body)
         await self._send(h11.EndOfMessage())
 
-    async def _last_words(self, answer: HttpAnswer) -> None:
+    async def _refuse_protocol(self, answer: HttpAnswer) -> None:
         """Refuse a caller that does not speak HTTP."""
         with suppress(OSError, TimeoutError, h11.LocalProtocolError):
             if self._protocol.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -87,12 +87,12 @@ class FakeSkeleton:
 class FakeBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # no values
+    precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # none are observed
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         model = read_fake(expert)
         if model.label is not None and model.label not in expert.labels:
-            raise WeightsMismatch(expert.id, f"{expert.weights}: label {model.label!r} is none of the line's")
+            raise WeightsMismatch(expert.id, f"{expert.weights}: label {model.label!r} is not a label of the line")
         sizes = {OWN: model.weight_bytes, **{f"shared.{name}": size for name, size in model.shared.items()}}
         tensors = {name: _pseudo_random(_seed(expert.id, name), size) for name, size in sizes.items()}
         return Packable(tensors, program=json.dumps(asdict(model), sort_keys=True).encode())

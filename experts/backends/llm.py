@@ -157,5 +157,5 @@ class _PackedTensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         stored = self._checkpoint.read(name)
         if not is_finite(stored):
-            raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds values that are not numbers")
+            raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds NaN or infinity")
         return self._form.text_tensor(self._checkpoint.expert, name, stored)

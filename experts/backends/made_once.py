@@ -15,7 +15,7 @@ Key = TypeVarTuple("Key")
 
 
 class MadeOnce(Generic[*Key, Made]):
-    """Thread-safe. An object in use is never made twice; of the others the latest ``kept`` stay. Errors do not."""
+    """Thread-safe. An object in use is never made twice; the latest ``kept`` unused ones stay. Errors are not kept."""
 
     def __init__(self, make: Callable[[*Key], Made], kept: int) -> None:
         self._make = make

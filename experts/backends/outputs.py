@@ -27,7 +27,7 @@ def await_writes(device: torch.device) -> None:
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
     """Raises OutputInvalid for NaN or infinity. Pass raw outputs: an infinite one becomes a score like any other."""
     if not all(is_finite(output) for output in outputs):
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
+        raise OutputInvalid(expert.id, "its output has NaN or infinity: check its weights, or use precision fp32")
 
 
 def require_several_labels(expert: Expert) -> None:

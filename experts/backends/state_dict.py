@@ -37,7 +37,7 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
         raise WeightsMismatch(expert.id, f"{expert.weights} is not a {expert.architecture}: {text}")
     for name, tensor in given.items():
         if not is_finite(tensor):
-            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
+            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds NaN or infinity")
     return {name: given[name].to(like.dtype) for name, like in wanted.items()}
 
 
@@ -73,7 +73,7 @@ def _refuse_other_labels(
     if reshaped and is_heads_only and len(outputs) == 1:
         raise WeightsMismatch(
             expert.id,
-            f"{expert.weights} tells {outputs.pop()} labels apart ({reshaped[0]}), the line names {label_count}",
+            f"{expert.weights} has {outputs.pop()} labels ({reshaped[0]}), the line names {label_count}",
         )
 
 

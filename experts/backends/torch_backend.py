@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from experts.backends.forms.base import Form, Reader
     from experts.expert import Expert, Precision, Prediction
 
-TEMPLATES_KEPT = 64  # beside those in use: packing goes through the line's forms by turns
+TEMPLATES_KEPT = 64  # beside those in use: packing alternates between the line's forms
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -60,7 +60,7 @@ class KeyValues(Protocol):
     """Keys and values of all sequences of one model."""
 
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
-        """Room for a batch. A row before its sequence's end cuts it there; ValueError for one beyond its end."""
+        """Reserve room for a batch. A row before its sequence's end cuts the sequence; beyond its end: ValueError."""
 
 
 class Attention:
@@ -75,7 +75,7 @@ class Attention:
         self._masks = [_chunk_mask(row, batch.positions.device) for row in batch.prefill_rows]
 
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Keep keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""
+        """Store keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""
         batch = self._batch
         self._key_values.append(layer, keys, values)
         if not batch.prefill_count and self._is_one_call:

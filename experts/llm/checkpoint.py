@@ -97,7 +97,7 @@ class Checkpoint:
             raise WeightsMismatch(
                 self.expert,
                 f"{file}: {HEAD_STORED} differs from {embedding.name}, though config.json says tie_word_embeddings: "
-                "correct whichever is wrong",
+                "correct the wrong one",
             )
 
 
@@ -108,7 +108,7 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118  it is no mapping
             if name in stored:
-                raise WeightsCorrupt(expert, f"{name} is in {stored[name].file} and in {path}: one must go")
+                raise WeightsCorrupt(expert, f"{name} is in {stored[name].file} and in {path}: remove one")
             header = file.get_slice(name)
             stored[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     if (directory / SINGLE_NAME) not in files:

@@ -75,7 +75,7 @@ class Positions(StrEnum):
 
 
 class QkNorm(StrEnum):
-    """Over what queries and keys are normalised: each head (Qwen3), or all heads together (OLMoE)."""
+    """Scope in which queries and keys are normalised: each head (Qwen3), or all heads together (OLMoE)."""
 
     HEAD = "head"
     WHOLE = "whole"
@@ -212,7 +212,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     """Read the spec from a config.json's values. Raises ModelUnsupported naming the field."""
     fields = _Fields(values, expert)
     family = fields.choice("model_type", ConfigFamily)
-    _refuse_what_is_lacking(fields, family)
+    _refuse_unserved(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", 128 if family is ConfigFamily.QWEN3 else hidden_size // heads)
     norm, mlp, positions = Norm.RMS, Mlp.SWIGLU, Positions.ROTARY
@@ -246,7 +246,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     return spec
 
 
-def _refuse_what_is_lacking(fields: _Fields, family: ConfigFamily) -> None:
+def _refuse_unserved(fields: _Fields, family: ConfigFamily) -> None:
     if family is not ConfigFamily.PR_MOE:
         fields.expect("hidden_act", ("silu", "swish"), "silu")
     if fields.get("quantization_config") is not None:
@@ -296,7 +296,7 @@ def _moe(fields: _Fields, size_field: str, is_normalised: bool) -> MoeSpec:
 
 
 def _every_nth(fields: _Fields, family: ConfigFamily, count: int) -> tuple[LayerSpec, ...]:
-    """Qwen's MoE families: dense are the layers that are named, and those between every nth."""
+    """Qwen's MoE families: every nth layer has moe_experts, unless its number is listed; the others are dense."""
     step = fields.integer("decoder_sparse_step", 1)
     dense_layers = fields.integers("mlp_only_layers", ())
     shared_size = fields.integer("shared_expert_intermediate_size") if family is ConfigFamily.QWEN2_MOE else 0
@@ -306,7 +306,7 @@ def _every_nth(fields: _Fields, family: ConfigFamily, count: int) -> tuple[Layer
 
 
 def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
-    """DeepSpeed-MoE section 4.1.2: deeper layers have more experts; each with an MLP beside it where residual."""
+    """DeepSpeed-MoE section 4.1.2: deeper layers have more experts; residual ones have an MLP beside them."""
     size = fields.integer("intermediate_size")
     expert_size = fields.integer("moe_intermediate_size", size)
     is_pyramid = isinstance(fields.get("num_experts"), list)
@@ -332,7 +332,7 @@ def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
 
 
 def _rope(fields: _Fields, family: ConfigFamily) -> RopeSpec:
-    """Transformers 5 keeps all of it in ``rope_parameters``; before, the base stood beside ``rope_scaling``."""
+    """Transformers 5 stores base and scaling in ``rope_parameters``; older ones the base beside ``rope_scaling``."""
     key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     scaling = fields.below(key)
     if scaling.get("type") is not None and scaling.get("rope_type") is None:
@@ -370,7 +370,7 @@ def _yarn_magnitude(scaling: _Fields, factor: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """A JSON object whose values are taken by kind; what is missing or of another kind is refused by name."""
+    """JSON object with typed reads. A missing field, or one of another type, is refused by name."""
 
     values: Mapping[str, Any]
     expert: str

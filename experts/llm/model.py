@@ -125,7 +125,7 @@ class LanguageModel:
         return tokens if self._positions is None else tokens + embedding(positions, self._positions)
 
     def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, not yet turned, each (tokens, heads, head size)."""
+        """Queries, keys and values before rotation, each (tokens, heads, head size)."""
         spec, weights = self.spec, self._attention[layer]
         normed = self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
         projected = project(normed, weights.qkv, weights.qkv_bias)

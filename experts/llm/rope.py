@@ -28,7 +28,7 @@ class Rotation:
     sine: Tensor
 
     def turn(self, heads: Tensor) -> Tensor:
-        """Turn queries or keys, (tokens, heads, head size): the first half of a head pairs with its second."""
+        """Rotate queries or keys, (tokens, heads, head size): the first half of a head pairs with its second."""
         first, second = heads.chunk(2, dim=-1)
         return heads * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
 

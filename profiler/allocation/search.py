@@ -195,14 +195,14 @@ class _Search:
         best = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
         self.trials += window_trials(needs.pool, found)
         if best != chosen:
-            self._tell(needs, best[place], self.run(executors, best), "what no batch can use given to experts")
+            self._note(needs, best[place], self.run(executors, best), "what no batch can use given to experts")
         is_kept = self.run(executors, split) > self.run(executors, best)
         if split not in (chosen, best):
             note = "the casual split, a quarter for workspaces" + (", kept as the best" if is_kept else "")
-            self._tell(needs, split[place], self.run(executors, split), note)
+            self._note(needs, split[place], self.run(executors, split), note)
         return split if is_kept else best
 
-    def _tell(self, needs: MemoryNeeds, spec: PoolSpec, images_per_s: float, note: str) -> None:
+    def _note(self, needs: MemoryNeeds, spec: PoolSpec, images_per_s: float, note: str) -> None:
         search = MEMORY + needs.pool
         number = sum(trial.search == search for trial in self.trials) + 1
         setting = f"{needs.count_in(spec.expert_bytes)} experts"

@@ -173,9 +173,8 @@ class AllocationStep:
                 for name, reason in sorted(error.experts.items()):
                     self.failed.setdefault(name, reason)
                     self.notes.append(
-                        f"the allocation was searched without {name} and the components on whose routes it stands, as "
-                        "it did not judge there what it was given: put it right and profile again, or take it off the "
-                        "line"
+                        f"the allocation was searched without {name} and the components whose routes contain it, as "
+                        "it failed to judge sample images: correct it and profile again, or remove it from the line"
                     )
                 images.unfit |= error.images
 
@@ -210,8 +209,8 @@ class _SearchImages:
     def notes(self) -> Iterator[str]:
         left_out = {path: error.message for path, error in self._checked.broken.items()} | self.unfit
         for path, reason in sorted(left_out.items()):
-            said = f"sample image {path} was left out of the search: {reason}"
-            yield f"{said} - remove it from the samples, or replace it"
+            left_out_text = f"sample image {path} was left out of the search: {reason}"
+            yield f"{left_out_text} - remove it from the samples, or replace it"
 
 
 def _counted(throughput: Throughput, done: list[float], progress: Callable[[str, int, int], None]) -> Throughput:

@@ -189,7 +189,7 @@ def _unfit(catalog: Catalog, trace: Sequence[TracedArrival], played: Played) -> 
     for number in unjudged:
         arrival, outcome = trace[number], played.outcomes[number]
         expert = arrival.expert or catalog.graph.routes[str(arrival.component)][len(outcome.steps)].expert
-        shown = "a made-up image" if arrival.image is None else str(arrival.image)
+        shown = "a synthetic image" if arrival.image is None else str(arrival.image)
         reason = str(outcome.reason).removeprefix(f"expert {expert}: ").removeprefix(f"{expert}: ")
         broken.setdefault(expert, not_asked.get(expert, f"on {shown}: {reason}"))
     first = played.unknown_reasons(trace)[0]

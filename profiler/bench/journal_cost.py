@@ -136,7 +136,7 @@ def measure_journal(
             return stage.play(trace, images).seconds
 
     with state_held(config.state):
-        plan = Plan(options.repeats, warming_up=1, told=lambda done, total: progress("journal", done, total))
+        plan = Plan(options.repeats, warming_up=1, progress=lambda done, total: progress("journal", done, total))
         runs = by_turns({WITHOUT: lambda: seconds(False), WITH: lambda: seconds(True)}, plan)
     speeds = [
         (len(trace) / plain, len(trace) / journaled)

@@ -86,7 +86,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Workload:
     trace: tuple[TracedArrival, ...]
     images: Sequence[NDArray[np.uint8]]
     experts: set[str]
@@ -115,10 +115,10 @@ def run_line(
         ending.enter_context(state_held(config.state))
         experts = experts_of(trace, config.catalog)
         files = ending.enter_context(naive_files(config, experts)) if NAIVE in policies else {}
-        asked = _Asked(tuple(trace), images_of(trace, config.catalog), experts, files)
+        workload = _Workload(tuple(trace), images_of(trace, config.catalog), experts, files)
         engines = tuple(policy for policy in policies if policy != NAIVE)
         sides = [
-            _Side(options, precision, engines if number else policies, config, asked, progress)
+            _Side(options, precision, engines if number else policies, config, workload, progress)
             for number, precision in enumerate(options.precisions or (None,))
         ]
         sides = [side for side in sides if side.policies]
@@ -142,14 +142,14 @@ class _Side:
         precision: GivenPrecision | None,
         policies: Sequence[str],
         config: LineConfig,
-        asked: _Asked,
+        workload: _Workload,
         progress: Progress,
     ) -> None:
         self.policies = policies
         self._precision = precision
         self._config = options.on(config, precision)
         self._options = options
-        self._asked = asked
+        self._workload = workload
         self._progress = progress
         self._runs: dict[str, list[Figures]] = {policy: [] for policy in policies}
         self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(policies, ())
@@ -160,12 +160,12 @@ class _Side:
         self._bandwidths: list[float] = []
 
     def warm_up(self) -> None:
-        self._tell(WARMING_UP, 0, 1)
+        self._report(WARMING_UP, 0, 1)
         policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
-        with player(self._config.having(policy=policy), self._asked.experts, progress=self._tell_packing) as stage:
-            played = stage.play(self._asked.trace, self._asked.images)
-            self._first, self._work = stage.agent, work_of(played, self._asked.images)
-        self._tell(WARMING_UP, 1, 1)
+        with player(self._config.having(policy=policy), self._workload.experts, progress=self._report_packing) as stage:
+            played = stage.play(self._workload.trace, self._workload.images)
+            self._first, self._work = stage.agent, work_of(played, self._workload.images)
+        self._report(WARMING_UP, 1, 1)
 
     def round(self, repeat: int) -> None:
         limit = self._options.ssd_bytes_per_s or float("inf")
@@ -175,7 +175,7 @@ class _Side:
         for policy in self.policies:
             run = self._naive_figures() if policy == NAIVE else self._engine_figures(policy)
             self._runs[policy].append(run)
-            self._tell(policy, repeat, self._options.repeats)
+            self._report(policy, repeat, self._options.repeats)
         self._compute += self._floors.get(tuple(self._first.setup.executors), ())
         self._notes += [each.note for found in self._floors.values() for each in found if each.note]
 
@@ -201,16 +201,16 @@ class _Side:
             notes=tuple(dict.fromkeys(notes)),
         )
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
+    def _report(self, stage: str, done: int, total: int) -> None:
         self._progress(stage if self._precision is None else f"{self._precision}: {stage}", done, total)
 
-    def _tell_packing(self, stage: str, done: int, total: int) -> None:
+    def _report_packing(self, stage: str, done: int, total: int) -> None:
         if stage == "pack":  # each agent's probe would repeat itself
-            self._tell(stage, done, total)
+            self._report(stage, done, total)
 
     def _measure_floor(self, agent: Agent) -> None:
         if self._options.with_roofline:
-            found = measure_compute(agent, self._work, self._tell_packing)
+            found = measure_compute(agent, self._work, self._report_packing)
             self._floors.setdefault(tuple(agent.setup.executors), []).append(found)
 
     def _floor(self, agent: Agent, io_s: float) -> Floor | None:
@@ -218,34 +218,34 @@ class _Side:
         return Floor(statistics.fmean(each.seconds for each in found), io_s) if found else None
 
     def _engine_figures(self, policy: str) -> Figures:
-        config, asked = self._config.having(policy=policy), self._asked
-        with player(config, asked.experts, self._options.agent_options, self._tell_packing) as stage:
-            played = stage.play(asked.trace, asked.images)
+        config, workload = self._config.having(policy=policy), self._workload
+        with player(config, workload.experts, self._options.agent_options, self._report_packing) as stage:
+            played = stage.play(workload.trace, workload.images)
             self._agents[policy] = agent = stage.agent
         if config.policy == self._first.config.policy or tuple(agent.setup.executors) not in self._floors:
             self._measure_floor(agent)
-        reasons = played.unknown_reasons(asked.trace)
+        reasons = played.unknown_reasons(workload.trace)
         self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
         bandwidth = self._bandwidths[-1]
-        io_s = io_bytes(agent, played, work_of(played, asked.images)) / bandwidth
-        forecast = predicted(agent, asked.trace, played, bandwidth)
+        io_s = io_bytes(agent, played, work_of(played, workload.images)) / bandwidth
+        forecast = predicted(agent, workload.trace, played, bandwidth)
         return engine_figures(played, len(reasons), forecast, self._floor(agent, io_s))
 
     def _naive_figures(self) -> Figures:
-        agent, asked = self._first, self._asked
+        agent, workload = self._first, self._workload
         processor = agent.box.processors[0]
         pool = next(pool for pool in agent.setup.pools if pool.name == agent.box.pool_of(processor))
         server = NaiveServer(
             experts=self._config.catalog.experts,
             graph=self._config.catalog.graph,
-            files={expert: asked.files[expert] for expert in asked.experts},
+            files={expert: workload.files[expert] for expert in workload.experts},
             expert_bytes=pool.expert_bytes,
             usage=agent.setup.matrix.usage,
             device=torch_device(processor),
             threads=agent.box.cores,
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
-        played = server.play(asked.trace, asked.images)
+        played = server.play(workload.trace, workload.images)
         return naive_figures(played, self._floor(agent, played.missing_bytes / self._bandwidths[-1]))
 
     def _row(self, policy: str) -> PolicyRow:
@@ -254,7 +254,7 @@ class _Side:
         memory = {pool.name: pool.expert_bytes for pool in agent.setup.pools}
         return PolicyRow(
             policy=policy,
-            requests=len(self._asked.trace),
+            requests=len(self._workload.trace),
             precision="fp32" if policy == NAIVE else precision_text(agent),
             memory=memory | {f"{pool.name}_workspace": pool.workspace_bytes for pool in agent.setup.pools},
             executors={agent.box.processors[0]: 1} if policy == NAIVE else dict(counts),

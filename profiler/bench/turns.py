@@ -39,12 +39,12 @@ class TimedTurns(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Extent of a comparison. ``limit_s``: no round begins later, beyond ROUNDS_LEAST. ``told``: progress in rounds."""
+    """Extent of a comparison. ``limit_s``: no round beyond ROUNDS_LEAST begins later. ``progress``: of rounds."""
 
     rounds: int
     warming_up: int = 2  # rounds that do not count
     limit_s: float = math.inf
-    told: Callable[[int, int], None] = lambda done, total: None
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, TimedTurns[Result]]:
@@ -59,7 +59,7 @@ def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, 
             run = one_turn(ways[name])
             if number >= 0:
                 runs[name].append(run)
-        plan.told(plan.warming_up + number + 1, plan.warming_up + plan.rounds)
+        plan.progress(plan.warming_up + number + 1, plan.warming_up + plan.rounds)
     return {
         name: TimedTurns(tuple(seconds for seconds, _ in each), tuple(result for _, result in each))
         for name, each in runs.items()

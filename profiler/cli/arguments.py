@@ -46,12 +46,12 @@ def disk_explained(*, resumes: bool = False) -> Iterator[None]:
 
         if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
             raise
-        told = f"{error}"
+        refusal = f"{error}"
         if isinstance(error, OSError) and error.strerror:
-            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else error.strerror
-            told = f"{error.filename}: {reason}" if error.filename else reason
+            reason = "exists, and is not a folder" if isinstance(error, FileExistsError) else error.strerror
+            refusal = f"{error.filename}: {reason}" if error.filename else reason
         again = "run the command again: it resumes" if resumes else "run the command again"
-        sys.stderr.write(f"{told} - make room or correct the path, then {again}\n")
+        sys.stderr.write(f"{refusal} - make room or correct the path, then {again}\n")
         raise typer.Exit(FAILED) from error
 
 

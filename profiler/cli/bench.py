@@ -53,7 +53,7 @@ def bench_line(
     ] = None,
     executors: Executors = None,
     ssd_bandwidth: Bandwidth = None,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are shown")] = 1,
     journal: Annotated[
         bool, typer.Option("--journal", help="instead: what it costs to journal and store every request")
     ] = False,
@@ -93,11 +93,11 @@ def bench_line(
         with progress_on_stderr() as progress:
             if journal:
                 cost = measure_journal(config, arrivals, options, progress)
-                found, told = cost.as_json(), cost.text()
+                found, text = cost.as_json(), cost.text()
             else:
                 measured = run_line(config, arrivals, options, progress)
-                found, told = measured.as_json(), report(measured)
-    print(json.dumps(found) if as_json else told)
+                found, text = measured.as_json(), report(measured)
+    print(json.dumps(found) if as_json else text)
 
 
 def benchmarks(ctx: typer.Context) -> list[str]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from profiler.planning.advice import Advice
     from profiler.planning.plan import LinePlan, PlanRow
 
-    Asked = tuple[str, str]  # a policy, and a memory as it was typed
+    Case = tuple[str, str]  # a policy, and a memory as it was typed
 
 PlannedBandwidth = Annotated[
     str | None,
@@ -53,8 +53,8 @@ def plan(
     executors: Executors = None,
     precision: GivenPrecision = None,
     ssd_bandwidth: PlannedBandwidth = None,
-    boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
-    seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
+    boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the generated trace")] = 20,
+    seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the generated trace")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck.
@@ -71,41 +71,41 @@ def plan(
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained(), progress_on_stderr() as progress:
         if trace is not None:
-            refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
+            refuse_unused(ctx, ("boards",), "boards are of the generated trace - leave them, or leave --trace")
         refuse_unknown_policies(policies or ())
         config = read_line(line)
         stored = read_profile(database or config.profile_file)
         if database is None:
-            _tell_doubts(config, stored)
+            _print_doubts(config, stored)
         if trace is None and not config.catalog.components:
-            raise ConfigError("no expert of this line takes images, of which a trace could be made up - give --trace")
+            raise ConfigError("no expert of this line takes images, of which a trace could be generated - give --trace")
         arrivals = read_trace(trace, config.catalog, is_planned=True) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
         config = config.having(executors=executor_counts(executors), precision=given_precision(precision))
         line_plan = LinePlan(config, stored, arrivals, bytes_per_s(ssd_bandwidth), seed)
-        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
-        found = _planned(line_plan, asked, memories, partial(progress, f"plan for {len(arrivals):,} requests"))
-    _tell(*found, as_json=as_json)
+        cases = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
+        found = _planned(line_plan, cases, memories, partial(progress, f"plan for {len(arrivals):,} requests"))
+    _print(*found, as_json=as_json)
 
 
-def _tell_doubts(config: LineConfig, stored: StoredProfile) -> None:
+def _print_doubts(config: LineConfig, stored: StoredProfile) -> None:
     from agent.deployment.build import doubts
 
     for doubt in doubts(config, stored):
-        print(f"note: the profile does not hold for an agent that starts now, or not in all: {doubt}", file=sys.stderr)
+        print(f"note: an agent that starts now would not use all of the profile: {doubt}", file=sys.stderr)
 
 
 def _planned(
     line_plan: LinePlan,
-    asked: Sequence[Asked],
+    cases: Sequence[Case],
     memories: Mapping[str, Mapping[str, int]],
     progress: Callable[[int, int], None],
-) -> tuple[list[PlanRow], dict[Asked, ConfigError], Advice]:
-    steps = len(asked) + 1  # the last one: what would help
-    rows: dict[Asked, PlanRow] = {}
-    refused: dict[Asked, ConfigError] = {}
-    for done, (policy, size) in enumerate(asked):
+) -> tuple[list[PlanRow], dict[Case, ConfigError], Advice]:
+    steps = len(cases) + 1  # the last one: advice
+    rows: dict[Case, PlanRow] = {}
+    refused: dict[Case, ConfigError] = {}
+    for done, (policy, size) in enumerate(cases):
         progress(done, steps)
         try:
             rows[policy, size] = line_plan.row(policy, memories[size])
@@ -113,24 +113,24 @@ def _planned(
             refused[policy, size] = error
     if not rows:
         raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
-    progress(len(asked), steps)
+    progress(len(cases), steps)
     policy, size = next(iter(rows))
     advice = line_plan.advice(policy, memories[size])
     progress(steps, steps)
     return [*rows.values()], refused, advice
 
 
-def _tell(rows: list[PlanRow], refused: Mapping[Asked, ConfigError], advice: Advice, *, as_json: bool) -> None:
+def _print(rows: list[PlanRow], refused: Mapping[Case, ConfigError], advice: Advice, *, as_json: bool) -> None:
     from profiler.planning.plan import as_json as plan_json
     from profiler.planning.plan import plan_table
 
     for (policy, size), reason in refused.items():
         sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
     if as_json:
-        told = [
+        reasons = [
             {"policy": policy, "memory": size or None, "reason": f"{reason}"}
             for (policy, size), reason in refused.items()
         ]
-        print(json.dumps(plan_json(rows, advice) | {"refused": told}))
+        print(json.dumps(plan_json(rows, advice) | {"refused": reasons}))
     else:
         print(plan_table(rows, advice), end="")

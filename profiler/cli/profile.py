@@ -26,7 +26,7 @@ UsageFrom = Annotated[
 ]
 Tolerance = Annotated[float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")]
 Fresh = Annotated[
-    bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
+    bool, typer.Option(help="measure everything again, also in place of another box's or a damaged profile")
 ]
 
 
@@ -60,7 +60,7 @@ def profile(
     samples: Samples = None,
     usage_from: UsageFrom = None,
     expert: Annotated[
-        str | None, typer.Option(help="prove one expert anew, as after retraining, beside a running agent")
+        str | None, typer.Option(help="prove one expert again, for example after retraining; the agent may run")
     ] = None,
     count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
     simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
@@ -107,10 +107,10 @@ def profile(
                 done = profile_expert(config, expert, options, progress)
             else:
                 done = learned or profile_line(config, options, progress)
-    _tell(done, as_json=as_json)
+    _print(done, as_json=as_json)
 
 
-def _tell(done: Profiled, *, as_json: bool) -> None:
+def _print(done: Profiled, *, as_json: bool) -> None:
     from profiler.profiling.report import profile_charts, profile_json, profile_table
 
     for note in done.notes:

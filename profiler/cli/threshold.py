@@ -39,8 +39,8 @@ def threshold(
 ) -> None:
     """Learn the threshold of an anomaly expert on good and bad parts, and write it into the line file.
 
-    Of the thresholds that call no more good parts anomalous than asked, one that catches most of the bad ones. Draws
-    what every other threshold would do. Without bad samples, it lies a little above all good ones that have to pass.
+    Chooses a threshold that keeps within the false alarms allowed and catches most of the bad parts. Draws the effect
+    of every other threshold. Without bad samples, the threshold is a little above the good samples that must pass.
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
@@ -52,16 +52,16 @@ def threshold(
     drawn = chart or line.parent / f"{expert.replace('/', '-')}.threshold.png"
     with explained(), disk_explained():
         config = read_line(line)
-        asked = anomaly_expert(config, expert)
+        anomaly = anomaly_expert(config, expert)
         with progress_on_stderr() as progress:
-            scores = measured(asked, labelled_samples(config, asked, samples), progress)
-        evidence = threshold_of(asked, sha256_of(asked))
+            scores = measured(anomaly, labelled_samples(config, anomaly, samples), progress)
+        evidence = threshold_of(anomaly, sha256_of(anomaly))
         good, bad = list(scores.good.values()), list(scores.bad.values())
         found = learned(good, bad, false_alarms)
         draw_curve(drawn, expert, good, bad, found)
         if not prints:
-            _write(line, asked, found.rates.threshold, evidence)
-    row = _row(expert, asked.threshold, scores, found, false_alarms)
+            _write(line, anomaly, found.rates.threshold, evidence)
+    row = _row(expert, anomaly.threshold, scores, found, false_alarms)
     if as_json:
         print(json.dumps({**row, "chart": str(drawn), "is_written": not prints}))
         return
@@ -114,7 +114,7 @@ def _show(row: dict[str, Any], chart: Path, scores: Scores) -> None:
     )
     if row["false_alarms_expected"] > row["false_alarms_asked"]:
         needed = _least_good(row["false_alarms_asked"])
-        print(f"  more cannot be vouched for with so few: {row['false_alarms_asked']:.2%} takes {needed} good samples")
+        print(f"  too few samples to guarantee less: {row['false_alarms_asked']:.2%} takes {needed} good samples")
     if row["caught"] is None:
         print("caught: not known, as there is no bad sample")
     else:

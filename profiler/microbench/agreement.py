@@ -101,8 +101,8 @@ def compare(
 
 def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
     """Digest of the samples and of all inputs of a verdict except weights."""
-    told = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
-    return hashlib.sha256(told.encode()).hexdigest()
+    terms = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
+    return hashlib.sha256(terms.encode()).hexdigest()
 
 
 def image_s(kind: KindProfile) -> float:

@@ -121,7 +121,7 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
         return f"those of {following} would not fit into the {options.limit_s:g} s that a kind is measured for"
     if largest.workspace_bytes * following / largest.batch_size > MEMORY_FRACTION * free_bytes:
         return f"those of {following} would need more than half of the free memory"
-    return "memory did not suffice, or an earlier version tried no larger ones: --fresh measures anew"
+    return "memory did not suffice, or an earlier version tried no larger ones: --fresh measures them again"
 
 
 class ImageCycle:

@@ -40,8 +40,8 @@ class DecodingBench:
         self._times: dict[tuple[Path, str], tuple[_Timed, _Timed | None]] = {}
 
     def of_sha256(self, copy: ExpertCopy) -> str:
-        told = f"{packed_sha256(copy.packed)} {terms_sha256(self._bench.samples, self._graph, copy.expert)}"
-        return hashlib.sha256(told.encode()).hexdigest()
+        terms = f"{packed_sha256(copy.packed)} {terms_sha256(self._bench.samples, self._graph, copy.expert)}"
+        return hashlib.sha256(terms.encode()).hexdigest()
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
         """Measure an expert; None without sample images. Raises ImageError for a missing or broken sample."""

@@ -62,8 +62,8 @@ def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int) -> t
     """Speedup of n executors of a processor together over one alone, for n from 1 to ``most``.
 
     Each number of executors runs about as many batches of one image, equally many on each executor. Executors have the
-    threads of ``threads_per_executor``, and different experts while there are copies. Medians of ROUNDS over all
-    numbers by turns. Source: section 5.3, Figure 17. Raises ExpertError.
+    threads of ``threads_per_executor``, and different experts while there are copies. Medians of ROUNDS; the numbers
+    alternate. Source: section 5.3, Figure 17. Raises ExpertError.
     """
     with bench.rig(copies[:1]).opened() as rig:
         images = ImageCycle(rig, copies[0], bench.samples.of(copies[0].expert.id))
@@ -82,7 +82,7 @@ def failing_experts(
     """Experts of these copies that do not judge an image on the bench's processor, and why.
 
     An expert that packs may still fail when it is run, or answer with NaN. Each is loaded as by the agent and runs one
-    of its samples, or noise; a language model continues a made-up text.
+    of its samples, or noise; a language model continues a synthetic text.
     """
     if not copies:
         return {}

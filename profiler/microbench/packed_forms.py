@@ -101,8 +101,8 @@ class Calibrating:
         if there is not None and replace(there, ranges=found.ranges) == found:  # of other forms of the same expert
             found = replace(found, ranges={**there.ranges, **found.ranges})
         self._folder.write(expert.id, found)
-        asked = self._samples.calibrating.keys() & {*(name for name, _ in self._reasons), expert.id}
-        self._progress("calibrate", len(asked), len(self._samples.calibrating))
+        done = self._samples.calibrating.keys() & {*(name for name, _ in self._reasons), expert.id}
+        self._progress("calibrate", len(done), len(self._samples.calibrating))
         return None
 
 

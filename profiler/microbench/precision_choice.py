@@ -94,9 +94,9 @@ class PrecisionChoice:
         form = precision_of(self.config, references[0].expert.id, bench.processor, None, None)
         if runs_as(form) is not form:
             absent = form_of(form)
-            told = f"{references[0].kind} on {bench.processor} runs in {absent.plain}, not in {form}"
+            note = f"{references[0].kind} on {bench.processor} runs in {absent.plain}, not in {form}"
             reason = absent.why_absent()
-            self.notes.append(f"{told}, which does not run on this CPU: {reason}; write `precision: auto`")
+            self.notes.append(f"{note}, which does not run on this CPU: {reason}; write `precision: auto`")
             form = absent.plain
         if form_of(form).needs_calibration:
             form = self._given_calibrated(bench, form, references)
@@ -118,8 +118,8 @@ class PrecisionChoice:
             if self.packing.runs_in(copy.expert.id, form) is not form
         }
         if without:
-            told = f"{len(without)} of the {len(references)} experts of {references[0].kind} on {bench.processor}"
-            self.notes.append(f"{told} run in {plain}, not in {form}: {_named(without)}")
+            note = f"{len(without)} of the {len(references)} experts of {references[0].kind} on {bench.processor}"
+            self.notes.append(f"{note} run in {plain}, not in {form}: {_named(without)}")
         return plain if len(without) == len(references) else form
 
     def _tell_uncompared(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
@@ -139,9 +139,9 @@ class PrecisionChoice:
         return [copy for copy in packed[form] if copy.expert.id in wanted]
 
     def _compare_texts(self, bench: Bench, fp32: Sequence[ExpertCopy], others: Sequence[ExpertCopy]) -> list[Agreement]:
-        found, told = compare_texts(bench, fp32, others, self.tolerance)
+        found, note = compare_texts(bench, fp32, others, self.tolerance)
         form = others[0].packed.precision
-        self.notes.append(f"{fp32[0].kind} in {form} on {bench.processor} against fp32: {told}")
+        self.notes.append(f"{fp32[0].kind} in {form} on {bench.processor} against fp32: {note}")
         return found
 
     def _fastest_that_are_proven(
@@ -165,15 +165,15 @@ class PrecisionChoice:
                     continue
                 first, reason = next(iter(reasons.items()))
                 for name in names:
-                    told = reasons.get(name, f"it shares tensors with {first}, of which {reason}")
-                    whys.setdefault(name, f"not in {form}: {told}")
+                    note = reasons.get(name, f"it shares tensors with {first}, of which {reason}")
+                    whys.setdefault(name, f"not in {form}: {note}")
         if exact is not None:
             found = {copy.expert.id: Precision.FP32 for copy in references} | found
         if not found:
             self._left_off(profiles[0], "fp32 does not run there, and no other precision is proven to agree with it")
         elif whys:
-            told = f"{len(whys)} of the {len(references)} experts of {profiles[0].kind} on {bench.processor}"
-            self.notes.append(f"{told} stay behind the fastest form: {_named(whys)}")
+            note = f"{len(whys)} of the {len(references)} experts of {profiles[0].kind} on {bench.processor}"
+            self.notes.append(f"{note} stay behind the fastest form: {_named(whys)}")
         own = [
             ExpertForm(
                 expert=name,

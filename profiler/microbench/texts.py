@@ -95,10 +95,10 @@ def compare_texts(
     found: dict[str, Apart] = {}
     with bench.rig([*fp32, *other]).opened() as rig:
         for copy in fp32:
-            expected = _said(rig, copy, None)
+            expected = _logits_of(rig, copy, None)
             if expected is not None:
-                said = _said(rig, others[copy.expert.id], expected) if copy.expert.id in others else None
-                found[copy.expert.id] = _apart(expected, said, tolerance)
+                seen = _logits_of(rig, others[copy.expert.id], expected) if copy.expert.id in others else None
+                found[copy.expert.id] = _apart(expected, seen, tolerance)
     agreements = [
         Agreement(
             expert=name,
@@ -157,17 +157,17 @@ def _apart(expected: ModelLogits, found: ModelLogits | None, tolerance: float) -
     return Apart(positions, int((is_decided & ~same).sum()), int(same.sum()), float(largest), float(error))
 
 
-def _said(rig: MeasuringRig, copy: ExpertCopy, like: ModelLogits | None) -> ModelLogits | None:
+def _logits_of(rig: MeasuringRig, copy: ExpertCopy, like: ModelLogits | None) -> ModelLogits | None:
     """Logits on the texts of ``like``, or on texts that the model writes; None where the model cannot be run."""
     try:
         rig.bring(copy)
         with rig.model_of(copy) as model:
-            said = on_executor_thread(lambda: _read(model, like or _written(model)), rig.device, rig.threads)
+            found = on_executor_thread(lambda: _read(model, like or _written(model)), rig.device, rig.threads)
     except (ExpertError, BackendUnavailable):
         return None
     finally:
         rig.clear()
-    return said if bool(said.logits.isfinite().all()) else None
+    return found if bool(found.logits.isfinite().all()) else None
 
 
 def _written(model: LanguageModel) -> ModelLogits:

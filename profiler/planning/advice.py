@@ -116,9 +116,9 @@ class DecodingTimes:
         """Raises ConfigError as ``forecast`` does."""
         time = self.time(scenario, setup)
         alone = _alone(scenario, setup)
-        smaller, unlike = "JPEGs made smaller while they are decoded", len(self.refusing)
+        smaller, unlike = "JPEGs decoded to fewer pixels", len(self.refusing)
         if unlike:
-            smaller += f" (of which {unlike} {'expert does' if unlike == 1 else 'experts do'} not say the same)"
+            smaller += f" ({unlike} {'expert decides' if unlike == 1 else 'experts decide'} differently on them)"
         changes = {
             "images of half the pixels": replace(time, decoding_s=time.decoding_s / 2),
             smaller: replace(time, decoding_s=_of_all(self.smaller, scenario)),
@@ -211,7 +211,7 @@ class Takt:
     @property
     def sentence(self) -> str:
         missed = "missed now, met with unlimited memory" if self.is_met_unlimited else "missed with any memory"
-        return f"The takt asks for {self.required_images_per_s:.2f} images/s: {'met' if self.is_met else missed}."
+        return f"The takt requires {self.required_images_per_s:.2f} images/s: {'met' if self.is_met else missed}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +282,20 @@ def _limit_sentences(advice: Advice) -> list[str]:
     if advice.limit is Limit.DECODING and advice.decoding is not None:
         return advice.decoding.sentences()
     if advice.limit is Limit.ARRIVALS:
-        return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
+        return ["Arrivals are the limit: the last images are judged about as soon as possible after they arrive."]
     if advice.limit is Limit.COMPUTE:
         return [f"Compute is the limit: no memory and no SSD would gain more than {1 / REMOVED - 1:.0%}."]
     if advice.limit is Limit.SSD:
         busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time"
-        told = [f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}."]
+        limit = f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}."
     else:
         waits = (
             f"requests wait for {advice.switches} switches"
             if advice.switches
-            else "batches get less of it than they can use"
+            else "batches get less memory than they can use"
         )
-        told = [f"Memory is the limit: {waits}."]
-    return [*told, _remedy_sentence(advice)]
+        limit = f"Memory is the limit: {waits}."
+    return [limit, _remedy_sentence(advice)]
 
 
 def _remedy_sentence(advice: Advice) -> str:

@@ -105,7 +105,7 @@ class LinePlan:
 
     def row(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> PlanRow:
         """``memory``: bytes by host, device and workspace. None: the line's own policy or memory."""
-        case = self._asked(policy, memory)
+        case = self._case(policy, memory)
         scenario, setup = case.planned()
         row = plan_row(scenario, setup, case.required_images_per_s)
         if case.decoding is None:
@@ -120,13 +120,13 @@ class LinePlan:
 
     def advice(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> Advice:
         """Limit of the line, with remedies and gains; arguments as of ``row``."""
-        case = self._asked(policy, memory)
+        case = self._case(policy, memory)
         scenario, setup = case.planned()
         _refuse_broken(scenario, setup)
         load = None if case.decoding is None else case.decoding.load(scenario, setup)
         return with_gains(case.advice().with_decoding(load), case)
 
-    def _asked(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
+    def _case(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
         return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))
 
 
@@ -182,15 +182,15 @@ def required_images_per_s(config: LineConfig) -> float | None:
 
 
 def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, Any]:
-    told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
-    if told is not None and advice is not None and advice.decoding is not None:
-        told["decoding"] |= advice.decoding.figures()
+    advised = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
+    if advised is not None and advice is not None and advice.decoding is not None:
+        advised["decoding"] |= advice.decoding.figures()
     found = [
         asdict(row)
         | {"bound": asdict(row.bound) | {"seconds": row.bound.seconds}, "roofline_fraction": row.roofline_fraction}
         for row in rows
     ]
-    return {"rows": found, "advice": told}
+    return {"rows": found, "advice": advised}
 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:

@@ -152,8 +152,8 @@ def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> Us
     )
     origin = KEPT[usage.origin].format(requests=usage.requests)
     note = (
-        f"usage stays as it was {origin}: --fresh computes it from quantities again, --usage-from learns it anew, "
-        "--count-usage counts it anew"
+        f"usage stays as it was {origin}: --fresh computes it from quantities again, --usage-from learns it again, "
+        "--count-usage counts it again"
     )
     return UsageFound(usage, (note,))
 
@@ -165,7 +165,7 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
     if is_of_another_box(then, identity_of(box)):
         raise ConfigError(
             f"{path} is the profile of another box: {then.device}, {then.model}, {then.cores} cores; this one is "
-            f"{box.name}, {box.model}, {box.cores} cores - move it away, or give --fresh to measure anew"
+            f"{box.name}, {box.model}, {box.cores} cores - move it away, or give --fresh to measure again"
         )
 
 
@@ -189,9 +189,9 @@ class _Profiling:
     def run(self, served: UsageFound | None) -> Profiled:
         """``served``: usage learned from history, now or before."""
         if broken := self._samples.broken:
-            several = f"{len(broken)} sample images are broken and were passed over, the first"
-            said = "one sample image is broken and was passed over" if len(broken) == 1 else several
-            self._notes.append(f"{said}: {broken[0]}")
+            several = f"{len(broken)} sample images are broken and were skipped, the first"
+            skipped = "one sample image is broken and was skipped" if len(broken) == 1 else several
+            self._notes.append(f"{skipped}: {broken[0]}")
         if (given := self._config.executors) is not None:
             executor_specs(self._config, self._box)  # raises ConfigError for a processor that the box lacks
         processors = tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
@@ -330,15 +330,15 @@ class _Profiling:
             self._progress("decoding images", len(missing), len(missing))
         self._draft.save_decodings(found)
         self._notes += [
-            f"{each.expert} has its JPEGs whole: {each.labels_differ} labels of {each.smaller} differ, and scores by "
-            f"{each.largest_score_difference:.3f}, where they are made smaller while they are decoded"
+            f"{each.expert} gets JPEGs of full size: decoded to fewer pixels, {each.labels_differ} labels "
+            f"of {each.smaller} differ, and scores by {each.largest_score_difference:.3f}"
             for each in found
             if each.smaller and not each.agrees
         ]
         if left_out:
             self._notes.append(
-                f"{left_out} experts have their JPEGs whole: after {DECODING_LIMIT_S:.0f} s no further one was asked "
-                "whether it says the same of smaller ones - profile again, which goes on from there"
+                f"{left_out} experts get JPEGs of full size: the comparison with smaller ones ended after "
+                f"{DECODING_LIMIT_S:.0f} s - profile again, which resumes there"
             )
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
@@ -362,7 +362,7 @@ class _Profiling:
                 left = [copy for copy in left if copy.expert.id != failing]
         if reason:
             self._notes.append(
-                f"executors of {processor} were not measured together, and are taken to gain nothing: {reason}"
+                f"executors of {processor} were not measured together, and are assumed to gain nothing: {reason}"
             )
         self._draft.save_speedups(processor, speedups)
         self._progress(f"executors of {processor}", 1, 1)

@@ -178,10 +178,10 @@ def _agreement(compared: Sequence[Agreement]) -> str:
 
 
 def _expert_lines(profile: StoredProfile) -> Iterator[str]:
-    told: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    by_reason: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in profile.forms.values():
-        told[each.processor, each.precision, each.why].append(each.expert)
-    for (processor, form, why), experts in sorted(told.items()):
+        by_reason[each.processor, each.precision, each.why].append(each.expert)
+    for (processor, form, why), experts in sorted(by_reason.items()):
         more = len(experts) - NAMED_EXPERTS
         named = ", ".join(experts[:NAMED_EXPERTS]) + (f" and {more} more" if more > 0 else "")
         yield f"form         {named} in {form} on {processor}: {why}"
@@ -194,8 +194,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     yield f"measured on  {'; '.join(samples)}"
     yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)
     for processor, speedups in profile.speedups.items():
-        told = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
-        yield f"together     {processor} executors against one: {told}"
+        factors = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
+        yield f"together     {processor} executors against one: {factors}"
     if profile.decodings:
         yield _decoding_line(profile.decodings)
     for kind in (each for each in profile.chosen_kinds if each.lease_bytes):
@@ -217,8 +217,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
             f"{mib(pool.workspace_bytes, MIB)} for batches"
         )
     for search, trials in _by_search(profile.trials).items():
-        told = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
-        yield f"tried        {search}, images/s: {told}"
+        rates = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
+        yield f"tried        {search}, images/s: {rates}"
 
 
 def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
@@ -227,9 +227,9 @@ def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
     scaled = [each for each in decodings if each.agrees]
     text = f"decoding     {image_s * 1e3:.1f} ms for an image of {megapixels / images:.2f} megapixels on one core"
     if not scaled:
-        return f"{text}; no JPEG is made smaller meanwhile"
+        return f"{text}; no JPEG is decoded to fewer pixels"
     scaled_s = sum(each.scaled_s for each in scaled) / sum(each.images for each in scaled)
-    return f"{text}; {scaled_s * 1e3:.1f} for {len(scaled)} of {len(decodings)} experts, whose JPEGs are made smaller"
+    return f"{text}; {scaled_s * 1e3:.1f} for {len(scaled)} of {len(decodings)} experts with smaller JPEGs"
 
 
 def _label(kind: KindProfile) -> str:

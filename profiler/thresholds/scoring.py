@@ -72,7 +72,7 @@ def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> Labell
         found = _crops(config, expert, folder)
     if not found.good:
         raise ConfigError(
-            f"{folder} holds no good sample for {expert.id}: a threshold lies above what good parts measure - "
+            f"{folder} holds no good sample for {expert.id}: a threshold is learned above the scores of good parts - "
             f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/"
         )
     return found

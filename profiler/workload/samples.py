@@ -220,7 +220,7 @@ class _Search:
                 reason = f"its sidecar: {error.strerror}"
                 continue
             if (component := name["component"]) is None:
-                reason = "it shows a whole board, about which no expert is asked: cut it, or give labelled crops"
+                reason = "it shows a whole board, which no expert judges: cut it, or give labelled crops"
                 continue
             self._found[component, ""].append(Sample(folder / relpath, component, None, shown, max_pixels))
             return

@@ -139,17 +139,17 @@ class _Reader:
         try:
             row = _parse(text)
         except _Mistake as mistake:
-            self._tell(number, text, mistake)
+            self._note(number, text, mistake)
             return None
         checked: dict[str, Any] = {}
         for check in (self._keys, self._time, self._target, self._image, self._tokens):
             try:
                 checked |= check(row, number)
             except _Mistake as mistake:
-                self._tell(number, text, mistake)
+                self._note(number, text, mistake)
         return TracedArrival(**checked) if len(self.problems) == before else None
 
-    def _tell(self, number: int, text: str, mistake: _Mistake) -> None:
+    def _note(self, number: int, text: str, mistake: _Mistake) -> None:
         column = max(text.find(json.dumps(mistake.key)), 0) + 1
         self.problems.append(ConfigError(str(mistake), FilePlace(self.path, number, column, mistake.key)))
 

@@ -68,7 +68,7 @@ def compute(
     against: Annotated[
         list[str] | None, typer.Option(help="peers beside them, such as openvino-bf16; default: all that are installed")
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds of all contestants; medians are told")] = 15,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all contestants; medians are shown")] = 15,
     limit: Annotated[
         float | None, typer.Option(min=0, help="seconds; no round begins later for an architecture and batch size")
     ] = None,

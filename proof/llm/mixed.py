@@ -41,7 +41,7 @@ TARGET_STATIC, TARGET_CONTINUOUS = 2.0, 1.0
 
 
 def measure_mixed(
-    folder: Path, shape: QwenShape, rounds: int, told: Callable[[int, int], None], requests: int
+    folder: Path, shape: QwenShape, rounds: int, progress: Callable[[int, int], None], requests: int
 ) -> LlmFindings:
     """Run a random model of this shape on all systems, below ``folder``. Raises CoServeError where tokens differ."""
     directory = write_random_model(folder / f"mixed-{shape.name}", shape)
@@ -57,7 +57,7 @@ def measure_mixed(
             peer = PeerProcess(directory, way, torch.get_num_threads())
             peers.callback(peer.close)
             systems[name] = partial(peer.write, jobs)
-        times = by_turns(systems, Plan(rounds, warming_up=1, told=told))
+        times = by_turns(systems, Plan(rounds, warming_up=1, progress=progress))
     require_same_tokens(times)
     tokens = sum(job.output for job in jobs)
     part = f"mixed lengths, {shape.name}"
@@ -84,16 +84,16 @@ def _targets(shape: str, seconds: Mapping[str, float]) -> list[Target]:
     def over(system: str, other: str) -> float:
         return seconds[other] / seconds[system]
 
-    def told(what: str, system: str, other: str) -> Target:
+    def ratio(what: str, system: str, other: str) -> Target:
         return without_target(f"{shape}: {what}", over(system, other))
 
-    scheduling = told("the same against our own static batching", OURS, OURS_STATIC)
+    scheduling = ratio("the same against our own static batching", OURS, OURS_STATIC)
     if THEIR_STATIC not in seconds:
         return [scheduling]
     return [
         at_least(f"{shape}: mixed lengths, over transformers' static", over(OURS, THEIR_STATIC), TARGET_STATIC),
         at_least(f"{shape}: the same over its generate_batch", over(OURS, THEIR_CONTINUOUS), TARGET_CONTINUOUS),
-        told("in quanta as beside images, over transformers' static", OURS_BESIDE_IMAGES, THEIR_STATIC),
+        ratio("in quanta as beside images, over transformers' static", OURS_BESIDE_IMAGES, THEIR_STATIC),
         scheduling,
-        told("our static over transformers' static", OURS_STATIC, THEIR_STATIC),
+        ratio("our static over transformers' static", OURS_STATIC, THEIR_STATIC),
     ]

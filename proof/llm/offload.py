@@ -59,7 +59,7 @@ TOLERANCE = 1e-3
 def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindings:
     """Write a model into ``directory``, which the caller removes, pack it, and run it all ways.
 
-    ValueError where they say different things. Needs three times the model's bytes of disk.
+    Raises ValueError where their logits differ. Needs three times the model's bytes of disk.
     """
     weights, shares = write_skewed_model(directory / "model", shape, ZIPF)
     expert = Expert(EXPERT, "llm", weights, (), None)
@@ -75,8 +75,8 @@ def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindin
             }
             times = by_turns(ways, Plan(rounds, warming_up=1))
             counted = memory.statistics()
-    said = [result for each in times.values() for result in each.results]
-    difference = max(float((logits - said[0]).abs().max()) for logits in said)
+    results = [result for each in times.values() for result in each.results]
+    difference = max(float((logits - results[0]).abs().max()) for logits in results)
     if difference > TOLERANCE:
         raise ValueError(f"with half of its experts the model's logits differ by {difference:.2g}")
     per_s = {way: ROWS * (PROMPT + OUTPUT) / each.median_s for way, each in times.items()}

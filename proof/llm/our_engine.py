@@ -45,7 +45,7 @@ class OurEngine:
         layout = KvLayout.of(model.spec, model.dtype)
         arena = ExtentArena(slots * layout.positions * layout.token_bytes, keeps_prefixes=False)
         self._engine = LlmEngine(arena, IterationLimits(rows=slots))
-        self._begun = 0
+        self._turns = 0
 
     @property
     def statistics(self) -> TextEngineStatistics:
@@ -77,6 +77,6 @@ class OurEngine:
         return tokens
 
     def _turn(self, job: TextJob, writer: Collected) -> Turn:
-        self._begun += 1
+        self._turns += 1
         generation = Generation(job.prompt, job.output, GREEDY)
-        return Turn(self._begun, "bench", self._model, TextRequest(generation, writer))
+        return Turn(self._turns, "bench", self._model, TextRequest(generation, writer))

@@ -127,9 +127,9 @@ def main(directory: Path, way: str, threads: int) -> None:
     use_threads(threads)
     write = _writer(directory, way)
     end_team()  # of reading the weights: generate_batch runs on a thread of its own
-    _tell("ready")
+    _send("ready")
     for line in sys.stdin:
-        _tell(write([TextJob(tuple(prompt), output) for prompt, output in json.loads(line)]))
+        _send(write([TextJob(tuple(prompt), output) for prompt, output in json.loads(line)]))
 
 
 def _writer(directory: Path, way: str) -> Callable[[Sequence[TextJob]], list[list[int]]]:
@@ -142,7 +142,7 @@ def _writer(directory: Path, way: str) -> Callable[[Sequence[TextJob]], list[lis
     return OurEngine(load_model(directory, directory.name), SLOTS).continuous
 
 
-def _tell(answer: object) -> None:
+def _send(answer: object) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

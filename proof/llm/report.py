@@ -74,8 +74,8 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
 def _parts(folder: Path, form: LlmExtent, progress: Progress) -> Iterator[LlmFindings]:
     shape, rounds = form.asking.shape, form.asking.rounds
     for each in form.mixed:
-        told = partial(progress, f"mixed lengths, {each.name}")
-        yield measure_mixed(folder, each, rounds, told, form.requests)
+        of_rounds = partial(progress, f"mixed lengths, {each.name}")
+        yield measure_mixed(folder, each, rounds, of_rounds, form.requests)
     stages: dict[str, Callable[[], LlmFindings]] = {
         "swapping": lambda: measure_swapping(folder, form.asking),
         "backbone": lambda: measure_backbone(folder, form.asking),

@@ -170,8 +170,8 @@ def _bytes_of(directories: Mapping[str, Path]) -> int:
 def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
     fastest, *others = sorted(theirs_s, key=lambda way: theirs_s[way])
     what = f"{models} LLM experts, memory for {FITTING:g}: over a process each, {fastest}"
-    told = (without_target(f"the same, {way}", theirs_s[way] / ours_s) for way in others)
-    return (at_least(what, theirs_s[fastest] / ours_s, TARGET), *told)
+    slower = (without_target(f"the same, {way}", theirs_s[way] / ours_s) for way in others)
+    return (at_least(what, theirs_s[fastest] / ours_s, TARGET), *slower)
 
 
 def _by_processes(directories: Mapping[str, Path], rounds: Sequence[Round], way: str) -> tuple[list[Tokens], float]:

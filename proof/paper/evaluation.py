@@ -289,7 +289,7 @@ def evaluation_table(evaluation: Evaluation) -> str:
     lines: list[str] = []
     for (task, device), rows in evaluation.runs.items():
         samba, all_memory = rows[SAMBA], rows[SAMBA_ALL_MEMORY]
-        told = [
+        cells = [
             (
                 row.policy,
                 f"{row.images_per_s:.2f}",
@@ -302,7 +302,7 @@ def evaluation_table(evaluation: Evaluation) -> str:
             )
             for row in rows.values()
         ]
-        lines += [f"task {task} on {device}", text_table([HEADINGS, *told], range(1, 7)), ""]
+        lines += [f"task {task} on {device}", text_table([HEADINGS, *cells], range(1, 7)), ""]
     note = short_form(evaluation)
     lines += [] if note is None else [f"short      {note}"]
     lines += [f"SHORT      {text}" for text in shortfalls(evaluation)] or ["target     every one is reached"]

@@ -79,7 +79,7 @@ class SystemsFigure:
     form: str
     drawn: Sequence[str]
     listed: Sequence[str]
-    said: str
+    caption: str
     against: tuple[str, Callable[[SystemRow, SystemRow], str]] | None = None
 
 
@@ -137,13 +137,13 @@ def _compared(figure: SystemsFigure, evaluation: Evaluation, folder: Path) -> st
         (NAMES[policy], *(f"{figure.of(rows[policy]):{figure.form}}" for rows in runs.values()))
         for policy in figure.listed
     ]
-    said = figure.said
+    caption = figure.caption
     if figure.against is not None:
         lines += _against_samba(figure, runs)
     if figure.number == 13:
-        said += f"\n\n{_split(runs)}"
+        caption += f"\n\n{_split(runs)}"
     header = ("system", *(f"{task} {device}" for task, device in runs))
-    return _section(f"Figure {figure.number}: {figure.title}", charts, [header, *lines], said)
+    return _section(f"Figure {figure.number}: {figure.title}", charts, [header, *lines], caption)
 
 
 def _against_samba(
@@ -199,11 +199,11 @@ def _figure_17(searches: Sequence[Best], folder: Path) -> str:
         chosen = f"{best.system.executors[GPU]} GPU + {best.system.executors[CPU]} CPU"
         tried = ", ".join(f"{gpu}G+{cpu}C {value:.1f}" for (gpu, cpu), value in _by_executors(best).items())
         lines.append((best.board, best.device, chosen, PAPER_EXECUTORS.get(best.board, "-"), tried))
-    said = (
+    caption = (
         "G and C are executors of the GPU and of the CPU. The simulation charges one more executor the memory of its "
         "process and its part of the processor, and nothing else that the paper's further executors may cost."
     )
-    return _section("Figure 17: executors", charts, lines, said)
+    return _section("Figure 17: executors", charts, lines, caption)
 
 
 def _figure_18(searches: Sequence[Best], folder: Path) -> str:
@@ -225,14 +225,14 @@ def _figure_18(searches: Sequence[Best], folder: Path) -> str:
         tried = ", ".join(f"{row.experts}: {row.images_per_s:.1f}" for row in best.memory)
         ours = f"{chosen.experts} experts, {chosen.images_per_s:.1f} images/s"
         lines.append((best.board, best.device, slid, ours, PAPER_MEMORY.get(best.board, "-"), tried))
-    said = "Where the search stopped before the best window, the throughput of the sample did not rise in a line."
-    return _section("Figure 18: memory for experts", [chart], lines, said)
+    caption = "Where the search stopped before the best window, the throughput of the sample did not rise in a line."
+    return _section("Figure 18: memory for experts", [chart], lines, caption)
 
 
 def _by_executors(best: Best) -> dict[tuple[int, int], float]:
     return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
 
 
-def _section(title: str, charts: Sequence[Path], lines: Sequence[Sequence[str]], said: str) -> str:
+def _section(title: str, charts: Sequence[Path], lines: Sequence[Sequence[str]], caption: str) -> str:
     images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
-    return f"## {title}\n\n{images}\n\n{markdown_table(lines)}\n\n{said}"
+    return f"## {title}\n\n{images}\n\n{markdown_table(lines)}\n\n{caption}"

@@ -29,7 +29,7 @@ from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.measured import Column, Measured, Target, this_machine
 from profiler.workload.generated_line import removed_afterwards, require_disk, write_experts
-from profiler.workload.made_up_graphs import write_graph_experts
+from profiler.workload.synthetic_graphs import write_graph_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from experts.expert import Expert
     from experts.packed.weights import PackedExpert
-    from profiler.workload.made_up_graphs import GraphKind
+    from profiler.workload.synthetic_graphs import GraphKind
 
 TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3  # a session is given new addresses at each switch of a graph
 GRAPH_NAMES = {"detector": "ONNX detectors", "anomaly": "ONNX anomaly experts"}

@@ -95,13 +95,13 @@ def start_once(line: Path) -> StartTimes:
         resident_bytes = psutil.Process(process.pid).memory_info().rss
         drained = threading.Thread(target=log.read, name="log", daemon=True)
         drained.start()  # a full pipe would stop the agent
-        asked = time.perf_counter()
+        stopping_s = time.perf_counter()
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired as error:
             raise CoServeError(f"the agent did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from error
-        stop_s = time.perf_counter() - asked
+        stop_s = time.perf_counter() - stopping_s
         drained.join()
     return StartTimes(1, ready_s, resident_bytes, stop_s)
 

@@ -350,8 +350,8 @@ class Desk(Protocol):
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
         """At most ``limit`` stored results with larger numbers; if fewer remain, as many changes of boards."""
 
-    def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Call ``tell`` after each stored result or board's verdict. Returns a function to unsubscribe."""
+    def subscribe(self, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call ``notify`` after each stored result or board's verdict. Returns a function to unsubscribe."""
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None

@@ -160,10 +160,10 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         """Context that counts a call, and gives the ``Room`` of its messages. Raises OrderRefused beyond the limit.
         Calls without an image have bytes that images cannot take."""
         if self.stopping.is_set() and kind is not _Kind.CHECK:
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - try again after its restart")
         most = self._at_most[kind]
         if self._open[kind] >= most:
-            advice = FEWER_BYTES if kind is _Kind.STREAM else "ask again in a while"
+            advice = FEWER_BYTES if kind is _Kind.STREAM else "try again later"
             raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - {advice}", FULL_RETRY_S)
         has_image = kind in (_Kind.IMAGE, _Kind.STREAM)
         room = Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
@@ -202,13 +202,13 @@ class _Guarded:
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """The answer; None for a refused call."""
         answer = None
-        async with _told(context, self._method), self._door.entered(self._kind) as room:
+        async with _refusing(context, self._method), self._door.entered(self._kind) as room:
             answer = await self._call(await self._given(context, room), room)
-        return answer  # noqa: RET504  # where it is refused there is none
+        return answer  # noqa: RET504  # a refused call has none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         async with (
-            _told(context, self._method),
+            _refusing(context, self._method),
             self._door.entered(self._kind) as room,
             aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
@@ -217,7 +217,7 @@ class _Guarded:
                     async with asyncio.timeout(STALL_S):
                         await context.write(answer)
                 except TimeoutError:
-                    raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: ask again") from None
+                    raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: try again") from None
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
         """Argument of a method: its message or messages, without another reference. Raises OrderRefused. A method
@@ -333,7 +333,7 @@ def _too_large(size_bytes: int, most: str) -> OrderRefused:
 
 
 @asynccontextmanager
-async def _told(context: Call, method: str) -> AsyncIterator[None]:
+async def _refusing(context: Call, method: str) -> AsyncIterator[None]:
     """End the call with our own message after any error.
 
     ``context.abort`` would not do: gRPC keeps its exception with the call. The exception holds the call's frames and

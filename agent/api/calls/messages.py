@@ -122,14 +122,14 @@ def reload_message(reload: ReloadView) -> pb.ReloadReply:
 
 def text_order_of(request: pb.GenerateRequest) -> TextOrder:
     """Order of a request. Raises OrderRefused."""
-    asked = [field.name for field, _ in request.ListFields() if field.name in PROMPTS]
-    if len(asked) > 1:
-        raise invalid(asked[1], f"{' and '.join(asked)} are given - say once what is to be continued")
+    prompts = [field.name for field, _ in request.ListFields() if field.name in PROMPTS]
+    if len(prompts) > 1:
+        raise invalid(prompts[1], f"{' and '.join(prompts)} are given - send one of them")
     values = _values(request)
     tokens = values["prompt_tokens"]
     return TextOrder(
         model=request.model,
-        prompt=None if "messages" in asked else values["prompt"] if tokens is None else tokens,
+        prompt=None if "messages" in prompts else values["prompt"] if tokens is None else tokens,
         messages=values["messages"],
         most_tokens=values["max_tokens"],
         sampling=values["sampling"] or Sampling(),

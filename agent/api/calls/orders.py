@@ -46,22 +46,22 @@ class Orders:
         self,
         order: ImageOrder,
         *,
-        tell_taken: Callable[[], None] = lambda: None,
-        tell_accepted: Callable[[], None] | None = None,
+        on_taken: Callable[[], None] = lambda: None,
+        on_accepted: Callable[[], None] | None = None,
     ) -> Sequence[VerdictView]:
         """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order. Both callbacks run on the loop.
 
-        ``tell_taken``: the desk counts the order. ``tell_accepted``: the order is durable, and judged even after a
+        ``on_taken``: the desk counts the order. ``on_accepted``: the order is durable, and judged even after a
         cancel.
         """
         names = ("component", "expert", "board", "board_type", "ref", "key")
         check_names(**{name: getattr(order.subject, name) for name in names})
-        listener = _ImageListener(tell_accepted)
+        listener = _ImageListener(on_accepted)
         async with self._placed(listener, self.desk.order, order):
-            tell_taken()
+            on_taken()
             end = await listener.end
             if isinstance(end, OrderRefused):
-                raise anew(end)
+                raise copied(end)
             return end
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ class Orders:
         try:
             given = await asyncio.wrap_future(ticket)
             if isinstance(given, OrderRefused):
-                raise anew(given)
+                raise copied(given)
             yield given
         finally:
             self.under_way -= 1
@@ -109,14 +109,14 @@ class _Listener:
 class _ImageListener(_Listener):
     """Implements ``agent.api.calls.desk.Listener``."""
 
-    def __init__(self, tell_accepted: Callable[[], None] | None) -> None:
+    def __init__(self, on_accepted: Callable[[], None] | None) -> None:
         super().__init__()
         self.end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
-        self._tell_accepted = tell_accepted
+        self._on_accepted = on_accepted
 
     def accepted(self) -> None:
-        if self._tell_accepted is not None:
-            self._soon(self._accept, self._tell_accepted)
+        if self._on_accepted is not None:
+            self._soon(self._accept, self._on_accepted)
 
     def judged(self, parts: Sequence[VerdictView]) -> None:
         self._soon(self._settle, parts)
@@ -124,10 +124,10 @@ class _ImageListener(_Listener):
     def refused(self, refusal: OrderRefused) -> None:
         self._soon(self._settle, refusal)
 
-    def _accept(self, tell: Callable[[], None]) -> None:
+    def _accept(self, call: Callable[[], None]) -> None:
         if not self.end.done():
             self.is_settled = True
-            tell()
+            call()
 
     def _settle(self, end: Sequence[VerdictView] | OrderRefused) -> None:
         if not self.end.done():
@@ -175,8 +175,8 @@ class _TextListener(_Listener):
         self._news.set()
 
 
-def anew(refused: OrderRefused) -> OrderRefused:
-    """Copy: the original, once raised, would form a cycle with its frames."""
+def copied(refused: OrderRefused) -> OrderRefused:
+    """Copy to raise: the original would form a cycle with its frames."""
     return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
 
 

@@ -19,7 +19,7 @@ REASON = "coserve-reason"
 PUSHBACK_MS = "grpc-retry-pushback-ms"  # respected by gRPC clients with a retry policy
 INTERNAL = "INTERNAL"  # reason of a bug
 MOST_CHARACTERS = 500  # gRPC's clients take more than 8 KiB of encoded text for RESOURCE_EXHAUSTED
-MISTAKE = "a mistake of the agent's program, which its log tells more about"
+MISTAKE = "an internal error of the agent - see its log"
 
 STATUS = {
     Refusing.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -46,5 +46,5 @@ def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
     context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
     context.set_code(STATUS[refused.reason])
-    told = text(str(refused))
-    context.set_details(told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS - 3]}...")
+    details = text(str(refused))
+    context.set_details(details if len(details) <= MOST_CHARACTERS else f"{details[: MOST_CHARACTERS - 3]}...")

@@ -39,33 +39,33 @@ Answer = TypeVar("Answer")
 class Conversation(ABC, Generic[Request, Answer]):
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._told: asyncio.Queue[tuple[Answer, bool] | None] = asyncio.Queue()
+        self._ready: asyncio.Queue[tuple[Answer, bool] | None] = asyncio.Queue()
         self._window = asyncio.Semaphore(WINDOW)
         self._under_way: set[asyncio.Task[None]] = set()
 
     @abstractmethod
-    async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
-        """Judge one order; returns its last answer. ``tell_taken``: the desk counts the order. Raises OrderRefused.
+    async def carry_out(self, request: Request, on_taken: Callable[[], None]) -> Answer:
+        """Judge one order; returns its last answer. ``on_taken``: the desk counts the order. Raises OrderRefused.
         No other object holds the request: a waiting image has one copy."""
 
     @abstractmethod
-    def begun(self, request: Request) -> Answer:
+    def empty(self, request: Request) -> Answer:
         """Answer with only the order's id; short, as a thousand may wait for a slow caller."""
 
     @abstractmethod
     def failed(self, answer: Answer, reason: str, message: str, again_ms: int | None) -> Answer:
-        """Answer for a refused or failed order, based on its ``begun``."""
+        """Answer for a refused or failed order, based on its ``empty`` answer."""
 
-    def tell(self, answer: Answer, *, is_last: bool = False) -> None:
-        self._told.put_nowait((answer, is_last))
+    def put(self, answer: Answer, *, is_last: bool = False) -> None:
+        self._ready.put_nowait((answer, is_last))
 
     async def answers(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Answer, None]:
         """Answers until the caller and all orders have ended. Raises OrderRefused when the agent stops."""
         reader = asyncio.create_task(self._read(requests))
-        reader.add_done_callback(lambda _: self._told.put_nowait(None))
+        reader.add_done_callback(lambda _: self._ready.put_nowait(None))
         try:
-            while (told := await self._told.get()) is not None:
-                answer, is_last = told
+            while (ready := await self._ready.get()) is not None:
+                answer, is_last = ready
                 yield answer
                 if is_last:
                     self._window.release()
@@ -83,7 +83,7 @@ class Conversation(ABC, Generic[Request, Answer]):
         await asyncio.gather(taking, return_exceptions=True)
         await asyncio.gather(*self._under_way)
         if self._door.stopping.is_set():
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - order again once it has been started anew")
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - send the orders again after its restart")
         taking.result()
 
     async def _take(self, requests: AsyncIterator[Request]) -> None:
@@ -96,19 +96,19 @@ class Conversation(ABC, Generic[Request, Answer]):
             del request  # the next request may take long
             await is_taken.wait()
 
-    async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:
-        begun, carrying = self.begun(request), self.carry_out(request, tell_taken)
+    async def _answer(self, request: Request, on_taken: Callable[[], None]) -> None:
+        empty, carrying = self.empty(request), self.carry_out(request, on_taken)
         del request
         try:
             answer = await carrying
         except OrderRefused as refused:
-            answer = self.failed(begun, str(refused.reason), text(str(refused)), retry_ms(refused))
+            answer = self.failed(empty, str(refused.reason), text(str(refused)), retry_ms(refused))
         except Exception:
             log.exception("api_failed in a stream")
-            answer = self.failed(begun, INTERNAL, MISTAKE, None)
+            answer = self.failed(empty, INTERNAL, MISTAKE, None)
         finally:
-            tell_taken()
-        self.tell(answer, is_last=True)
+            on_taken()
+        self.put(answer, is_last=True)
 
 
 class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
@@ -119,13 +119,13 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         self._orders = orders
         self._ids: set[str] = set()
 
-    async def carry_out(self, request: pb.StreamOrder, tell_taken: Callable[[], None]) -> pb.StreamAnswer:
+    async def carry_out(self, request: pb.StreamOrder, on_taken: Callable[[], None]) -> pb.StreamAnswer:
         """Raises OrderRefused."""
         id_ = request.id
         if not id_ or len(id_) > NAME_CHARACTERS or id_ in self._ids:
             raise OrderRefused(
                 Refusing.INVALID,
-                f"an order needs an id that none of this stream's under way has (at most {NAME_CHARACTERS} characters)",
+                f"an order needs an id of at most {NAME_CHARACTERS} characters, unlike those under way on this stream",
             )
         self._door.check_size(request.ByteSize())
         order = order_of(request.order)
@@ -133,12 +133,12 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         accepted = pb.StreamAnswer(id=id_, accepted=pb.Accepted())
         self._ids.add(id_)
         try:
-            parts = await self._orders.judged(order, tell_taken=tell_taken, tell_accepted=lambda: self.tell(accepted))
+            parts = await self._orders.judged(order, on_taken=on_taken, on_accepted=lambda: self.put(accepted))
         finally:
             self._ids.discard(id_)
         return pb.StreamAnswer(id=id_, judged=pb.InspectReply(parts=[part_message(part) for part in parts]))
 
-    def begun(self, request: pb.StreamOrder) -> pb.StreamAnswer:
+    def empty(self, request: pb.StreamOrder) -> pb.StreamAnswer:
         return pb.StreamAnswer(id=request.id[:NAME_CHARACTERS])
 
     def failed(self, answer: pb.StreamAnswer, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
@@ -154,19 +154,19 @@ class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferRespon
         self._infer = infer
 
     async def carry_out(
-        self, request: oip.ModelInferRequest, tell_taken: Callable[[], None]
+        self, request: oip.ModelInferRequest, on_taken: Callable[[], None]
     ) -> oip.ModelStreamInferResponse:
         """Raises OrderRefused."""
         self._door.check_size(request.ByteSize())
         wants_final = FINAL_WANTED in request.parameters and request.parameters[FINAL_WANTED].bool_param
-        inferring = self._infer(request, tell_taken)
+        inferring = self._infer(request, on_taken)
         del request
         response = await inferring
         if wants_final:
             response.parameters[FINAL].bool_param = True
         return oip.ModelStreamInferResponse(infer_response=response)
 
-    def begun(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
+    def empty(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
         id_, model = request.id[:NAME_CHARACTERS], request.model_name[:NAME_CHARACTERS]
         return oip.ModelStreamInferResponse(infer_response=oip.ModelInferResponse(id=id_, model_name=model))
 

@@ -67,16 +67,16 @@ async def watch(
                 is_more = most in (len(page.results), len(page.boards))
     finally:
         unsubscribe()
-    raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, behind the last event that came")
+    raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, after the last event received")
 
 
 def _check(place: ResultsCursor, end: ResultsCursor) -> None:
     """Raises OrderRefused for numbers of another file."""
     if place.file is None and (place.seq or place.board):
-        raise invalid("file", f"whose numbers are these? - send it with them, as the last event had it, or {ALL}")
+        raise invalid("file", f"the results file of these numbers is missing - send it as in the last event, or {ALL}")
     if place.file not in (None, end.file):
-        reason = f"these numbers are of the results file {place.file}, and this one is {end.file} - {ALL}"
+        reason = f"these numbers belong to the results file {place.file}, and the line has {end.file} - {ALL}"
         raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)
     if (place.seq or 0) > (end.seq or 0) or (place.board or 0) > (end.board or 0):
-        reason = f"results file {end.file} has come to {end.seq}, its boards to {end.board} - {ALL}"
+        reason = f"the results file {end.file} ends at {end.seq}, its boards at {end.board} - {ALL}"
         raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)

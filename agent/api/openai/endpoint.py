@@ -110,11 +110,11 @@ class OpenAiEndpoint:
         return answer(200, model_values(found, self._created))
 
     async def _written(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
-        asked = await self._texts.ask(READERS[request.path], request.body)
-        check_names(model=asked.order.model)
-        reply = TextReply(asked, is_chat=request.path == CHATS)
-        async with self._texts.written(asked.order) as written, aclosing(written) as text:
-            if asked.is_streamed:
+        call = await self._texts.ask(READERS[request.path], request.body)
+        check_names(model=call.order.model)
+        reply = TextReply(call, is_chat=request.path == CHATS)
+        async with self._texts.written(call.order) as written, aclosing(written) as text:
+            if call.is_streamed:
                 await stream.begin(200, EVENTS)
                 try:
                     async for one in text:
@@ -132,7 +132,7 @@ class OpenAiEndpoint:
 def _wrong_form(request: HttpRequest, method: str) -> HttpAnswer | None:
     """Refusal of another method or content type. Any web page can make a browser send JSON as another type."""
     if request.method != method:
-        return plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed", ("allow", method))
+        return plain_error(405, f"{request.path} takes {method}", "method_not_allowed", ("allow", method))
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         return plain_error(400, "the body is wanted as JSON - send content-type: application/json", "content_type")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from agent.api.calls.desk import TextEvent, TextModelView, TextPiece, TokenView
-    from agent.api.openai.requests import TextAsked
+    from agent.api.openai.requests import TextCall
     from experts.errors import OrderRefused
 
 JSON = ("content-type", "application/json")
@@ -57,7 +57,7 @@ KINDS = {
 class TextReply:
     """Reply of one text. ``is_chat``: a message of a chat, else a completion. The reply names the writing expert."""
 
-    asked: TextAsked
+    call: TextCall
     is_chat: bool
     texts: list[str] = field(default_factory=list)
     tokens: list[TokenView] = field(default_factory=list)
@@ -78,11 +78,11 @@ class TextReply:
     def whole(self, end: TextEnd) -> HttpAnswer:
         """The whole reply, after all pieces."""
         text = "".join(self.texts)
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            told = dict(self._thoughts.add(text, is_last=True))
-            said = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **told}}
-        choice = {"index": 0, **said, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
+            parts = dict(self._thoughts.add(text, is_last=True))
+            content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **parts}}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
         name = "chat.completion" if self.is_chat else "text_completion"
         return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
 
@@ -108,7 +108,7 @@ class TextReply:
             yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)})
-        if self.asked.includes_usage:
+        if self.call.includes_usage:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
 
@@ -121,16 +121,16 @@ class TextReply:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self.asked.includes_usage else {}
+        usage = {"usage": None} if self.call.includes_usage else {}
         return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage})
 
     def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
-        model = self._model or (end and end.expert) or self.asked.order.model
+        model = self._model or (end and end.expert) or self.call.order.model
         begins = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
 
     def _logprobs(self, tokens: Sequence[TokenView]) -> dict[str, Any] | None:
-        if not self.asked.shows_logprobs:
+        if not self.call.shows_logprobs:
             return None
         if self.is_chat:
             return {"content": [_chat_token(token) for token in tokens], "refusal": None}
@@ -164,23 +164,23 @@ class _Thoughts:
         """Parts that can be sent by now, each with its name."""
         self._held += text
         if self._name is None:
-            begun = self._held.lstrip()
-            if THINK.startswith(begun) and not is_last:
+            start = self._held.lstrip()
+            if THINK.startswith(start) and not is_last:
                 return []
             self._name, self._is_fresh = ANSWER, False
-            if begun.startswith(THINK):
-                self._name, self._held, self._is_fresh = THOUGHT, begun[len(THINK) :], True
+            if start.startswith(THINK):
+                self._name, self._held, self._is_fresh = THOUGHT, start[len(THINK) :], True
         if self._name == ANSWER:
-            return self._told(len(self._held))
+            return self._taken(len(self._held))
         thought, found, rest = self._held.partition(THOUGHT_OVER)
         if not found:
             may_end = (n for n in range(len(THOUGHT_OVER) - 1, 0, -1) if thought.endswith(THOUGHT_OVER[:n]))
-            return self._told(len(thought) - (0 if is_last else next(may_end, 0)))
-        told = self._told(len(thought))
+            return self._taken(len(thought) - (0 if is_last else next(may_end, 0)))
+        parts = self._taken(len(thought))
         self._name, self._held, self._is_fresh = ANSWER, rest, True
-        return told + self._told(len(rest))
+        return parts + self._taken(len(rest))
 
-    def _told(self, length: int) -> list[tuple[str, str]]:
+    def _taken(self, length: int) -> list[tuple[str, str]]:
         text, self._held = self._held[:length], self._held[length:]
         text = text.lstrip("\n") if self._is_fresh else text
         self._is_fresh = self._is_fresh and not text

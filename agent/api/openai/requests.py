@@ -33,11 +33,11 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-TOLD = ("name", "tool_call_id", "reasoning_content")  # passed on to the chat template
+PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat template
 
 
 @dataclass(frozen=True, slots=True)
-class TextAsked:
+class TextCall:
     """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability."""
 
     order: TextOrder
@@ -119,36 +119,36 @@ class _Chat(_Text):
 Kind = TypeVar("Kind", bound=_Text)
 
 
-def completion_of(body: bytes) -> TextAsked:
+def completion_of(body: bytes) -> TextCall:
     """A body of /v1/completions. Raises OrderRefused."""
-    asked = _read(body, _Completion)
-    most_tokens = asked.max_tokens or USUAL_COMPLETION_TOKENS
-    return _text_asked(asked, asked.logprobs, prompt=_prompt(asked.prompt), most_tokens=most_tokens)
+    sent = _read(body, _Completion)
+    most_tokens = sent.max_tokens or USUAL_COMPLETION_TOKENS
+    return _text_call(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
 
 
-def chat_of(body: bytes) -> TextAsked:
+def chat_of(body: bytes) -> TextCall:
     """A body of /v1/chat/completions. Raises OrderRefused."""
-    asked = _read(body, _Chat)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    sent = _read(body, _Chat)
+    if sent.top_logprobs is not None and not sent.logprobs:
         raise invalid("top_logprobs", "is given without logprobs: true")
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+    if sent.max_tokens is not None and sent.max_completion_tokens is not None:
         raise invalid("max_tokens", "is given beside max_completion_tokens, its later name: give one of them")
-    return _text_asked(
-        asked,
-        (asked.top_logprobs or 0) if asked.logprobs else None,
-        messages=tuple(_message(message, place) for place, message in enumerate(asked.messages)),
-        most_tokens=asked.max_completion_tokens or asked.max_tokens,
-        template=asked.chat_template_kwargs or {},
+    return _text_call(
+        sent,
+        (sent.top_logprobs or 0) if sent.logprobs else None,
+        messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
+        most_tokens=sent.max_completion_tokens or sent.max_tokens,
+        template=sent.chat_template_kwargs or {},
     )
 
 
-def _text_asked(asked: _Text, logprobs: int | None, **fields: Any) -> TextAsked:  # noqa: ANN401  # of TextOrder
-    sampling, options = _sampling(asked, logprobs), asked.stream_options
-    if options is not None and not asked.stream:
+def _text_call(sent: _Text, logprobs: int | None, **fields: Any) -> TextCall:  # noqa: ANN401  # of TextOrder
+    sampling, options = _sampling(sent, logprobs), sent.stream_options
+    if options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    order = TextOrder(asked.model, sampling=sampling, stop=stop, given=_given(asked), **fields)
-    return TextAsked(order, bool(asked.stream), bool(options and options.include_usage), logprobs is not None)
+    stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
+    order = TextOrder(sent.model, sampling=sampling, stop=stop, given=_given(sent), **fields)
+    return TextCall(order, bool(sent.stream), bool(options and options.include_usage), logprobs is not None)
 
 
 def _read(body: bytes, kind: type[Kind]) -> Kind:
@@ -188,24 +188,24 @@ def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
 
 def _words(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        return "is no field that is known here: leave it out"
+        return "is not a known field: leave it out"
     if kind == "missing":
         return "is missing"
     return f"{message[:1].lower()}{message[1:]}"
 
 
-def _sampling(asked: _Text, logprobs: int | None) -> Sampling:
-    given = {name: getattr(asked, name) for name in _given(asked)}
+def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
+    given = {name: getattr(sent, name) for name in _given(sent)}
     try:
         return Sampling(**given, logprobs=logprobs)
     except GenerationInvalid as error:
-        is_top = isinstance(asked, _Chat) and error.field == "logprobs"
+        is_top = isinstance(sent, _Chat) and error.field == "logprobs"
         raise invalid("top_logprobs" if is_top else error.field, error.message) from None
 
 
-def _given(asked: _Text) -> frozenset[str]:
+def _given(sent: _Text) -> frozenset[str]:
     names = (name for name in Sampling.__slots__ if name != "logprobs")
-    return frozenset(name for name in names if getattr(asked, name) is not None)
+    return frozenset(name for name in names if getattr(sent, name) is not None)
 
 
 def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
@@ -215,7 +215,7 @@ def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tupl
     if prompt and isinstance(prompt[0], int):
         return tuple(token for token in prompt if isinstance(token, int))
     if len(prompt) != 1:
-        raise invalid("prompt", f"has {len(prompt)} prompts: one is served, ask for each by itself")
+        raise invalid("prompt", f"has {len(prompt)} prompts: send each by itself")
     return _prompt(prompt[0])  # type: ignore[arg-type]  # a list of strings, or of lists of numbers
 
 
@@ -226,11 +226,11 @@ def _message(message: _Message, place: int) -> dict[str, Any]:
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     if message.content is None and message.role != "assistant":
         raise invalid(f"messages[{place}].content", f"is null: a message of the {message.role} has one")
-    told: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    told |= {name: value for name in TOLD if (value := getattr(message, name)) is not None}
+    values: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    values |= {name: value for name in PASSED_ON if (value := getattr(message, name)) is not None}
     if message.tool_calls:
-        told["tool_calls"] = [_tool_call(call, place) for call in message.tool_calls]
-    return told
+        values["tool_calls"] = [_tool_call(call, place) for call in message.tool_calls]
+    return values
 
 
 def _tool_call(call: _ToolCall, place: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import ImageOrder
 from agent.api.calls.messages import text
-from agent.api.calls.orders import NAME_CHARACTERS, anew
+from agent.api.calls.orders import NAME_CHARACTERS, copied
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
@@ -135,15 +135,15 @@ class InferenceService:
             async for answer in answers:
                 yield answer
 
-    async def infer(self, request: pb.ModelInferRequest, tell_taken: Callable[[], None]) -> pb.ModelInferResponse:
+    async def infer(self, request: pb.ModelInferRequest, on_taken: Callable[[], None]) -> pb.ModelInferResponse:
         """Raises OrderRefused."""
         _check_version(request.model_version)
         model, id_ = request.model_name, request.id
         with self._timed(model) as parts:
-            asked = tensors.asked(request, self._limits.requests)
-            orders, outputs, is_raw = _orders_of(request, asked), asked.outputs, asked.is_raw
-            del request, asked  # so that waiting images have one copy in memory
-            parts += [each[0] for each in await _all(self._orders, orders, tell_taken)]
+            inputs = tensors.inputs_of(request, self._limits.requests)
+            orders, outputs, is_raw = _orders_of(request, inputs), inputs.outputs, inputs.is_raw
+            del request, inputs  # so that waiting images have one copy in memory
+            parts += [each[0] for each in await _all(self._orders, orders, on_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)
         response.model_name = model
         response.model_version = VERSION
@@ -175,32 +175,32 @@ class InferenceService:
         return models[name]
 
 
-def _orders_of(request: pb.ModelInferRequest, asked: InferInputs) -> list[ImageOrder]:
+def _orders_of(request: pb.ModelInferRequest, inputs: InferInputs) -> list[ImageOrder]:
     """Orders of a call, one for each image. Raises OrderRefused."""
     board_type = tensors.parameter(request.parameters, "board_type")
     key = tensors.parameter(request.parameters, "key")
-    images = zip(asked.images, asked.boards, asked.refs, strict=True)
+    images = zip(inputs.images, inputs.boards, inputs.refs, strict=True)
     component, expert = _component_or_expert(request.model_name)
-    now, count = datetime.now(UTC).astimezone(), len(asked.images)
+    now, count = datetime.now(UTC).astimezone(), len(inputs.images)
     keys = [f"{key}/{number}" if key and count > 1 else key or "" for number in range(count)]
     return [
         ImageOrder(
             subject=Subject(own, CALLERS, own, now, component, expert, board, board_type, ref),
             image=image,
             is_kept=board is not None,
-            wants_maps=tensors.ANOMALY_MAP in asked.outputs,
+            wants_maps=tensors.ANOMALY_MAP in inputs.outputs,
         )
         for own, (image, board, ref) in zip(keys, images, strict=True)
     ]
 
 
 async def _all(
-    orders: Orders, several: Sequence[ImageOrder], tell_taken: Callable[[], None]
+    orders: Orders, several: Sequence[ImageOrder], on_taken: Callable[[], None]
 ) -> Sequence[Sequence[VerdictView]]:
     """Verdicts of each order; if one is refused, the others are withdrawn."""
     *first, last = several
     tasks = [asyncio.create_task(orders.judged(order)) for order in first]
-    tasks.append(asyncio.create_task(orders.judged(last, tell_taken=tell_taken)))
+    tasks.append(asyncio.create_task(orders.judged(last, on_taken=on_taken)))
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
@@ -210,7 +210,7 @@ async def _all(
     for task in ended:
         error = task.exception()
         if isinstance(error, OrderRefused):
-            raise anew(error)
+            raise copied(error)
         if error is not None:
             raise error
     return [task.result() for task in tasks]

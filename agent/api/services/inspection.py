@@ -46,7 +46,7 @@ class InspectionService:
         """Judge one image; a caller that gives up withdraws it."""
         order = order_of(request)
         del request  # so that a waiting image has one copy in memory
-        parts = await self._orders.judged(order, tell_taken=room.leave)
+        parts = await self._orders.judged(order, on_taken=room.leave)
         return pb.InspectReply(parts=[part_message(part) for part in parts])
 
     async def InspectStream(

@@ -56,7 +56,7 @@ class InferInputs:
     is_raw: bool  # raw tensors in, so raw tensors out
 
 
-def asked(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
+def inputs_of(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
     """Inputs and outputs of a call. Raises OrderRefused."""
     tensors = dict(_tensors(request))
     if IMAGE not in tensors:
@@ -176,7 +176,7 @@ def _names(
 
 def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     if len(request.outputs) > MOST_OUTPUTS:
-        raise _invalid(f"{len(request.outputs)} outputs are asked for - there are {', '.join(OUTPUTS)}")
+        raise _invalid(f"{len(request.outputs)} outputs are requested - there are {', '.join(OUTPUTS)}")
     known = OUTPUTS | ANOMALY_OUTPUTS
     for output in request.outputs:
         if output.name not in known:
@@ -184,7 +184,7 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
         if SHARED_MEMORY in output.parameters:
             raise _invalid("shared memory is not served - the outputs come in the message")
         if "classification" in output.parameters:
-            raise _invalid("outputs are not classified once more - LABEL says what was found")
+            raise _invalid("the classification extension is not served - the output LABEL has the label")
     return tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(OUTPUTS)
 
 

@@ -79,5 +79,5 @@ def fold_weights(tensors: Mapping[str, Tensor], pairs: Sequence[FoldablePair]) -
 
 
 def _is_read_once(weight: object) -> bool:
-    """False where BatchNorm has none, and for the weight of a module that is called twice."""
+    """True if one call reads the weight. False without a weight, and for a module that is called twice."""
     return isinstance(weight, Node) and weight.op == "placeholder" and len(weight.users) == 1

@@ -17,7 +17,7 @@ _HOLDERS = frozenset({torch.empty, torch.zeros, torch.ones})  # functions that m
 
 
 class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
-    """Parameters are built on meta; numbers that constructors compute (RegNet's widths, YOLO's strides) stay real."""
+    """Builds parameters on meta; numbers that constructors compute (RegNet's widths, YOLO's strides) stay real."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from experts.backends.onednn.quantised_weights import Ranges
     from experts.expert import Expert
 
-KEPT = 64  # beside those in use: packing goes through the line's forms by turns
+KEPT = 64  # modules beside those in use: packing alternates between the line's forms
 
 
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:

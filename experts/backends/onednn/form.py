@@ -193,13 +193,13 @@ def packed_module(subject: str, fused: FusedModule | RefusedModule, program: byt
         raise BackendUnavailable(subject, fused.reason)
     digests, levels = _read_program(subject, program)
     if fused.numbers == torch.int8 and levels != fused.levels_digest:
-        raise BackendUnavailable(subject, f"its levels are of other calls than those here: {AGAIN}")
+        raise BackendUnavailable(subject, f"its levels belong to other calls: {AGAIN}")
     if not digests.keys() <= fused.shapes.keys():
         raise BackendUnavailable(subject, f"its program is of other weights: {AGAIN}")
     form = _form(fused, digests)
     for name, layout in form.blocked.items():
         if layout.sha256 != digests[name]:
-            raise BackendUnavailable(subject, f"{name} does not lie as oneDNN wants it on this box: {AGAIN}")
+            raise BackendUnavailable(subject, f"{name} is not in the layout that oneDNN wants on this box: {AGAIN}")
     return form
 
 

@@ -101,7 +101,7 @@ class LinearShape:
         return AppliedTo(images * self.rows, 1, 1)
 
     def arranged(self, images: int) -> AppliedTo:
-        """Rule that ``serves`` proves: querying oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
+        """Rule that ``serves`` proves. Querying oneDNN for each batch would hold the weight twice, 800 MB for a VGG."""
         return AppliedTo(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
@@ -155,7 +155,7 @@ def _serves_here(shape: Shape) -> bool:
 
 @lru_cache(maxsize=16384)
 def _wanted(shape: Shape, extent: AppliedTo, threads: int) -> BlockedLayout:
-    """``threads`` are those of the calling thread."""
+    """``threads``: torch's count for the calling thread."""
     return layout_of(shape.reordered(_any_weight(shape), extent))
 
 

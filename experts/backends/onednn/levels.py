@@ -62,7 +62,7 @@ class Levels:
     def of(self, values: Tensor) -> Tensor:
         """uint8, in the same memory format. Raises FloatingPointError for NaN and infinity."""
         if not is_finite(values):
-            raise FloatingPointError("a layer was given what is no number, or infinite")
+            raise FloatingPointError("the input of a layer has NaN or infinity")
         rounding = torch.tensor(self.zero + 0.5)  # the conversion cuts fractions off
         return torch.add(rounding, values, alpha=1.0 / self.scale).clamp_(0.0, 255.0).to(torch.uint8)
 
@@ -98,7 +98,7 @@ def quantised_weight(name: str, weight: Tensor, highest: int = WEIGHT_HIGHEST) -
     weight = weight.detach().float()
     largest = weight.abs().flatten(1).amax(dim=1)
     if not largest.isfinite().all():
-        raise ValueError(f"{name}: weights that are no numbers have no levels")
+        raise ValueError(f"{name}: weights have NaN or infinity")
     scales = torch.where(largest > 0, largest / highest, torch.ones_like(largest)).clamp_(min=SCALE_LEAST)
     return (weight / by_channel(scales, weight)).round_().clamp_(-highest, highest).to(torch.int8), scales
 

@@ -35,8 +35,8 @@ NEEDED = (
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004, saturation a half
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
-PADDED_BYTES = 772  # of a serialised layout, a C struct; four bytes at each place in PADDING
-PADDING = (108, 316)  # are never written: they hold parts of addresses, other ones in each process
+PADDED_BYTES = 772  # of a serialised layout, a C struct
+PADDING = (108, 316)  # places of four bytes that oneDNN never writes: they differ in each process
 CPU_INFORMATION = Path("/proc/cpuinfo")
 CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flags", "CPU part", "Features")
 

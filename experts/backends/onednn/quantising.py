@@ -38,7 +38,7 @@ MOVING_METHODS = frozenset({"chunk", "split", "view", "reshape", "flatten", "con
 
 
 def quantised(fused: Fused) -> Fused:
-    """Put all calls into eight bits that can be. Changes the given graph."""
+    """Put every call that allows it into eight bits. Changes the given graph."""
     _, *placeholders = (node for node in fused.graph.nodes if node.op == "placeholder")
     parts = dict(zip(placeholders, fused.inputs, strict=True))
     rewriting = _Rewriting(fused.graph, parts, _planned(fused.graph, parts))

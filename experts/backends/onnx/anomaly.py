@@ -48,7 +48,7 @@ _NOTE = "coserve.anomaly"
 
 @dataclass(frozen=True, slots=True)
 class AnomalyOutputs:
-    """Names of the outputs of a graph that count; at least one."""
+    """Names of a graph's score and map outputs; at least one."""
 
     score: str | None
     map: str | None
@@ -59,13 +59,13 @@ class AnomalyOutputs:
 
 
 def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
-    """Keep the outputs that count, and fix a batch of one if need be. In place. Raises WeightsMismatch, REFUSALS."""
-    made_up = probe_images(expert.pixels.height, expert.pixels.width)
-    alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
+    """Keep score and map outputs, and fix a batch of one if needed. In place. Raises WeightsMismatch, REFUSALS."""
+    synthetic = probe_images(expert.pixels.height, expert.pixels.width)
+    alone = _answers(session_once(model.SerializeToString()), synthetic, at_once=1)
     outputs = _counting(expert, alone)
     keep_outputs(model, outputs.names)
     first = images.type.tensor_type.shape.dim[0]
-    if not first.dim_value and not _takes_several(model, outputs, made_up, alone):
+    if not first.dim_value and not _takes_several(model, outputs, synthetic, alone):
         first.dim_value = 1
     return outputs
 
@@ -90,7 +90,7 @@ def predictions(
     parts = zip(*runs, strict=True)
     answers = {name: _joined(values)[: len(batch)] for name, values in zip(outputs.names, parts, strict=True)}
     if not all(np.isfinite(values).all() for values in answers.values()):
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+        raise OutputInvalid(expert.id, "its output has NaN or infinity: check its weights")
     if outputs.map is None:
         where: Sequence[np.ndarray | None] = [None] * len(batch)
     else:
@@ -134,10 +134,10 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.atleast_1d(part) for part in parts])  # one image's score may lack a dimension
 
 
-def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
-    """Answers to the made-up images, by output."""
-    outputs = zip(session.get_outputs(), zip(*probed(session, made_up, at_once), strict=True), strict=True)
-    return {output.name: _joined(parts)[: len(made_up)] for output, parts in outputs}
+def _answers(session: InferenceSession, synthetic: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
+    """Answers to the synthetic images, by output."""
+    outputs = zip(session.get_outputs(), zip(*probed(session, synthetic, at_once), strict=True), strict=True)
+    return {output.name: _joined(parts)[: len(synthetic)] for output, parts in outputs}
 
 
 def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
@@ -152,7 +152,7 @@ def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutpu
         raise mismatch(
             expert,
             f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), "
-            "or both; name them pred_score and anomaly_map where there are more, and export it anew",
+            "or both; name them pred_score and anomaly_map where there are more, and export it again",
         )
     return outputs
 
@@ -164,11 +164,11 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
 
 
 def _takes_several(
-    model: onnx.ModelProto, outputs: AnomalyOutputs, made_up: np.ndarray, alone: Mapping[str, np.ndarray]
+    model: onnx.ModelProto, outputs: AnomalyOutputs, synthetic: np.ndarray, alone: Mapping[str, np.ndarray]
 ) -> bool:
     """True if two images at once get the same answers as each alone."""
     try:
-        together = _answers(session_once(model.SerializeToString()), made_up, at_once=2)
+        together = _answers(session_once(model.SerializeToString()), synthetic, at_once=2)
     except REFUSALS:
         return False
     return all(_are_alike(together[name], alone[name]) for name in outputs.names)

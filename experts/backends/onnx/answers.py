@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 RECIPE = "what its answers mean is noted"  # in manifests
-AT_ONCE = 2  # made-up images that a graph of any batch is given: it may claim any and take one
-PROBES = 6  # made-up images
+AT_ONCE = 2  # synthetic images in a run of a graph with an open batch: it may declare any size and take only one
+PROBES = 6  # synthetic images
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
 _NOTE = "coserve.answers"
 ROUNDED_SUM_TOLERANCE = 0.05  # of known probabilities: quantised graphs round each of them
@@ -51,7 +51,7 @@ class OutputKind(StrEnum):
 
 
 def probe_images(height: int, width: int) -> np.ndarray:
-    """Made-up images as experts get them, (PROBES, 3, height, width): grey, bright, noise of several kinds."""
+    """Synthetic images as experts get them, (PROBES, 3, height, width): grey, bright, noise of several kinds."""
     random = np.random.default_rng(0)
     shape = (3, height, width)
     coarse = random.normal(size=(3, -(-height // 8), -(-width // 8)))
@@ -70,7 +70,7 @@ def probed(session: InferenceSession, images: np.ndarray, at_once: int = AT_ONCE
 
 
 def decided(expert: Expert, model: onnx.ModelProto, session: InferenceSession, images: np.ndarray) -> OutputKind:
-    """Kind of a graph's values, by its answers to made-up images. Raises WeightsMismatch, see above.
+    """Kind of a graph's values, by its answers to synthetic images. Raises WeightsMismatch, see above.
 
     Each image has to be answered with one value per label.
     """
@@ -78,11 +78,11 @@ def decided(expert: Expert, model: onnx.ModelProto, session: InferenceSession, i
     for first, *_ in probed(session, images):
         rows = _by_label(expert, first)
         if rows.ndim != 2 or rows.shape[0] != size:
-            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it anew")
+            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it again")
         parts.append(rows)
     rows = np.concatenate(parts)[:PROBES]
     if rows.shape[1] != len(expert.labels):
-        raise mismatch(expert, f"tells {rows.shape[1]} labels apart, the line names {len(expert.labels)}")
+        raise mismatch(expert, f"has {rows.shape[1]} labels, the line names {len(expert.labels)}")
     require_several_labels(expert)
     operator = last_operator(model)
     known = rows[np.isfinite(rows).all(axis=1)]
@@ -134,7 +134,7 @@ def predictions(
 
 def _probabilities(expert: Expert, rows: np.ndarray, kind: OutputKind) -> np.ndarray:
     if not np.isfinite(rows).all():
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+        raise OutputInvalid(expert.id, "its output has NaN or infinity: check its weights")
     rows = rows.astype(np.float32, copy=False)
     if expert.task is Task.MULTILABEL:
         return _each_probable(expert, rows, kind)
@@ -170,7 +170,7 @@ def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -
 
 
 def last_operator(model: onnx.ModelProto) -> str | None:
-    """Operator that computes the first output; None: an input. Of joined values their common one, else Concat."""
+    """Operator that computes the first output; None: an input. Joined values: their common operator, else Concat."""
     makers = {name: node for node in model.graph.node for name in node.output}
     found, waiting = set(), [model.graph.output[0].name]
     for name in waiting:

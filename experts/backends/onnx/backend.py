@@ -57,7 +57,7 @@ QUANTISED_READERS = frozenset(  # operators and the place of their weights of fe
 )
 SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
 _FITTED = {Fit.STRETCHED: stretched, Fit.CROPPED: cropped, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
-NOISY = slice(2, 4)  # of the made-up images: those with the most varied boxes
+NOISY = slice(2, 4)  # of the synthetic images: those with the most varied boxes
 NUMPY_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
     torch.int8: np.int8, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32,
@@ -115,7 +115,7 @@ class OnnxSkeleton:
 
     def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self.fed(images)
-        await_writes(self._device)  # the session reads on another stream
+        await_writes(self._device)  # the session uses another CUDA stream
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()
         outputs: list[np.ndarray] = feeds.copy_outputs_to_cpu()
@@ -167,7 +167,7 @@ class OnnxBackend:
 
 
 def packed(expert: Expert) -> Packable:
-    """Read the expert's graph, try it on made-up images and lift its weights out. Raises as ``Backend.pack``.
+    """Read the expert's graph, try it on synthetic images and lift its weights out. Raises as ``Backend.pack``.
 
     Runs in the process of ``sandbox``.
     """
@@ -182,7 +182,7 @@ def packed(expert: Expert) -> Packable:
     tensors = _lift(folded)
     for name, tensor in tensors.items():
         if not is_finite(tensor):
-            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
+            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds NaN or infinity")
     return Packable(tensors, program=folded.SerializeToString(deterministic=True))
 
 
@@ -200,11 +200,11 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
             images.type.tensor_type.shape.dim[0].dim_value = found.at_once
     folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
     session = session_once(folded.SerializeToString())
-    made_up = probe_images(expert.pixels.height, expert.pixels.width)
+    synthetic = probe_images(expert.pixels.height, expert.pixels.width)
     if found is None:
-        answers.note(folded, answers.decided(expert, folded, session, made_up))
+        answers.note(folded, answers.decided(expert, folded, session, synthetic))
     else:
-        first, *_ = probed(session, made_up[NOISY])
+        first, *_ = probed(session, synthetic[NOISY])
         detections.note(folded, detections.decided(expert, found, first))
     return folded
 

@@ -36,7 +36,7 @@ _SCORE_TOLERANCE = 1e-3  # of a score below 0 or above 1
 
 
 def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
-    """``answers``: to made-up images. Raises WeightsMismatch without one clear layout, and for another input."""
+    """``answers``: to synthetic images. Raises WeightsMismatch without one clear layout, and for another input."""
     layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
     if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
         raise mismatch(
@@ -51,12 +51,12 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
     possible = fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
     layouts = {each for each in possible & set(found.layouts) if _are_scores(each, answer, len(expert.labels))}
     if Layout.CHOSEN in layouts:
-        return Layout.CHOSEN  # whole numbers at the place of labels are no coincidence
+        return Layout.CHOSEN  # only labels are all whole numbers
     if len(layouts) != 1:
         what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
         raise mismatch(
             expert,
-            f"answers {answer.shape}, which is {what}: export it anew, with its metadata and its last activation",
+            f"answers {answer.shape}, which is {what}: export it again, with its metadata and its last activation",
         )
     return layouts.pop()
 
@@ -96,7 +96,7 @@ def predictions(
     else:
         answers = torch.from_numpy(np.concatenate([run[0] for run in runs])[: len(batch)]).float()
         if len(answers) != len(batch):
-            raise OutputInvalid(expert.id, f"it answered for {len(answers)} of {len(batch)} images: export it anew")
+            raise OutputInvalid(expert.id, f"it answered for {len(answers)} of {len(batch)} images: export it again")
         require_numbers(expert, answers)
         found = [_rows(expert, layout, answer, prepared) for answer, prepared in zip(answers, batch, strict=True)]
     return tuple(prediction(expert, rows.tolist(), each) for rows, each in zip(found, batch, strict=True))

@@ -175,9 +175,7 @@ def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
     if names is None or expert.labels == names:
         return
     if len(names) != len(expert.labels):
-        raise mismatch(
-            expert, f"tells {len(names)} labels apart, {_listed(names)}; the line names {len(expert.labels)}"
-        )
+        raise mismatch(expert, f"has {len(names)} labels, {_listed(names)}; the line names {len(expert.labels)}")
     moved = [label for label, name in zip(expert.labels, names, strict=True) if label != name and label in names]
     if moved:
         raise mismatch(

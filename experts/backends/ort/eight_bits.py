@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from experts.backends.base import Packable, RefusedModule
 from experts.backends.made_once import MadeOnce
 from experts.backends.onednn.levels import levels, quantised_weight
-from experts.backends.ort.execution import KEPT, deviations, made_up, refused
+from experts.backends.ort.execution import KEPT, deviations, refused, synthetic
 from experts.backends.ort.export import IMAGES, exported
 from experts.backends.ort.layout import LaidOutGraph, laid_out
 from experts.backends.ort.session import REFUSALS, one_operator, session_once
@@ -122,7 +122,7 @@ def _make(modules: Modules, structure: Hashable, size: tuple[int, int]) -> Quant
     module = modules.module(structure)
     try:
         made = quantised_graph(exported(module, size, modules.outputs))
-        weights, images = made_up(modules.sample(structure), size)
+        weights, images = synthetic(modules.sample(structure), size)
         tensors = made.tensors(weights, made.ranges(weights, [images]))
         found = deviations(module, made.graph.program, modules.outputs, (weights, tensors), images)
     except (ValueError, *REFUSALS) as error:
@@ -139,12 +139,12 @@ def quantised_graph(plain: onnx.ModelProto) -> QuantisedGraph:
     if not plan.convolutions:
         raise ValueError("it has no convolution that ONNX Runtime runs in eight bits")
     model = _rewritten(plain, plan)
-    graph = laid_out(model, IMAGES, _made_up_constants(model, plan))
+    graph = laid_out(model, IMAGES, _synthetic_constants(model, plan))
     return QuantisedGraph(plain, graph, tuple(plan.convolutions), plan.levels)
 
 
-def _made_up_constants(model: onnx.ModelProto, plan: _Plan) -> dict[str, np.ndarray]:
-    """Made-up values of all inputs but images and float32 weights: ONNX Runtime fuses constants only."""
+def _synthetic_constants(model: onnx.ModelProto, plan: _Plan) -> dict[str, np.ndarray]:
+    """Synthetic values of all inputs but images and float32 weights: ONNX Runtime fuses constants only."""
     shapes = {value.name: value.type.tensor_type.shape for value in model.graph.input}
     found: dict[str, np.ndarray] = {}
     for number, value in enumerate(dict.fromkeys(plan.levels.values()), start=1):

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from experts.backends.forms.base import Form, Modules, Reader
     from experts.expert import Expert, Prediction
 
-KEPT = 64  # graphs beside those in use: packing goes through the line's forms by turns
+KEPT = 64  # graphs beside those in use: packing alternates between the line's forms
 DEVIATION_MAXIMUM = 1e-3  # of an output, in parts of its largest value
-NOISE = 0.1  # on made-up weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
+NOISE = 0.1  # on synthetic weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
 
 
 class RuntimeSkeleton:
@@ -69,7 +69,7 @@ def runtime_form(
     """``module``: on the meta device; ``sample``: weights that it may have; ``outputs``: see ``output_list``."""
     try:
         graph = laid_out(exported(module, size, outputs), IMAGES)
-        weights, images = made_up(sample, size)
+        weights, images = synthetic(sample, size)
         found = deviations(module, graph.program, outputs, (weights, graph.tensors(weights)), images)
     except (ValueError, *REFUSALS) as error:
         return RefusedModule(str(error))
@@ -103,7 +103,7 @@ def _as_ort_value(tensor: Tensor) -> OrtValue:
     return OrtValue.ortvalue_from_numpy(tensor.numpy())  # without a copy
 
 
-def made_up(sample: Mapping[str, Tensor], size: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+def synthetic(sample: Mapping[str, Tensor], size: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
     """Noisy weights, and images in another number than in the export's example."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: _noisy(tensor, generator) for name, tensor in sample.items()}

@@ -86,7 +86,7 @@ class LaidOutGraph:
 
 
 def laid_out(model: onnx.ModelProto, images: str, named: Mapping[str, np.ndarray] | None = None) -> LaidOutGraph:
-    """Lay a graph out, changing ``model``. ``named``: made-up constants that keep names and values, such as levels.
+    """Lay a graph out, changing ``model``. ``named``: synthetic constants that keep names and values, such as levels.
 
     Raises ValueError where the graph is too large or a weight is lost, and ``session.REFUSALS``.
     """
@@ -103,7 +103,7 @@ def laid_out(model: onnx.ModelProto, images: str, named: Mapping[str, np.ndarray
     weights = probes.keys() | {name for name, values in named.items() if values.dtype == np.int8}
     lost = sorted(weights - {placement.source for placement in placements.values()})
     if lost:
-        raise ValueError(f"ONNX Runtime makes something else of its weights {', '.join(lost[:4])}")
+        raise ValueError(f"ONNX Runtime changes the values of its weights {', '.join(lost[:4])}")
     names = sorted(placements, key=lambda name: (order.index(placements[name].source), name))
     inputs = {value.name: value for value in result.graph.input}
     result.graph.ClearField("input")
@@ -136,7 +136,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Made-up weights, each with another first value. A weight that other operators read too stays an input."""
+    """Synthetic weights, each with another first value. A weight that other operators read too stays an input."""
     by_convolutions = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
     by_others = {name for node in model.graph.node for name in node.input[: 1 if node.op_type == "Conv" else None]}
     shapes = {value.name: _shape(value) for value in model.graph.input if value.name not in by_others}

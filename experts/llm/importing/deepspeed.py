@@ -53,7 +53,7 @@ def import_deepspeed(
     folder = _tagged(source)
     files = _files(folder)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise WeightsRefused(str(source), f"its import is a folder of its own: {destination} is there already")
+        raise WeightsRefused(str(source), f"{destination} exists already: name a new folder for the import")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.import-") as scratch:
@@ -86,19 +86,19 @@ def _files(folder: Path) -> tuple[Path, ...]:
     if any(PIPELINE_FILE.fullmatch(name) for name in names):
         raise WeightsRefused(str(folder), "its layers were trained in a pipeline: save it again without one")
     if any(PARTED_FILE.fullmatch(name) for name in names):
-        raise WeightsRefused(str(folder), "its weights lie in parts (ZeRO 3): join them with zero_to_fp32.py first")
+        raise WeightsRefused(str(folder), "its weights are in parts (ZeRO 3): join them with zero_to_fp32.py first")
     found = tuple(folder / name for name in names if RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name))
     if not any(RANK_FILE.fullmatch(file.name) for file in found):
         if (folder / "config.json").is_file():
             raise WeightsRefused(
-                str(folder), "is a Hugging Face directory: nothing is to be imported, name it as `weights:` of an llm"
+                str(folder), "is a Hugging Face directory and needs no import: name it as `weights:` of an llm"
             )
         raise WeightsMissing(str(folder), "holds no mp_rank_<n>_model_states.pt, as a checkpoint of DeepSpeed does")
     return found
 
 
 def _convert(source: Path, states: StateFiles, given: Mapping[str, Any], made: Path) -> tuple[int, ...]:
-    """Write config.json and one file for each layer, and for what is in none; the number of experts of each layer."""
+    """Write config.json, a file for each layer and one for the rest. Returns each layer's number of experts."""
     model = GptCheckpoint(str(source), states, Arguments(str(source), states.facts, given))
     values = model.config()
     (made / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", "utf-8")

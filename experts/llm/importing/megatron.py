@@ -85,7 +85,7 @@ class StateFiles:
             own = held.setdefault(int(match["rank"]), {})
             for name in opened.keys():  # noqa: SIM118  it is no mapping
                 if name in own:
-                    raise WeightsCorrupt(str(file), f"{name} is in another file, too: one must go")
+                    raise WeightsCorrupt(str(file), f"{name} is in another file, too: remove one")
                 own[name] = opened
         self._ranks = [held[rank] for rank in sorted(held)]
 
@@ -104,7 +104,7 @@ class StateFiles:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The trainer's arguments. ``given`` at the import go before ``stored``."""
+    """The trainer's arguments. ``given`` at the import take precedence over ``stored``."""
 
     source: str
     stored: Mapping[str, Any]
@@ -117,7 +117,7 @@ class Arguments:
         value = self.get(name)
         if value is None:
             raise TrainingUnsupported(
-                self.source, name, f"is not told by the checkpoint: {what} - give --arg {name}={example}"
+                self.source, name, f"is not in the checkpoint: {what} - give --arg {name}={example}"
             )
         return value
 
@@ -188,7 +188,7 @@ class GptCheckpoint:
         return values | self._moe(hidden)
 
     def tensors(self, layer: int | None) -> Iterator[tuple[str, Tensor]]:
-        """A layer's, or with None those of no layer, by their names in the directory."""
+        """Tensors of a layer by their names in the directory; with None, the tensors outside the layers."""
         for one in self._found:
             if one.layer == layer:
                 yield from self._converted(one)
@@ -288,7 +288,7 @@ class GptCheckpoint:
 
     def _queries_keys_values(self, one: _PlacedTensor, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         version = self._arguments.number(
-            "checkpoint_version", "in which order queries, keys and values lie; Megatron's is 3 today", 3
+            "checkpoint_version", "the order of queries, keys and values; Megatron's is 3 today", 3
         )
         heads, left = divmod(self._heads, len(parts))
         if left or len(parts[0]) % (3 * heads):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from experts.llm.serving.extents import ExtentArena
     from experts.llm.serving.texts import TextState, Turn
 
-FORGOTTEN = "nobody waits for it any more"
+FORGOTTEN = "its caller no longer waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _FamilyTexts:
 
 @dataclass(frozen=True, slots=True)
 class _TextRow:
-    """A text's part in an iteration. ``wanted``: number of its last tokens whose logits are needed."""
+    """A text's part in an iteration. ``wanted``: logits are needed for this many of its last tokens."""
 
     text: TextState
     tokens: int

@@ -71,7 +71,7 @@ class Slab:
             self.touched[extent] = math.ceil(positions / self._unit) * self._unit
 
     def give_back(self, extent: int) -> None:
-        """Leave zeros, and no memory."""
+        """Return an extent's memory to the machine; its bytes then read as zeros."""
         if sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, extent * self._extent_bytes, self._extent_bytes)
         else:
@@ -188,7 +188,7 @@ class ExtentArena:
         return ArenaKeyValues(self, layout)
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
+        """Reserve room for a batch's tokens, within the promises to its requests. Raises ValueError."""
         with self._lock:
             extents = [self._extent_for(layout, row) for row in batch.rows]
             for extent, row in zip(extents, batch.rows, strict=True):
@@ -299,7 +299,7 @@ class ExtentArena:
         self.idle_bytes += extent.slab.touched[extent.number] * extent.layout.token_bytes
 
     def _keep(self, extent: KvExtent, prefix: Prefix) -> None:
-        """Cache what a request held, instead of those that it contains, unless another contains it."""
+        """Cache a released request as a prefix, replacing prefixes that it contains, unless another contains it."""
         held = min(extent.held, len(prefix.tokens))
         kept = Prefix(prefix.weights, prefix.tokens[:held])
         commons = [(one, one.common(extent.layout, kept)) for one in self._cached]

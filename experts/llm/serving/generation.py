@@ -24,7 +24,7 @@ NUMBERS = (
     ("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 100),
     ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
 )  # fmt: skip
-ABOVE = ("top_p", "repetition_penalty")  # which may not be the least itself
+ABOVE = ("top_p", "repetition_penalty")  # exclude their least value
 WHOLE_NUMBERS = (("top_k", 0, MOST_WHOLE), ("seed", -MOST_WHOLE, MOST_WHOLE), ("logprobs", 0, MOST_ALTERNATIVES))
 
 
@@ -107,7 +107,7 @@ class Sampled:
 
 
 class Writer(Protocol):
-    """Called on the executor's thread: returns soon, does not raise. One that raises ends its own request alone."""
+    """Called on the executor's thread: returns soon, does not raise. A writer that raises ends only its request."""
 
     def write(self, sampled: Sampled) -> bool:
         """Take a token. True: the text ends with it, for instance as a stop string is complete."""
@@ -164,7 +164,7 @@ def _check_choices(choices: Mapping[str, tuple[int, ...]]) -> None:
     ordered = sorted((tokens, label) for label, tokens in choices.items())
     for (tokens, label), (longer, other) in pairwise(ordered):
         if longer[: len(tokens)] == tokens:
-            raise PromptInvalid(f"choices.{label}", f"begins choices.{other} and would always be likelier: tell apart")
+            raise PromptInvalid(f"choices.{label}", f"begins choices.{other} and would always be likelier: change one")
 
 
 def _is_within(value: object, least: float, most: float) -> bool:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_CHUNK_TOKENS = 16  # fewer are not worth the pass over the weights
-FORGETTING = 0.9  # the weight that an iteration's time keeps with each later one
-GROWTH = 2  # how far beyond what was ever measured the next iteration may go
+FORGETTING = 0.9  # each iteration multiplies the weight of earlier times by this
+GROWTH = 2  # limit of the next iteration, as a multiple of the most tokens measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _shares(reading: Sequence[IterationCandidate], tokens: int) -> dict[int, int
 
 
 class IterationTimes:
-    """``B + K * tokens``, later iterations weighing more; of one size alone, all its time counts as its tokens'."""
+    """Fit of ``B + K * tokens`` seconds; recent iterations weigh more. With one size measured, B is 0."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -99,7 +99,7 @@ class IterationTimes:
         return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
 
     def least_tokens(self, seconds: float) -> int:
-        """Tokens of prompts allowed even if late: those that cost no more than the pass over the weights itself."""
+        """Tokens of prompts allowed past the end of time: they cost no more than the pass over the weights itself."""
         if self.seconds(LEAST_CHUNK_TOKENS) <= max(seconds, 0.0):
             return LEAST_CHUNK_TOKENS
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)

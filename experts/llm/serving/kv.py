@@ -39,7 +39,7 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of a text. ``weights``: what these tokens were read by, equal for the very same weights only."""
+    """Beginning of a text. ``weights``: key of the weights that read its tokens; identical weights have equal keys."""
 
     weights: str
     tokens: tuple[int, ...]

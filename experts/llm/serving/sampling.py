@@ -45,7 +45,7 @@ class Sampler:
             self._seen.wrote(token)
 
     def penalise(self, logits: Tensor) -> None:
-        """Change a row of logits, in place, by what was read and written."""
+        """Apply the penalties for read and written tokens to a row of logits, in place."""
         if self._seen is None:
             return
         sampling, tokens, counts = self.sampling, *self._seen.on(logits.device)
@@ -57,7 +57,7 @@ class Sampler:
 
 
 class SeenTokens:
-    """The different tokens of a text, and how often each was written; a token more costs no walk over the others."""
+    """Distinct tokens of a text, with the count of writes of each. Adding a token does not scan the others."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}

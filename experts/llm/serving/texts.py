@@ -35,7 +35,7 @@ class Turn:
     expert: str
     model: LanguageModel  # may be a new object each time, of equal weights
     text: TextRequest
-    weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
+    weights: str | None = None  # key that only identical weights share; None: no prefix is kept
     lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
 
 
@@ -129,7 +129,7 @@ class WrittenText(TextState):
 
 
 class RoutedText(TextState):
-    """A router's: after the prompt, each choice of several tokens is read in its place, one after the other."""
+    """Text of a router. Choices of several tokens are read one by one, each directly after the prompt."""
 
     def __init__(self, turn: Turn, arrival: int) -> None:
         super().__init__(turn, arrival)
@@ -169,7 +169,7 @@ class RoutedText(TextState):
             self.held += count  # a choice's tokens are dropped: the next choice begins in their place
 
     def weighs(self, logits: Tensor) -> None:
-        """Take what may follow the prompt, or each token of a choice but its last; not finite: nothing is taken."""
+        """Take logits after the prompt, or after each token of a choice but its last. They must be finite."""
         logprobs = logits.float().log_softmax(dim=-1)
         self.checked = self.held
         if not self._logprobs:

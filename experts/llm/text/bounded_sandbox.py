@@ -39,7 +39,7 @@ FORMATS = frozenset({"format", "format_map", "strftime_now"})
 
 
 class _Exceeded(TemplateRuntimeError):
-    """A template that takes more than it may."""
+    """Template exceeded a bound."""
 
 
 class _RunBudget:
@@ -49,19 +49,19 @@ class _RunBudget:
 
     def look(self) -> None:
         if time.monotonic() > self._due_s:
-            raise _Exceeded("it takes longer than it may")
+            raise _Exceeded("it takes too long")
 
     def made(self, value: object) -> None:
         self._made += _length(value)
         if self._made > MOST_MADE:
-            raise _Exceeded(f"it makes more than {MOST_MADE} characters on the way")
+            raise _Exceeded(f"it makes more than {MOST_MADE} characters in its intermediate values")
 
 
 _budget: ContextVar[_RunBudget | None] = ContextVar("budget", default=None)
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """See the module. What it renders, it has compiled."""
+    """Sandbox with the module's bounds. Renders only templates that its ``compiled`` returned."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
@@ -91,8 +91,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             _budget.reset(token)
 
     def call(self, context: Context, obj: Any, *given: Any, **named: Any) -> Any:  # noqa: ANN401 - jinja2's
-        """Each call that a template makes."""
-        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps those that format
+        """Check a call of the template, then make it."""
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps methods that format
         name = getattr(method, "__name__", "")
         settled = _settled(given) if name == "join" else given
         _check_call(name, getattr(method, "__self__", None), (*settled, *named.values()))
@@ -120,7 +120,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function: its arguments are measured before the call."""
     passed = 0 if getattr(function, "jinja_pass_arg", None) is None else 1  # the library's context or environment
 
-    @functools.wraps(function)  # with the mark of that
+    @functools.wraps(function)  # keeps that mark
     def bounded(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - any filter
         own = _settled(given[passed:]) if name == "join" else given[passed:]
         _check_call(name, own[0] if own else None, (*own[1:], *named.values()))
@@ -202,10 +202,10 @@ def _length(value: object) -> int:
 
 
 def _check_call(name: str, receiver: object, given: tuple[Any, ...]) -> None:
-    """``receiver``: whose method it is, or what is filtered."""
+    """``receiver``: the object of the method, or the filtered value."""
     _look()
     if name in LEFT_OUT:
-        raise _Exceeded(f"{name} may take more than there is, and is left out")
+        raise _Exceeded(f"{name} cannot be bounded, and is left out")
     sizes = [_size(one) for one in (receiver, *given)]
     if name in WIDTHS:
         _check_widths(receiver, given, sizes[0])
@@ -237,7 +237,7 @@ def _check_format(receiver: object, given: tuple[Any, ...], largest: int) -> Non
     _check_repeats(*(int(found[:9]) for found in DIGITS.findall(form)))
     _check_repeats(*(one for one in _flat(given) if isinstance(one, int)))
     if (form.count("%") + form.count("{")) * largest > MOST_MADE:
-        raise _Exceeded(f"it makes more than {MOST_MADE} characters on the way")
+        raise _Exceeded(f"it makes more than {MOST_MADE} characters in its intermediate values")
 
 
 def _flat(given: Iterable[Any]) -> Iterator[Any]:

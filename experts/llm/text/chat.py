@@ -50,7 +50,7 @@ class ChatTemplate:
         """``variables``: further ones. Raises PromptInvalid (refused by the template), TokenizerUnusable (it fails)."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((variables or {}).keys() & reserved.keys()):
-            raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")
+            raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is set by the agent - leave it out")
         given = {**(variables or {}), **reserved}
         try:
             return self._sandbox.render(self._compiled(self._source), given)

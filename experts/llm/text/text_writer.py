@@ -1,7 +1,7 @@
 """TextWriter: turns tokens into text that may be shown, incrementally.
 
-Guarantees: the pieces joined are the text. A piece ends in no part of a character, unless PATIENCE tokens in a row
-complete none. No part of a stop string, and no text after it, is shown, at any position within tokens.
+Guarantees: the pieces joined are the text. A piece ends with a whole character, unless PATIENCE tokens in a row
+complete none. A stop string may begin and end within tokens; neither part of it nor text after it is shown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TextWriter:
         self._words = Words(model.decode, prompt[-PATIENCE:])
         self._stops = StopStrings(check_stops(stops))
         self._show_piece = show
-        self._unshown: deque[tuple[Sampled, int]] = deque()  # each with where in the text it begins
+        self._unshown: deque[tuple[Sampled, int]] = deque()  # each with its place in the text
         self._length = self._shown = 0  # characters that tokens made, and that were shown
 
     def write(self, sampled: Sampled) -> bool:
@@ -75,7 +75,7 @@ class TextWriter:
 
 
 class Words:
-    """Text by token. What a token adds may depend on those before it, so the last shown ones are kept."""
+    """Decodes token by token. A token's characters may depend on tokens before it, so the last shown ones are kept."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -127,7 +127,7 @@ class StopStrings:
         if found:
             self.is_complete = True
             return self._held[: min(found)[1]]
-        shown = len(self._held) - self._begun()
+        shown = len(self._held) - self._possible_stop()
         text, self._held = self._held[:shown], self._held[shown:]
         return text
 
@@ -135,12 +135,12 @@ class StopStrings:
         text, self._held = self._held, ""
         return "" if self.is_complete else text
 
-    def _begun(self) -> int:
+    def _possible_stop(self) -> int:
         """Count of characters at the end that may begin a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
         ends = (self._held[-size:] for size in range(longest, 0, -1))
-        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stops))
-        return len(next(begun, ""))
+        possible = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stops))
+        return len(next(possible, ""))
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """TextModel: text to a model's tokens and back, by the files of a Hugging Face directory.
 
 Guarantees: needs only the bytes of the directory's small files, no disk and no network. A fault names its file
-(TokenizerUnusable); a broken chat template affects chats only. Immutable, and for any thread.
+(TokenizerUnusable); a broken chat template affects chats only. Immutable and thread-safe.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # w
 USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
-WORD_START = "\u2581"  # where those have a space
+WORD_START = "\u2581"  # their spelling of a space
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """See the module. ``stop_tokens``: tokens that end the model's answer."""
+    """Tokenizer, chat template and defaults of one model. ``stop_tokens``: tokens that end its answer."""
 
     expert: str
     context_tokens: int
@@ -66,7 +66,7 @@ class TextModel:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def prompt_of(self, text: str) -> tuple[int, ...]:
-        """The tokens to have this text continued. Raises PromptInvalid for none, or for more than the context has."""
+        """Tokens of a text to continue. Raises PromptInvalid for none, or for more than the context has."""
         return self.checked(self.encode(text), "prompt")
 
     def chat_prompt_of(
@@ -132,7 +132,7 @@ def _tokenizer(content: bytes, expert: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerUnusable(expert, TOKENIZER, f"describes no tokenizer that is known here: {error}") from error
+        raise TokenizerUnusable(expert, TOKENIZER, f"describes no tokenizer of a known kind: {error}") from error
     tokenizer.no_truncation()  # a tokenizer file may request it, but long prompts are refused, not cut
     tokenizer.no_padding()
     return tokenizer
@@ -182,7 +182,7 @@ def _chat(files: Mapping[str, bytes], settings: Mapping[str, Any], expert: str) 
 
 
 def _template_source(settings: Mapping[str, Any]) -> str | None:
-    """The only template, or of several the one named default."""
+    """The only template, or the one named default."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}

@@ -106,7 +106,7 @@ class OffloadedMoe:
         self._weights: dict[int, MlpWeights] = {}
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
-        """Run over these bytes: uint8, on the device, by place. Called again after the bytes have moved."""
+        """Set the bytes to run over: uint8, on the device, by place. Called again after the bytes have moved."""
         self._bytes, self._tensors = cache_bytes, tensors
         self._weights.clear()
         self._ahead.clear()

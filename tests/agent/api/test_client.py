@@ -39,7 +39,7 @@ def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
     for address in (f"unix:{tmp_path}/a.sock", "127.0.0.1:1"):
         with AgentClient(address) as client, pytest.raises(AgentUnreachable) as error:
             client.status()
-        assert str(error.value).startswith(f"{address}: nobody answers - is the agent running")
+        assert str(error.value).startswith(f"{address}: no answer - is the agent running")
 
 
 def test_who_may_not_open_the_socket_is_told_so(tmp_path):

@@ -201,7 +201,7 @@ class TestTheCommand:
         done = self.run(line, models / "graph.onnx", *self.words)
         assert done.exit_code == 0
         assert "graph.onnx: onnx, a classifier of 2 labels\n" in done.stdout
-        assert "tried on a made-up image of 16x16: " in done.stdout
+        assert "tried on a synthetic image of 16x16: " in done.stdout
         assert done.stdout.endswith(f"{line}: experts.cls/graph, routes.coil\n")
         line.write_text(BEGUN)
         row = json.loads(self.run(line, models / "graph.onnx", *self.words, "--json").stdout)

@@ -81,7 +81,7 @@ def test_without_an_address_it_says_where_to_write_one(tmp_path):
     assert "api: {grpc: ...}" in coserve("status", line, check=78).stderr
     line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", ""))
     none = coserve("status", line, check=1).stderr
-    assert none.startswith(f"unix:{tmp_path}/state/coserve.sock: nobody answers - is the agent running")
+    assert none.startswith(f"unix:{tmp_path}/state/coserve.sock: no answer - is the agent running")
     coserve("status", check=2)
 
 

@@ -85,7 +85,7 @@ def test_a_comparison_counts_agreement_and_flips_each_way(line):
     code, page = told("compare", line, "cls/a")
     assert code == 0
     assert "agreement       33.33%: 2 of 6 have the same label" in page
-    assert "2 passed that would be NG, 1 did not pass that would go on" in page
+    assert "2 passed that would be NG, 1 did not pass that would pass" in page
     assert ("image-1.png" in page, "image-0.png" in page) == (True, False)
 
 

@@ -57,7 +57,7 @@ class Line:
         return slot
 
     def pixels(self, seed):
-        """A made-up image, larger than the experts' input: every seed has a colour of its own, under noise."""
+        """A synthetic image, larger than the experts' input: every seed has a colour of its own, under noise."""
         random = np.random.default_rng(seed)
         colour = random.integers(0, 256, 3)
         return np.clip(colour + random.integers(-60, 60, (70, 80, 3)), 0, 255).astype(np.uint8)

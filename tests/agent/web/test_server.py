@@ -149,7 +149,7 @@ class TestThePages:
                     browser.shutdown(socket.SHUT_WR)
                     said = b"".join(iter(lambda: browser.recv(65536), b""))
                 assert said.startswith(b"HTTP/1.1 %d " % answer)
-                assert (b"is no name of this machine's own" in said) == (answer == 421)
+                assert (b"is not a name of this machine" in said) == (answer == 421)
 
     def test_nothing_else_is_served(self, line):
         with served(line) as (address,):
@@ -244,7 +244,7 @@ class TestRudeCallers:
             first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
             status, _, text = asked(address, "/health/live")
-            assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")
+            assert (status, text) == (503, "1 requests are under way - try again later\n")
             line.goes_on.set()
             until(lambda: answers(address))
 

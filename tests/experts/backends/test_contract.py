@@ -188,7 +188,7 @@ def test_another_number_of_labels_is_a_mismatch_that_says_so(packed, precision):
     expert = replace(packed.experts[0], labels=("a", "b", "c", "d"))
     if expert.architecture == "fake":
         pytest.skip("a fake answers with whatever labels the line names")
-    with pytest.raises(WeightsMismatch, match=r"tells 3 labels apart.* the line names 4"):
+    with pytest.raises(WeightsMismatch, match=r"has 3 labels.* the line names 4"):
         backend_for(expert.architecture).pack(expert, precision)
 
 

@@ -167,12 +167,12 @@ class TestWhatIsWrong:
         ("damage", "error", "told"),
         [
             (mamba, errors.ModelUnsupported, "model_type: 'mamba' is not served"),
-            (with_nan, errors.WeightsCorrupt, "layers.2.mlp.down holds values that are not numbers"),
+            (with_nan, errors.WeightsCorrupt, "layers.2.mlp.down holds NaN or infinity"),
             (a_file, errors.LoadError, "is a file: name the Hugging Face directory"),
             (shutil.rmtree, errors.WeightsMissing, "is not there: copy it there, or correct `weights`"),
             (lambda directory: (directory / "config.json").unlink(), errors.WeightsMissing, "config.json is not there"),
             (lambda directory: spoiled(directory, "tokenizer.json", '{"model": 1}'), errors.TokenizerUnusable,
-             "tokenizer.json: describes no tokenizer that is known here"),
+             "tokenizer.json: describes no tokenizer of a known kind"),
         ],
     )  # fmt: skip
     def test_it_is_told_of_the_directory(self, model_files, store, damage, error, told):

@@ -38,7 +38,7 @@ def machine(monkeypatch):
 
 def test_each_round_runs_each_way_once_and_begins_with_the_next(machine):
     told = []
-    plan = Plan(3, warming_up=2, told=lambda *done: told.append(done))
+    plan = Plan(3, warming_up=2, progress=lambda *done: told.append(done))
     found = by_turns({name: machine.way(name, 1.0) for name in "abc"}, plan)
     rounds = ["".join(machine.ran[at : at + 3]) for at in range(0, len(machine.ran), 3)]
     assert rounds[2:] == ["abc", "bca", "cab"]

@@ -114,7 +114,7 @@ def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
     (one,) = rows(line, "--trace", file, "--policy", "samba", "--memory", "host=64MiB,workspace=61000000B")
     assert one["memory"]["host_workspace"] == 61_000_000
     told = plan(line, "--trace", file, "--boards", "7", check=2).stderr
-    assert "Invalid value for --boards: boards are of the made-up trace" in " ".join(told.replace("│", " ").split())
+    assert "Invalid value for --boards: boards are of the generated trace" in " ".join(told.replace("│", " ").split())
 
 
 def test_manifests_and_a_profile_from_anywhere_are_enough_and_nothing_is_written(line, tmp_path):

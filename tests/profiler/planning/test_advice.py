@@ -66,7 +66,7 @@ def advised(trace, places, ssd_bytes_per_s, required=None, **more):
     ("every_s", "limit", "said"),
     [
         (0.004, Limit.COMPUTE, "Compute is the limit: no memory and no SSD would gain more than 5%."),
-        (0.5, Limit.ARRIVALS, "Arrivals are the limit: the last images are judged about as soon as they can be after"),
+        (0.5, Limit.ARRIVALS, "Arrivals are the limit: the last images are judged about as soon as possible after"),
     ],
 )
 def test_with_everything_in_memory_compute_or_arrivals_are_left(every_s, limit, said):
@@ -74,7 +74,7 @@ def test_with_everything_in_memory_compute_or_arrivals_are_left(every_s, limit, 
     assert (advice.limit, advice.memory, advice.ssd) == (limit, None, None)
     assert advice.images_per_s == pytest.approx(advice.unlimited_images_per_s)
     assert advice.sentences[1].startswith(said)
-    assert advice.sentences[2] == "The takt asks for 1.90 images/s: met."
+    assert advice.sentences[2] == "The takt requires 1.90 images/s: met."
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -177,7 +177,7 @@ def test_the_sentences_name_sizes_and_what_the_box_has():
         f"{advice.memory.images_per_s:.1f} images/s, or with an SSD of {speed} (now 1.0 GB/s) it reaches "
         f"{advice.ssd.images_per_s:.1f} images/s."
     )
-    assert takt == "The takt asks for 40.00 images/s: missed now, met with unlimited memory."
+    assert takt == "The takt requires 40.00 images/s: missed now, met with unlimited memory."
 
 
 def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
@@ -195,7 +195,7 @@ def test_an_ssd_that_no_factor_saves_is_said_so():
     busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time."
     assert advice.sentences[1] == f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}"
     assert "; no SSD up to 64 times as fast as this one does as much." in advice.sentences[2]
-    assert advice.sentences[3] == "The takt asks for 1000.00 images/s: missed with any memory."
+    assert advice.sentences[3] == "The takt requires 1000.00 images/s: missed with any memory."
 
 
 @settings(max_examples=5)

@@ -160,8 +160,8 @@ def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_
     assert advice.sentences[1:3] == (
         "Decoding is the limit: it takes 51% of the cores' time for an image (129 of 253 ms of one core), so that 2 "
         "cores reach 7.9 images/s at most, and executors, which would run 16.1, wait for images 51% of the time.",
-        "In images/s, these would allow up to: a further core 11.9, JPEGs made smaller while they are decoded (of "
-        "which 2 experts do not say the same) 11.5, images of half the pixels 10.6.",
+        "In images/s, these would allow up to: a further core 11.9, JPEGs decoded to fewer pixels (2 experts "
+        "decide differently on them) 11.5, images of half the pixels 10.6.",
     )
     told = json.loads(json.dumps(as_json((), advice)))["advice"]["decoding"]
     figures = told["images_per_s"], told["decoding_share"], told["waiting_fraction"]

@@ -264,7 +264,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         line.document["precision"] = precision
         done = line.profiled(allocation=allocation, search=FEW_RUNS)
         (note,) = [note for note in done.notes if "cannot be served" in note]
-        assert note.startswith("cls/f0 cannot be served: on cpu: its output is not a number: check its weights")
+        assert note.startswith("cls/f0 cannot be served: on cpu: its output has NaN or infinity: check its weights")
         forms = [form for name in ("squeezenet1_1", "fake") for form in candidate_precisions(name, "cpu")]
         forms = [name for name in forms if not FORMS[name].needs_calibration and FORMS[name].why_absent() is None]
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
@@ -284,7 +284,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         done = line.profiled(allocation=ENGINE, search=FEW_RUNS, samples=crops)
         served = [note for note in done.notes if "cannot be served" in note]
         assert len(served) == 1
-        assert served[0].endswith(".png: its output is not a number: check its weights, or use precision fp32")
+        assert served[0].endswith(".png: its output has NaN or infinity: check its weights, or use precision fp32")
         (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without cls/f0 and")]
         assert left_out.endswith("put it right and profile again, or take it off the line")
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE

@@ -11,7 +11,7 @@ import pytest
 from agent.config import read_line
 from experts.backends.classifier import write_random_weights
 from experts.errors import ConfigError, WeightsMismatch
-from profiler.workload import made_up_graphs
+from profiler.workload import synthetic_graphs
 from proof.parts.loading import LoadingTimes, measure_graph_loading, measure_line_loading, measure_loading
 
 ROOT = Path(__file__).parents[3]
@@ -57,8 +57,8 @@ def mixed(made_once):
 
 
 def write_mixed(folder):
-    made_up_graphs.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
-    made_up_graphs.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
+    synthetic_graphs.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
+    synthetic_graphs.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
     write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0)
     (folder / "line.yaml").write_text(LINE)
 
@@ -109,8 +109,8 @@ def test_an_expert_that_is_unknown_or_cannot_be_packed_is_told_and_nothing_stays
 
 @pytest.mark.slow
 def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch):
-    assert made_up_graphs.BANK_ROWS * sum(made_up_graphs.STAGE_FEATURES) * 4 > 50_000_000
-    monkeypatch.setattr(made_up_graphs, "BANK_ROWS", 512)
+    assert synthetic_graphs.BANK_ROWS * sum(synthetic_graphs.STAGE_FEATURES) * 4 > 50_000_000
+    monkeypatch.setattr(synthetic_graphs, "BANK_ROWS", 512)
     (times,) = measure_graph_loading(tmp_path, "anomaly", files=2, repeats=1).rows
     assert (times.files, times.name, times.shared_bytes) == (2, "ONNX anomaly experts", 0)
     assert times.file_bytes > 11_500_000

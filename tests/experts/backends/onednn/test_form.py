@@ -81,7 +81,7 @@ SPOILED = [
     (lambda program: b"[1]", "its program is cut"),
     (lambda program: spoil(program, **{"made for": "torch 2.9, another CPU"}), "was packed for torch 2.9, another CPU"),
     (lambda program: spoil(program, weights={"fc.weight": "0" * 64}), "is of other weights"),
-    (lambda program: spoil(program, weights={"features.0.weight": "0" * 64}), "does not lie as oneDNN wants it"),
+    (lambda program: spoil(program, weights={"features.0.weight": "0" * 64}), "is not in the layout that oneDNN wants"),
 ]
 
 

@@ -339,11 +339,11 @@ def test_a_program_tells_which_levels_the_bytes_are_of():
     form, other = (tried(name).form for name in ("joined", "joined_with_float"))
     assert packed_module("cls", form.module, form.program) == form
     assert form.blocked == other.blocked  # so that nothing else would tell
-    with pytest.raises(BackendUnavailable, match=r"its levels are of other calls .*: pack the line again here"):
+    with pytest.raises(BackendUnavailable, match=r"its levels belong to other calls: pack the line again here"):
         packed_module("cls", form.module, other.program)
     plain = json.loads(form.program)
     del plain["levels"]
-    with pytest.raises(BackendUnavailable, match="its levels are of other calls"):
+    with pytest.raises(BackendUnavailable, match="its levels belong to other calls"):
         packed_module("cls", form.module, json.dumps(plain).encode())
 
 

@@ -178,8 +178,8 @@ INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multi
         (partial(softmax_ending, axis=0), {"batch": 1}, WeightsMismatch, OVER_IMAGES),
         (two_inputs, {}, WeightsMismatch, "it has image, mask"),
         (one_image_inside, {}, WeightsMismatch, "does not run on ONNX Runtime"),
-        (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds values that are not numbers"),
-        (lambda graph: None, {"outputs": 4}, WeightsMismatch, "tells 4 labels apart, the line names 3"),
+        (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds NaN or infinity"),
+        (lambda graph: None, {"outputs": 4}, WeightsMismatch, "has 4 labels, the line names 3"),
     ],
 )
 def test_a_graph_that_is_no_classifier_of_these_labels_is_refused(files, edit, options, error, reason):

@@ -88,7 +88,7 @@ def test_what_is_no_number_before_levels_is_no_answer(expert, batch):
     """Levels of it are some number: the graph as it came answers like any other, with a score of 0.5 and more."""
     found = expert(is_divided=True, batch=batch)
     skeleton = bound(found)
-    with pytest.raises(OutputInvalid, match="its output is not a number"):
+    with pytest.raises(OutputInvalid, match="its output has NaN or infinity"):
         skeleton.infer(found, [BLACK])
     answers = judge(skeleton, found, [pixels(1), BLACK, pixels(2)])
     assert [type(each).__name__ for each in answers] == ["Prediction", "Rejected", "Prediction"]

@@ -94,7 +94,7 @@ def test_a_weight_that_is_not_found_again_is_told_by_name():
     """It is convolved with constants alone, which is computed when the graph is optimised."""
     model = graph_of("c = Conv(table, early) answer = Add(images, c)", {"early": (3, 2, 1, 1)}, 3)
     add_weights(model.graph, table=np.ones((1, 2, SIZE, SIZE)))
-    with pytest.raises(ValueError, match="something else of its weights early"):
+    with pytest.raises(ValueError, match="changes the values of its weights early"):
         laid_out(model, "images")
 
 

@@ -257,7 +257,7 @@ def rewritten(folder, change):
         (lambda folder: (folder / "layer_00-model_00-model_states.pt").write_bytes(b""), WeightsRefused, "pipeline"),
         (lambda folder: (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b""), WeightsRefused,
          "zero_to_fp32"),
-        (lambda folder: (folder.parent / "out").write_bytes(b""), WeightsRefused, "is there already"),
+        (lambda folder: (folder.parent / "out").write_bytes(b""), WeightsRefused, "exists already"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_nothing_is_left(tmp_path, damage, error, said):
@@ -290,7 +290,7 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
     with pytest.raises(WeightsMissing, match="as a checkpoint of DeepSpeed does"):
         import_deepspeed(tmp_path, tmp_path / "out")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WeightsRefused, match="nothing is to be imported, name it as `weights:` of an llm"):
+    with pytest.raises(WeightsRefused, match="needs no import: name it as `weights:` of an llm"):
         import_deepspeed(tmp_path, tmp_path / "to")
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(WeightsMissing, match="no folder beside it"):
