@@ -1,4 +1,4 @@
-"""Every exception of the project. Each carries the object it is about, and its text says what to do.
+"""Every exception of the project. Each text names the object it is about, and says what to do.
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
@@ -11,7 +11,7 @@ CoServeError
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
-|  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks
+|  |  +- ModelUnsupported   a language model's config.json needs a feature that the runtime lacks
 |  |  +- TrainingUnsupported  a trainer's argument is unknown to the import, or cannot be followed
 |  |  +- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  |  `- WeightsUnclear     a model's file lacks facts that a line file needs: it names the options that give them
@@ -22,25 +22,25 @@ CoServeError
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
-+- GenerationInvalid        a request for a text contradicts itself or the model: nothing was begun
++- GenerationInvalid        a request for a text contradicts itself or the model: nothing has started
 |  +- SamplingInvalid       a sampling parameter is not a number, or out of its range
 |  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
-+- FileChanged              another file, or other bytes, lie where a complete file was seen
++- FileChanged              the path of a complete file has another file, or other bytes
 +- SidecarUnfinished        a sidecar does not parse: its writer is not done, or it is not JSON
 +- CameraFailed             a camera cannot be connected, or its connection ended
 +- BackendUnavailable       a configured runtime or device is not there
 +- Unrecordable             a module's calls depend on the number of images, or on values that meta tensors lack
-+- IllegalMove              a residency step that the table does not hold; nothing was changed
-+- OrderRefused             an API order that was not taken, and left nothing behind
++- IllegalMove              a residency step that is not in the table; nothing was changed
++- OrderRefused             an API order that was not taken, and left no state
 +- AddressUnusable          an address of an API is in use, or is not this machine's
 +- AgentUnreachable         no agent answers at an address, or it refuses this caller
 +- ReceiverUnavailable      a receiver of verdicts cannot be reached, or takes none now: they wait
-+- MessageRefused           a receiver of verdicts will never take this message: it is dropped, and that is told
++- MessageRefused           a receiver of verdicts will never take this message: it is dropped, and that is reported
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- StateOfAnother           root would write into the state directory of another user
 +- DeviceLost               the accelerator's context is gone until another process opens it
-+- WorkOverdue              a batch or a load does not answer: its thread hangs, and cannot be ended
++- WorkOverdue              a batch or a load does not end: its thread hangs, and cannot be stopped
 `- AgentCrashed             the agent's loop ended, by DeviceLost, WorkOverdue or a fault of the program
 """
 
@@ -100,11 +100,10 @@ class DeviceMissing(ConfigError): ...
 
 
 class SecretMissing(ConfigError):
-    """``where``: it was looked for."""
+    """``where``: place that was searched."""
 
     def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason} - put the secret there, or correct where it lies")
-        self.where = where
+        super().__init__(f"{where}: {reason} - put the secret there, or correct its path")
 
 
 class ProfileDamaged(ConfigError):
@@ -112,7 +111,6 @@ class ProfileDamaged(ConfigError):
 
     def __init__(self, path: Path, reason: str, advice: str) -> None:
         super().__init__(f"{path} {reason} - {advice}")
-        self.path = path
         self.reason = reason
 
 
@@ -165,7 +163,7 @@ class WeightsUnclear(WeightsError):
 
     def __init__(self, source: str, missing: Mapping[str, str]) -> None:
         lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
-        super().__init__(source, f"does not tell all that a line has to know of it:{lines}")
+        super().__init__(source, f"does not contain all that a line has to know of it:{lines}")
         self.missing = missing
 
 
@@ -186,7 +184,6 @@ class OutputInvalid(ExpertError): ...
 class MemoryExceeded(CoServeError):
     def __init__(self, pool: str, wanted_bytes: int, free_bytes: int) -> None:
         super().__init__(f"memory {pool}: {wanted_bytes} bytes wanted, {free_bytes} free")
-        self.pool = pool
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
 
@@ -228,13 +225,11 @@ class FileChanged(CoServeError):
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{path}: not the file that was seen complete")
-        self.path = path
 
 
 class SidecarUnfinished(CoServeError):
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} is not JSON ({reason})")
-        self.name = name
 
 
 class CameraFailed(CoServeError):
@@ -249,7 +244,6 @@ class CameraFailed(CoServeError):
 class BackendUnavailable(CoServeError):
     def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")
-        self.what = what
 
 
 class Unrecordable(CoServeError): ...
@@ -264,22 +258,22 @@ class IllegalMove(CoServeError):
 
 
 class Refusing(StrEnum):
-    """Why an order is refused: what a caller can tell apart."""
+    """Reason why an order is refused, by which callers react."""
 
-    QUEUE_FULL = "QUEUE_FULL"  # too many images are under way, or too many bytes of them: again in a while
+    QUEUE_FULL = "QUEUE_FULL"  # too many images, or bytes of images, are under way: retry later
     TOO_LARGE = "TOO_LARGE"  # this image never fits
     NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
     INVALID = "INVALID"  # the order contradicts itself, or the line file
-    KEY_REUSED = "KEY_REUSED"  # its key was given for something else: never as it is
-    CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a place to read on from that this results file never had
-    NOT_NOW = "NOT_NOW"  # it cannot be done in the state that things are in
-    STOPPING = "STOPPING"  # the agent ends: the next one will answer
-    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: never as it is
-    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing, or not the one
+    KEY_REUSED = "KEY_REUSED"  # its key belongs to another order: do not retry
+    CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a cursor that this results file never gave
+    NOT_NOW = "NOT_NOW"  # not possible in the present state
+    STOPPING = "STOPPING"  # the agent stops: retry after its restart
+    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: do not retry
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing or wrong
 
 
 class OrderRefused(CoServeError):
-    """``retry_s``: when to try again; None: never as it is. ``field``: of the order, where one is to blame."""
+    """``retry_s``: time until a retry; None: do not retry. ``field``: of the order, if one is at fault."""
 
     def __init__(
         self, reason: Refusing, message: str, retry_s: float | None = None, *, field: str | None = None
@@ -303,15 +297,13 @@ class AgentUnreachable(CoServeError):
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"{address}: {reason}")
-        self.address = address
 
 
 class ReceiverUnavailable(CoServeError):
-    """``retry_s``: how long it asks to be left alone; None: it does not say."""
+    """``retry_s``: its requested pause, if any."""
 
     def __init__(self, receiver: str, reason: str, retry_s: float | None = None) -> None:
         super().__init__(f"{receiver}: {reason}")
-        self.receiver = receiver
         self.reason = reason
         self.retry_s = retry_s
 
@@ -321,8 +313,6 @@ class MessageRefused(CoServeError):
 
     def __init__(self, receiver: str, message: str, reason: str) -> None:
         super().__init__(f"{receiver}: {reason}")
-        self.receiver = receiver
-        self.message = message
         self.reason = reason
 
 
@@ -331,13 +321,11 @@ class AlreadyRunning(CoServeError):
         super().__init__(
             f"{lock} is held by another agent or `coserve profile`: stop it first, or give this line its own state"
         )
-        self.lock = lock
 
 
 class StateUnusable(CoServeError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason} - make room there or correct `state`, then start again")
-        self.path = path
 
 
 class StateOfAnother(CoServeError):
@@ -353,7 +341,6 @@ class DeviceLost(CoServeError):
         super().__init__(
             f"the device {device} is lost: {reason} - if that happens again, look for Xid and ECC errors in dmesg"
         )
-        self.device = device
 
 
 class WorkOverdue(CoServeError):
@@ -362,7 +349,6 @@ class WorkOverdue(CoServeError):
     def __init__(self, work: str, age_s: float, advice: str, *, is_batch: bool) -> None:
         super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
         self.is_batch = is_batch
-        self.work = work
 
 
 class AgentCrashed(CoServeError):

@@ -105,7 +105,7 @@ class LinePlan:
 
     def row(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> PlanRow:
         """``memory``: bytes by host, device and workspace. None: the line's own policy or memory."""
-        case = self._case(policy, memory)
+        case = self._case_of(policy, memory)
         scenario, setup = case.planned()
         row = plan_row(scenario, setup, case.required_images_per_s)
         if case.decoding is None:
@@ -120,13 +120,13 @@ class LinePlan:
 
     def advice(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> Advice:
         """Limit of the line, with remedies and gains; arguments as of ``row``."""
-        case = self._case(policy, memory)
+        case = self._case_of(policy, memory)
         scenario, setup = case.planned()
         _refuse_broken(scenario, setup)
         load = None if case.decoding is None else case.decoding.load(scenario, setup)
         return with_gains(case.advice().with_decoding(load), case)
 
-    def _case(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
+    def _case_of(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
         return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))
 
 
