@@ -12,8 +12,7 @@ from agent.cli.asking import generate, status
 from agent.cli.config import config_app
 from agent.cli.experts import experts_app
 from agent.cli.records import backup, restore, results
-from agent.cli.running import demo, doctor, inspect, serve
-from agent.cli.service import service_app
+from agent.cli.running import demo, doctor, inspect, serve, service_app
 
 app = typer.Typer(
     name="coserve",

@@ -89,7 +89,7 @@ class Agent:
     experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's name by the line's, if they differ
     retired: frozenset[str] = frozenset()  # the Engine's names of experts of earlier lines
     changes: int = 0  # of the line, since the start
-    heard: frozenset[str] = frozenset()  # names of earlier lines' experts in the line file
+    earlier_names: frozenset[str] = frozenset()  # of experts, in earlier line files
     alarms: tuple[str, ...] = ()  # why the device profile is not used, or not for all experts
 
     def expert(self, name: str) -> str:
@@ -292,9 +292,8 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
     untimed = _untimed(ground, timed, copies)
     probed = Probed(PerformanceMatrix({}), {})
     if profile is None or any(untimed.values()):
-        ground.setup(
-            estimated_matrix(ground.box, untimed, ground.usage)
-        )  # refuse experts that cannot fit before the probe
+        # refuses experts that cannot fit before the probe
+        ground.setup(estimated_matrix(ground.box, untimed, ground.usage))
         progress("probe", 0, 1)
         probed = probe(ground.box, untimed, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
         progress("probe", 1, 1)

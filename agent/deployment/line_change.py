@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from experts.errors import ExpertError
     from experts.packed.weights import PackedExpert
 
-GENERATION = (
-    "+"  # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
-)
+# in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
+GENERATION = "+"
 LIVE_KEYS = ("experts", "routes", "boards")
 TEXTS = "texts"
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
@@ -108,9 +107,8 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
         processor: [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
         for processor, listed in copies.items()
     }
-    without_proofs = (
-        None if ground.profile is None else replace(ground.profile, decodings=())
-    )  # the old ones of these names
+    # the proofs of decoding are of the old experts of these names
+    without_proofs = None if ground.profile is None else replace(ground.profile, decodings=())
     found = measured_setup(replace(ground, profile=without_proofs), new, agent.segments, progress)
     threads = threads_per_executor(agent.box, agent.setup.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
@@ -186,7 +184,7 @@ def _change(
         experts=names,
         retired=retired,
         changes=agent.changes + 1,
-        heard=agent.heard | agent.config.catalog.experts.keys(),
+        earlier_names=agent.earlier_names | agent.config.catalog.experts.keys(),
     )
     before = {line_name(name) for name in _served(agent)}
     return LineChange(
@@ -216,7 +214,7 @@ def _served(agent: Agent) -> frozenset[str]:
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """The Engine's name of each expert of the new line: the old name for an unchanged expert."""
     names = {}
-    known = agent.heard | agent.config.catalog.experts.keys()
+    known = agent.earlier_names | agent.config.catalog.experts.keys()
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
@@ -227,8 +225,8 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
         now = agent.expert(name)
         then, packed = ran[now], runs[name]
         is_same = agent.config.catalog.experts.get(name) == expert and packed == then
-        unheard = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
-        names[name] = now if is_same and now in _served(agent) else unheard
+        fresh = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
+        names[name] = now if is_same and now in _served(agent) else fresh
     return names
 
 

@@ -100,9 +100,8 @@ class MoeCaches:
         is_settled = self._allocation is not None or self._config.memory.workspace is not None
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
             budget_bytes = share.needs.budget_bytes
-            kept_bytes = (
-                0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)
-            )  # room for larger batches that a probe may find
+            # room for larger batches that a probe may find
+            kept_bytes = 0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)
             room_bytes = min(share.expert_bytes, budget_bytes - kept_bytes)
             for expert, needed_bytes in share.needs.misfits(-1).items():
                 lack = needed_bytes - room_bytes

@@ -84,10 +84,9 @@ def in_form(
         if kind is None or now is None or kind is now:
             return row
         ratio = kind.weight_bytes / max(now.weight_bytes, 1)
+        # shared tensors of another form are other bytes
         shared = [SharedTensors(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
-        footprint = Footprint(
-            round(row.footprint.own_bytes * ratio), tuple(shared)
-        )  # the parts of another form are others
+        footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))
         factor = core_share(profile, kind, executors)
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
         performance = _performance(kind, factor)

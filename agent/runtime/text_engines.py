@@ -20,8 +20,7 @@ from experts.errors import CoServeError
 from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import arena_for
-from experts.llm.serving.kv import KvLayout
+from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
 from experts.llm.serving.output_lengths import OutputLengths
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
-    from experts.llm.serving.extents import ExtentArena
     from experts.packed.weights import SegmentStore
 
 

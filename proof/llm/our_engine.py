@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from agent.line_file.texts import LONE_QUANTUM_S
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.extents import ExtentArena, KvLayout
 from experts.llm.serving.generation import GREEDY, Generation, RefusedText, TextRequest
 from experts.llm.serving.iteration import IterationLimits
-from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.texts import Turn
 from proof.llm.random_models import TextJob
 

@@ -19,9 +19,8 @@ from agent.runtime.executor import own_stream
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import arena_for
+from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
 from experts.llm.serving.generation import Generation, RefusedText, Sampling, TextRequest
-from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.texts import Turn
 from experts.llm.token_batch import Chunk, TokenBatch
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.extents import ExtentArena
     from experts.llm.serving.generation import Sampled
 
 Found = TypeVar("Found")

@@ -18,10 +18,10 @@ import torch
 
 from experts.errors import MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
+from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, RefusedText, check_against
 from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, IterationCandidate, IterationLimits, IterationTimes, plan
-from experts.llm.serving.kv import KvLayout, Prefix
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.llm.serving.sampling import sample
 from experts.llm.serving.texts import RoutedText, WrittenText, text_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import BatchKeyValues, KeyValues
-    from experts.llm.serving.extents import ExtentArena
     from experts.llm.serving.texts import TextState, Turn
 
 FORGOTTEN = "its caller no longer waits"

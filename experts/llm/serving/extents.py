@@ -28,7 +28,6 @@ import torch
 
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvLayout, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +39,42 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import Chunk, TokenBatch
 
 EXTENTS_A_SLAB = 128
+LEAST_PREFIX_TOKENS = 16  # reading fewer tokens again costs less than the search
 # Address space reserves no memory: Linux's MAP_NORESERVE, which Python does not name.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 CALL_BYTES = 256 * 1024  # bytes that attention reads in the time of starting another call
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of a token's keys and values: models of one layout can be read in one go."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    positions: int  # the context, the most tokens of a sequence
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: ArchSpec, dtype: torch.dtype) -> KvLayout:
+        return cls(len(spec.layers), spec.kv_heads, spec.head_size, spec.max_positions, dtype)
+
+    @property
+    def head_bytes(self) -> int:
+        itemsize: int = self.dtype.itemsize
+        return self.head_size * itemsize  # of one token's keys, in one layer
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_bytes  # of one token, in all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Beginning of a text. ``weights``: key of the weights that read its tokens; identical weights have equal keys."""
+
+    weights: str
+    tokens: tuple[int, ...]
 
 
 class Slab:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention
-from experts.llm.serving.extents import ExtentArena, common_length
-from experts.llm.serving.kv import KvLayout, Prefix
+from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix, common_length
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.oracle import reference_attention
 

@@ -8,9 +8,8 @@ from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.extents import ExtentArena, KvLayout
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.texts import Turn
 from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes
