@@ -207,7 +207,7 @@ def prepare_folder(folder: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
-    except OSError as error:  # a full disk's does not say where
+    except OSError as error:  # the error of a full disk has no path
         raise OSError(error.errno, error.strerror, str(folder)) from error
 
 

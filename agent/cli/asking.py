@@ -23,7 +23,7 @@ def status(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """State of a running agent: queues, memories, experts and sources. Uses the line's first gRPC address."""
+    """Show the state of a running agent: queues, memories, experts, sources. Uses the line's first gRPC address."""
     from agent.commands.asking import AgentAccess, ask_status
     from agent.commands.status import print_status
     from agent.config import read_line

@@ -30,7 +30,7 @@ def show_config(
     resolved: Annotated[bool, typer.Option("--resolved", help="every key, defaults included")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Keys that take effect, and their origin: the file's line, a variable, or the default."""
+    """Show the keys in effect, and their origin: the file's line, a variable, or the default."""
     from agent.config import resolved_keys
 
     with explained():
@@ -47,7 +47,7 @@ def check_config(
     probe: Annotated[bool, typer.Option("--probe", help="also read a frame from each camera")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read a line file as ``serve`` would; every mistake with file, line and key."""
+    """Check a line file as ``serve`` reads it; every mistake with file, line and key."""
     from agent.config import read_line
 
     try:
@@ -67,7 +67,7 @@ def check_config(
 
 @config_app.command("schema")
 def config_schema(as_json: AsJson = False) -> None:
-    """The JSON Schema of a line file, for editors; usable offline. (``--json`` changes nothing: it is JSON anyway.)"""
+    """Print the JSON Schema of a line file, for editors; usable offline. (``--json`` has no effect: it is JSON.)"""
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))

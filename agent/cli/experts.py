@@ -24,7 +24,7 @@ experts_app = typer.Typer(
 
 @experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
-    """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
+    """List the experts of a line: architecture, labels, packed bytes, usage probability, routes."""
     from agent.commands.experts import expert_rows, print_experts
     from agent.config import read_line
 
@@ -38,7 +38,7 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 
 @experts_app.command("compare")
 def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
-    """An expert and the version in its shadow: agreement, flips each way, scores, times, images that differ."""
+    """Compare an expert and the version in its shadow: agreement, flips, scores, times, images that differ."""
     from agent.commands.experts import comparison_of, comparison_row, print_comparison
     from agent.config import read_line
 

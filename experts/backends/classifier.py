@@ -54,7 +54,7 @@ class _Structure:
 
 
 class ClassifierBackend(TorchBackend):
-    """See experts.backends.base.Backend."""
+    """Implements ``experts.backends.base.Backend`` for torchvision's classifiers."""
 
     outputs = ("logits",)
 
@@ -157,7 +157,7 @@ def _build(structure: _Structure, *, init_weights: bool) -> Module:
 
 
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-    """See ``Reader``: reads the logits."""
+    """``Reader`` of the logits."""
     require_numbers(expert, *outputs)
     logits = outputs[0].float()
     if expert.task is Task.MULTILABEL:

@@ -74,7 +74,7 @@ SIDES = 4  # of a box
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """See ``Reader``: reads the head's raw outputs, boxes and scores."""
+    """``Reader`` of the head's raw outputs: boxes and scores."""
 
     strides: tuple[float, ...]
     template: Template  # kept alive: another reader of this kind builds no model
@@ -100,7 +100,7 @@ class _Answered:
 
 
 class DetectorBackend(TorchBackend):
-    """See experts.backends.base.Backend."""
+    """Implements ``experts.backends.base.Backend`` for ultralytics' detectors."""
 
     outputs = ("boxes", "scores")
 

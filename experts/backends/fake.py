@@ -85,7 +85,7 @@ class FakeSkeleton:
 
 
 class FakeBackend:
-    """See experts.backends.base.Backend."""
+    """Implements ``experts.backends.base.Backend`` for declared fakes."""
 
     precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # none are observed
 

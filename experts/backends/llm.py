@@ -69,7 +69,7 @@ class LlmSkeleton:
 
 
 class LlmBackend:
-    """See experts.backends.base.Backend."""
+    """Implements ``experts.backends.base.Backend`` for language models."""
 
     precisions = frozenset(EXECUTABLE)
 

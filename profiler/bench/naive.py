@@ -91,7 +91,7 @@ def naive_files(config: LineConfig, experts: Iterable[str]) -> Iterator[dict[str
 
 @dataclass(slots=True)
 class NaiveServer:
-    """See the module. ``expert_bytes``: memory for models. ``usage``: probabilities by expert."""
+    """General model server. ``expert_bytes``: memory for models. ``usage``: probabilities by expert."""
 
     experts: Mapping[str, Expert]
     graph: ExpertGraph

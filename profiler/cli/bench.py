@@ -55,7 +55,7 @@ def bench_line(
     ssd_bandwidth: Bandwidth = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are shown")] = 1,
     journal: Annotated[
-        bool, typer.Option("--journal", help="instead: what it costs to journal and store every request")
+        bool, typer.Option("--journal", help="instead: cost of journaling and storing every request")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -206,8 +206,7 @@ def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
         if row.decoding_images_per_s is not None and row.cores_images_per_s is not None
     }
     return tuple(
-        f"decoding: {alone:.1f} images/s, did all cores nothing else; {both:.1f} at most beside what executors compute "
-        "on them."
+        f"decoding: {alone:.1f} images/s if all cores did nothing else; {both:.1f} at most beside the executors' work."
         for alone, both in sorted(rates)
     )
 
@@ -263,11 +262,11 @@ COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
     "text p99": lambda row: "-" if row.text_p99_s is None else _wait_text(row.text_p99_s),
 }
 LEGEND_OF_TEXTS = (
-    "texts: images/s counts them, too. tokens/s: that are written. text p50, p99: from arrival to the last token."
+    "texts: images/s counts them, too. tokens/s: written tokens. text p50, p99: from arrival to the last token."
 )
 LEGEND = (
-    "of floor: images/s over the most that work, decoding, bytes and arrivals allow. loads: experts brought to where "
-    "they run after the start; a request waited for those under switches. least: loads that no schedule can do "
-    "without; in order: the same when requests are served as they came. read a shift: in eight hours at the takt, at "
-    "images/s where it is missed. takt: met where no queue grows while the trace goes on and on at the takt's rate."
+    "of floor: images/s over the most that work, decoding, bytes and arrivals allow. switches: loads that a request "
+    "waited for. loads: all loads, after the start, into memories that experts run from. least: loads that no schedule "
+    "can avoid; in order: the same for requests in order of arrival. read a shift: in eight hours at the takt, or "
+    "at images/s where it is missed. takt: met if no queue grows while the trace repeats at the takt's rate."
 )

@@ -203,7 +203,7 @@ def load(
     if line is not None:
         refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
     else:
-        refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
+        refuse_unused(ctx, ("expert",), "names experts of a line - give --line LINE.yaml, too")
     if onnx is not None:
         unused = ("architecture", "precision")
         refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")

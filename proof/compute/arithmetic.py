@@ -4,7 +4,7 @@ Operations are those of convolutions, linear layers and attention, two for each 
 flop_counter has them. The rate is the best of several shapes, each multiplied by torch (``torch.mm``, in eight bits
 ``torch._int_mm``) and, in fp32, bf16 and int8, by oneDNN with a packed weight: torch's own library may be the slower
 one on another maker's processor. Where fp32's rate is higher, as of fp16 without instructions for it, fp32's is taken.
-An algorithm with fewer operations (Winograd's), or operands that all lie in caches, may beat the floor.
+An algorithm with fewer operations (Winograd's), or operands that all fit in caches, may beat the floor.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fastest_of(dtype: torch.dtype) -> Multiplication:
 
 
 def reference_of(dtype: torch.dtype) -> Multiplication:
-    """The multiplication that these numbers are held to: their own, or fp32's where that is faster."""
+    """The multiplication that these numbers are compared with: their own, or fp32's where that is faster."""
     return max((fastest_of(dtype), fastest_of(torch.float32)), key=lambda each: each.rate)
 
 

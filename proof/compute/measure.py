@@ -1,4 +1,4 @@
-"""The compute table: contestants by turns, for each architecture and batch size, and the targets of the forms.
+"""The compute table: contestants in turn, for each architecture and batch size, and the targets of the forms.
 
 Guarantees: contestants take turns in one process, on as many threads as each CPU executor of this box has. A note says
 why a form has no row, or was only tried because it is far slower than torch. Generated files are removed afterwards.
@@ -117,7 +117,7 @@ def targets_of(rows: Sequence[ComputeRow]) -> tuple[Target, ...]:
 def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
     """Targets of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32.
 
-    Eight bits are compared with ONNX Runtime's alone: only samples tell whether an expert can run in them.
+    Eight bits are compared with ONNX Runtime's alone: only samples show whether an expert can run in them.
     """
     took = {row.form: row.ms_per_image for row in rows}
     ours = {
@@ -270,7 +270,7 @@ class _ComputeBench:
     def _contestants(
         self, stack: ExitStack, model: PlainModel, forms: Sequence[Precision], store: SegmentStore, batch: int
     ) -> list[Contestant]:
-        """Torch itself first; a note tells of each that cannot run here. Their memory goes with the stack."""
+        """Torch first; a note for each contestant that cannot run here. The stack frees their memory."""
         images = prepared_images(model.expert, batch)
         found = [eager(model, images)]
         for form in forms:

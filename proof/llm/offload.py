@@ -1,4 +1,4 @@
-"""Half of a model's moe_experts in memory, beside all of them, by turns.
+"""Half of a model's moe_experts in memory, alternating with all of them in memory.
 
 All ways run over the agent's path: packed files, slots, loads past the page cache into places of the copy's region.
 Gates choose by Zipf's law, each layer's in another order, so that only this skew helps the cache. Tokens are drawn, not

@@ -62,7 +62,7 @@ class PeerProcess:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise CoServeError(f"the process of a model ended by itself with {code}: its last words stand above")
+            raise CoServeError(f"the process of a model ended with exit code {code}: its output above has the reason")
         return line
 
 

@@ -138,7 +138,7 @@ def _written(directory: Path, shape: QwenShape, tensors: dict[str, Tensor]) -> P
 
 @dataclass(frozen=True, slots=True)
 class TextJob:
-    """A prompt, and how many tokens follow it: random models know no end."""
+    """A prompt, and how many tokens follow it: random models have no stop token."""
 
     prompt: tuple[int, ...]
     output: int

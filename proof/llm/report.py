@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 THREADS = 2  # what the targets are stated for
-NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what is packed of them
+NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and their packed files
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
     form = QUICK if quick else FULL
     before = torch.get_num_threads()
     if not quick:
-        require_disk(directory, NEEDED_BYTES, "three models of 105M parameters, and what is packed of them,")
+        require_disk(directory, NEEDED_BYTES, "three models of 105M parameters and their packed files")
     use_threads(threads)
     try:
         with removed_afterwards(directory, "bench-llm-") as folder:

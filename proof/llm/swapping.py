@@ -1,6 +1,6 @@
 """Language models that share one memory: models swapped by one agent and by a process each, and a shared backbone.
 
-A round has requests for all models, by turns; a round begins once the one before has its answers. The agent loads
+A round has requests for all models, in turn; a round begins once the one before has its answers. The agent loads
 models beside running ones. The peer is a model-swapping server: a model's process starts in its turn, loads its
 checkpoint, answers all waiting requests, and ends for the next one. Its order is the best one: the model in memory at
 the end of a round comes first in the next. Its weights come from the page cache; the agent reads past it.

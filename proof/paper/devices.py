@@ -133,15 +133,15 @@ class PaperDevice(DeviceSection):
     @model_validator(mode="after")
     def _fits_together(self) -> PaperDevice:
         if (self.memories.device is not None) != self.is_split:
-            raise ValueError("memories.device is of split devices, and these need it - correct memories or layout")
+            raise ValueError("memories.device: split devices alone need it - correct memories or layout")
         for pool in self.pools:
             if self.usable_bytes(pool) <= 0:
                 raise ValueError(f"memories.{pool}: the system takes all of it - correct one of the two")
         if (self.links.host_bytes_per_s is not None) != self.is_split:
-            raise ValueError("links.host_bytes_per_s is of split devices, and these need it - correct links or layout")
+            raise ValueError("links.host_bytes_per_s: split devices alone need it - correct links or layout")
         for name, each in self.architectures.items():
             if (each.framework_load_s.host is not None) != self.is_split:
-                raise ValueError(f"architectures.{name}.framework_load_s.host is of split devices, and these need it")
+                raise ValueError(f"architectures.{name}.framework_load_s.host: split devices alone need it")
         return self
 
 

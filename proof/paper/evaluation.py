@@ -6,7 +6,7 @@ row for each task and device. CoServe Best is found on a sample of other request
 the 3 minutes that a board has (section 5.1), and in one row for a line's default of 5 seconds.
 
 Samba-CoE has two rows. The main one, which the paper's ratios stand beside, splits the memory 75 to 25 as CoServe
-Casual does; the other has as many experts as fit beside the workspace of one image (``figures`` tells the difference).
+Casual does; the other has as many experts as fit beside the workspace of one image (``figures`` shows the difference).
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _figure_17(searches: Sequence[Best], folder: Path) -> str:
 
 def _figure_18(searches: Sequence[Best], folder: Path) -> str:
     if not searches:
-        return "## Figure 18: memory for experts\n\nNo device with a memory of the GPU's own was run."
+        return "## Figure 18: memory for experts\n\nNo device with separate GPU memory was run."
     series = [
         Series(f"board {each.board}", [row.experts for row in each.memory], [row.images_per_s for row in each.memory])
         for each in searches

@@ -5,7 +5,7 @@ From the text: board A has 352 component types and board B 342. Tasks 1 have 2 5
 the classifier found nothing.
 
 Chosen here: quantities are log-normal with a sigma of 2, calibrated on the 1 060 switches of Samba-CoE in task B2 on
-NUMA (section 5.2). Every third type has a detector, of which there are six of each architecture, dealt by turns. A
+NUMA (section 5.2). Every third type has a detector, of which there are six of each architecture, assigned in turn. A
 classifier passes 95 of 100 images. Requests are drawn one by one in proportion to the quantities; a task 1 is the
 beginning of its board's task 2. Usage probabilities are computed from quantities and pass rate (section 4.5).
 

@@ -73,7 +73,7 @@ class OpenAiEndpoint:
         return plain_error(status, reason)
 
     async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
-        """See ``agent.http.exchange.Application``."""
+        """Implements ``Application``: checks token, method and model, then answers from the desk."""
         try:
             self._check_token(request)
             if request.path == MODELS or request.path.startswith(f"{MODELS}/"):

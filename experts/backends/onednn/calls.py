@@ -154,7 +154,7 @@ class _QuantisedArguments:
 
 
 class QuantisedConvolution(Convolution):
-    """See ``Convolution``. Reads levels; answers levels or float32."""
+    """``Convolution`` in eight bits: reads levels; answers levels or float32."""
 
     def __init__(
         self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, quantised: _QuantisedArguments
@@ -190,7 +190,7 @@ class QuantisedConvolution(Convolution):
 
 
 class QuantisedLinear(Linear):
-    """See ``Linear``. Reads levels; answers levels or float32."""
+    """``Linear`` in eight bits: reads levels; answers levels or float32."""
 
     def __init__(
         self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, quantised: _QuantisedArguments

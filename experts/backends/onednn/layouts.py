@@ -105,7 +105,7 @@ class LinearShape:
         return AppliedTo(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
-        """See ``ConvolutionShape.reordered``."""
+        """The weight, opaque, in the layout that oneDNN wants on this number of threads."""
         made: Tensor
         if self.dtype == torch.int8:
             made = torch.ops.onednn.qlinear_prepack(weight, [extent.images, self.weight[1]])

@@ -123,7 +123,7 @@ class OnnxSkeleton:
 
 
 class OnnxBackend:
-    """See experts.backends.base.Backend."""
+    """Implements ``experts.backends.base.Backend`` for users' ONNX graphs."""
 
     precisions = frozenset({Precision.FP32})
 

@@ -113,7 +113,7 @@ class OffloadedMoe:
         return {layer: partial(self.run, layer) for layer in self._layers}
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
-        """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""
+        """Implements ``experts.llm.dispatch.MoeExperts`` for a layer. Raises what loading raises."""
         rows = _rows_by_number(table)
         scattered = scatter(tokens, table)
         computed = torch.empty_like(scattered)

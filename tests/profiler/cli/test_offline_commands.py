@@ -52,7 +52,7 @@ def test_a_bad_path_is_told_before_anything_is_measured(words, code, said, offli
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--expert", "cls/a"], "--expert: experts of which line? - give --line"),
+        (["--expert", "cls/a"], "--expert: names experts of a line - give --line"),
         (["--line", "line.yaml", "--files", "2"], "--files: the experts are the line's"),
         (["--onnx", "anomaly", "--architecture", "resnet18"], "--architecture: an ONNX graph has its own"),
     ],

@@ -251,7 +251,7 @@ def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
         assert f"| {each.switches} |" in text
     assert "78.5 % (293 to 63)" in text
     assert "| Samba-CoE, all memory for experts |" in text
-    assert "No device with a memory of the GPU's own was run." in text
+    assert "No device with separate GPU memory was run." in text
     for missed in shortfalls(evaluation):
         assert f"- {missed}" in text
 

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc
-from agent.api.services.tensors import asked
+from agent.api.services.tensors import inputs_of
 from experts.errors import OrderRefused, Refusing
 from tests.agent.api.fake_desk import MAP
 
@@ -129,8 +129,8 @@ def test_several_images_are_several_orders(local, desk):
 
 def test_where_one_of_several_is_refused_all_are(local, desk):
     desk.most, desk.holds = 2, True
-    asked = [texts("IMAGE", b"1", b"2", b"3")]
-    assert refusal(local.infer, "resistor", asked) == "StatusCode.RESOURCE_EXHAUSTED"
+    inputs_of = [texts("IMAGE", b"1", b"2", b"3")]
+    assert refusal(local.infer, "resistor", inputs_of) == "StatusCode.RESOURCE_EXHAUSTED"
     desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
 
 
@@ -146,7 +146,7 @@ def test_typed_contents_are_answered_in_kind(server):
     pixels = oip.ModelInferRequest(model_name="resistor")
     tensor = pixels.inputs.add(name="IMAGE", datatype="UINT8", shape=[1, 1, 3])
     tensor.contents.uint_contents.extend([1, 2, 255])
-    assert asked(pixels, 1).images[0].tolist() == [[[1, 2, 255]]]
+    assert inputs_of(pixels, 1).images[0].tolist() == [[[1, 2, 255]]]
 
 
 def test_statistics_grow_with_what_is_asked(local, desk):
@@ -250,27 +250,27 @@ def parameter(name):
 )  # fmt: skip
 def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
     with pytest.raises(OrderRefused) as refused:
-        asked(request_, 1000)
+        inputs_of(request_, 1000)
     assert refused.value.reason is Refusing.INVALID
     assert says in str(refused.value)
 
 
 def test_more_images_than_the_line_takes_at_once_never_fit():
     request = image(shape=(4,), raw=b"\x01\0\0\0x" * 4)
-    assert len(asked(request, 4).images) == 4
+    assert len(inputs_of(request, 4).images) == 4
     with pytest.raises(OrderRefused, match="IMAGE holds 4 at once, where the line takes 3") as refused:
-        asked(request, 3)
+        inputs_of(request, 3)
     assert refused.value.reason is Refusing.TOO_LARGE
 
 
 def test_one_board_is_all_images_and_two_for_three_are_none():
     request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3, second={"name": "BOARD"})
     request.raw_input_contents[1] = b"\x02\0\0\0B1"
-    assert asked(request, 3).boards == ("B1", "B1", "B1")
+    assert inputs_of(request, 3).boards == ("B1", "B1", "B1")
     request.inputs[1].shape[:] = [2]
     request.raw_input_contents[1] = b"\x02\0\0\0B1" * 2
     with pytest.raises(OrderRefused):
-        asked(request, 3)
+        inputs_of(request, 3)
 
 
 tensor = st.builds(
@@ -290,5 +290,5 @@ tensor = st.builds(
 def test_whatever_the_tensors_are_they_are_read_or_refused(inputs, raw, outputs):
     request = oip.ModelInferRequest(inputs=inputs, raw_input_contents=raw, outputs=[{"name": name} for name in outputs])
     with suppress(OrderRefused):
-        found = asked(request, 1000)
+        found = inputs_of(request, 1000)
         assert len(found.images) == len(found.boards) == len(found.refs) >= 1
