@@ -35,7 +35,7 @@ def known_architecture(text: str) -> str:
     if text in {"onnx", "llm", "fake"} or text in CLASSIFIERS or DETECTORS.fullmatch(text):
         return text
     if "llm" in text.lower() or text.lower().startswith(LANGUAGE_MODELS):
-        raise ValueError(f"no architecture {text!r} - write llm: which one it is, its config.json says")
+        raise ValueError(f"no architecture {text!r} - write llm: its config.json names the architecture")
     if "rtdetr" in text.lower().replace("-", ""):
         raise ValueError(f"{text} is not built from weights - export it to ONNX, and write onnx")
     known = (*CLASSIFIERS, *DETECTOR_EXAMPLES, "onnx")

@@ -21,5 +21,5 @@ class Backoff:
         return min(self.first_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS), self.longest_s)
 
     def next_pause_s(self, pause_s: float) -> float:
-        """Pause after one of ``pause_s`` seconds; 0 asks for the first."""
+        """Pause after one of ``pause_s`` seconds; after 0: the first pause."""
         return min(2.0 * pause_s or self.first_s, self.longest_s)

@@ -61,7 +61,7 @@ class CallRanges:
 
     def __post_init__(self) -> None:
         if not all(map(math.isfinite, self.shifts)):
-            raise ValueError("what answers are shifted by is no number")
+            raise ValueError("a shift of outputs is NaN or infinite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def required_ranges(expert: Expert, form: str, calls: Set[str]) -> Mapping[str, 
     if found is None or form not in found.ranges:
         raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
     if not calls <= found.ranges[form].keys():
-        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
+        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} again")
     return found.ranges[form]
 
 

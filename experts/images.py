@@ -142,7 +142,7 @@ def decode_image(
 ) -> Decoded:
     """One image, decoded. ``name`` is what errors call it.
 
-    PNG, JPEG, BMP, TIFF or WebP, told by the bytes. The size is checked before anything is decoded.
+    PNG, JPEG, BMP, TIFF or WebP, recognised by the bytes. The size is checked before anything is decoded.
     ``room_for`` is entered, and may wait, with the bytes that decoding takes at most.
     ``least``: (height, width) that are enough; a JPEG is decoded to a half, a quarter or an eighth of its sides then.
     Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images; and
@@ -189,7 +189,7 @@ def upright(stored: np.ndarray, orientation: int) -> np.ndarray:
 def upright_corners(
     corners: tuple[float, float, float, float], height: int, width: int, orientation: int
 ) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a stored image of this size, as they lie in the upright one."""
+    """Left, top, right, bottom of a stored image of this size, in coordinates of the upright one."""
     left, top, right, bottom = corners
     if orientation >= SWAPPED:
         left, top, right, bottom, height, width = top, left, bottom, right, width, height

@@ -1,1 +1,1 @@
-"""Reads trainers' files without running anything of them: pickles as data, their weights, and the facts they tell."""
+"""Reads trainers' files without running anything of them: pickles as data, their weights, and the facts in them."""

@@ -1,4 +1,4 @@
-"""Records of a checkpoint: one set of weights, its place in the file, and the facts that the file tells."""
+"""Records of a checkpoint: one set of weights, its place in the file, and the facts in the file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that the file tells of its model; None: not told.
+    """Facts about a model in its file; None: not stated.
 
     ``task``: as its trainer names it (detect, classify, segment, ...). ``problem``: "multiclass" or "multilabel", by
     loss or last activation. ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them.
-    ``evidence``: where in the file each fact stands, also a ``fit`` that is told but not served.
+    ``evidence``: place of each fact in the file, also of a ``fit`` that is not served.
     """
 
     framework: str | None = None
@@ -35,7 +35,7 @@ class Facts:
 class ConvertedCheckpoint:
     """Report on weights that were taken out of a checkpoint.
 
-    ``where``: the path of keys that they stood under. ``said``: what was decided on the way, a phrase each.
+    ``where``: path of keys to the weights. ``said``: remarks on decisions, a phrase each.
     """
 
     where: str

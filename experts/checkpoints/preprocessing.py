@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Table: TypeAlias = "Mapping[Any, Any]"
-Told: TypeAlias = tuple[Any, str]  # value (None: not served), keys
+Stated: TypeAlias = tuple[Any, str]  # value (None: not served), keys
 
 PAIRS = (("mean", "std"), ("image_mean", "image_std"), ("pixel_mean", "pixel_std"), ("img_mean", "img_std"))
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's numbers
@@ -23,7 +23,7 @@ _STATED = ("image_mean", "image_std", "do_rescale", "rescale_factor")
 CONFIG_LENGTH, SIDE_MAXIMUM = 1_000_000, 8192
 
 
-def normalization_of(values: Table) -> Told | None:
+def normalization_of(values: Table) -> Stated | None:
     """Find mean and std. Numbers over 1, and OpenMMLab's data_preprocessor, mean pixels up to 255."""
     is_openmmlab = values.get("to_rgb", values.get("bgr_to_rgb"))
     for keys in PAIRS:
@@ -48,7 +48,7 @@ def openmmlab_preprocessor(config: object) -> Table:
     return {}
 
 
-def fit_of(values: Table, size: tuple[int, int] | None) -> Told | None:
+def fit_of(values: Table, size: tuple[int, int] | None) -> Stated | None:
     """Find the fit: torchvision's references give both sizes, timm the fraction of the image that is kept."""
     interpolation, mode = str(values.get("interpolation")), values.get("crop_mode") or "center"
     resize, crop, part = (values.get(key) for key in ("val_resize_size", "val_crop_size", "crop_pct"))
@@ -66,9 +66,9 @@ def fit_of(values: Table, size: tuple[int, int] | None) -> Told | None:
     return _fit(scaled[0] if mode == "center" else scaled, size[0] if is_square else list(size), interpolation), keys
 
 
-def of_image_processor(values: Table) -> dict[str, Told]:
+def of_image_processor(values: Table) -> dict[str, Stated]:
     """``size``, ``normalize`` and ``fit`` of Hugging Face's preprocessor_config.json."""
-    told: dict[str, Told] = {}
+    stated: dict[str, Stated] = {}
     factor = values.get("rescale_factor", 1 / 255) if values.get("do_rescale", True) else 1
     largest = 255 * factor if _is_number(factor) else 0  # value of a pixel
     mean, std = _channels(values.get("image_mean")), _channels(values.get("image_std"))
@@ -76,7 +76,7 @@ def of_image_processor(values: Table) -> dict[str, Told]:
     if is_served and mean and std:
         mean, std = (tuple(each / largest for each in numbers) for numbers in (mean, std))
         if found := _normalize(mean, std, ", ".join(key for key in _STATED if key in values)):
-            told["normalize"] = found
+            stated["normalize"] = found
     given, cut = values.get("size"), values.get("crop_size")
     is_cut = bool(values.get("do_center_crop", cut is not None))
     side = given.get("shortest_edge") if isinstance(given, dict) else given if is_cut else None
@@ -84,16 +84,16 @@ def of_image_processor(values: Table) -> dict[str, Told]:
     resize = side if _is_side(side) else _sides(given)
     number = values.get("resample", 2)
     if crop:
-        told["size"] = crop, "crop_size" if is_cut else "size"
+        stated["size"] = crop, "crop_size" if is_cut else "size"
     if given is not None and values.get("do_resize", True):
         is_known = type(number) is int and number in range(len(INTERPOLATIONS))
         fit = _fit(resize, crop, INTERPOLATIONS[number]) if crop and resize and is_known else None
         fit = None if "crop_pct" in values else fit
-        told["fit"] = fit, "size, crop_size, resample" if is_cut else "size, resample"
-    return told
+        stated["fit"] = fit, "size, crop_size, resample" if is_cut else "size, resample"
+    return stated
 
 
-def _normalize(mean: Any, std: Any, keys: str, scale: Any = 1, channels: Any = "rgb") -> Told | None:  # noqa: ANN401
+def _normalize(mean: Any, std: Any, keys: str, scale: Any = 1, channels: Any = "rgb") -> Stated | None:  # noqa: ANN401
     """The value of a line file's ``normalize``; None for numbers that a line file refuses."""
     if not all(0 <= each <= scale for each in mean) or not all(each > 0 for each in std):
         return None

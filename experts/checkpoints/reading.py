@@ -34,8 +34,8 @@ def read_checkpoint(path: Path) -> CheckpointWeights:
 
     with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
         weights = Path(folder) / "weights.safetensors"
-        told = convert_checkpoint(path, weights)
-        return CheckpointWeights(told.where, told.facts, told.said, load_file(weights))
+        converted = convert_checkpoint(path, weights)
+        return CheckpointWeights(converted.where, converted.facts, converted.said, load_file(weights))
 
 
 def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python -I adds n
 
 from experts.checkpoints.archive import opened
 from experts.checkpoints.selection import select
-from experts.checkpoints.trainer_facts import tell
+from experts.checkpoints.trainer_facts import collected_facts
 from experts.checkpoints.training_states import training_state
 from experts.checkpoints.writing import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.errors import WeightsCorrupt, WeightsRefused
@@ -77,7 +77,7 @@ def convert(source: Path, destination: Path) -> dict[str, object]:
     """Write the weights, and return their facts. Raises WeightsRefused, WeightsCorrupt, OSError."""
     with opened(source) as checkpoint:
         selection = select(checkpoint.source, checkpoint.document)
-        facts = tell(checkpoint.document, selection)
+        facts = collected_facts(checkpoint.document, selection)
         labels = {} if facts.labels is None else {"labels": json.dumps(facts.labels)}
         with destination.open("wb") as file:
             write_weights(file, selection.weights, checkpoint, labels)
@@ -89,7 +89,7 @@ def convert_state(source: Path, folder: Path) -> None:
     with opened(source) as checkpoint:
         state = training_state(checkpoint.source, checkpoint.document)
         with (folder / f"{source.name}.safetensors").open("wb") as file:
-            write_weights(file, state.weights, checkpoint, {"told": _text(state.told).decode()})
+            write_weights(file, state.weights, checkpoint, {"arguments": _text(state.arguments).decode()})
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:

@@ -154,8 +154,8 @@ def _walk(
             if value is None or (kind == "_buffers" and name in left_out):
                 continue
             if not isinstance(value, CheckpointTensor):
-                told = f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor"
-                raise WeightsRefused(source, f"{told}: {SAVE_ADVICE}")
+                refusal = f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor"
+                raise WeightsRefused(source, f"{refusal}: {SAVE_ADVICE}")
             weights[prefix + name] = value
     _bounded(source, weights)
     for name, value in _named(module.attribute("_modules")):

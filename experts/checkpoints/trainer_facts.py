@@ -56,12 +56,12 @@ class FactCollector:
         self.values: dict[str, Any] = {}
         self.evidence: dict[str, str] = {}
 
-    def tell(self, fact: str, value: object, where: str) -> None:
+    def add(self, fact: str, value: object, where: str) -> None:
         if value is not None and fact not in self.values:
             self.values[fact] = value
             self.evidence[fact] = where
 
-    def tell_found(self, fact: str, found: tuple[Any, str] | None, where: str) -> None:
+    def add_found(self, fact: str, found: tuple[Any, str] | None, where: str) -> None:
         """Record a value (None: not served) with its keys in the table ``where``."""
         if found is not None and fact not in self.evidence:
             value, keys = found
@@ -73,54 +73,54 @@ class FactCollector:
         return fact in self.evidence and fact not in self.values
 
 
-def tell(document: object, selection: Selection) -> Facts:
-    telling = FactCollector()
-    _tell_framework(telling, document, selection)
+def collected_facts(document: object, selection: Selection) -> Facts:
+    collector = FactCollector()
+    _add_framework(collector, document, selection)
     if isinstance(selection.owner, PickledObject):
-        _tell_of_model(telling, selection.owner, selection.where)
+        _add_model_facts(collector, selection.owner, selection.where)
         for key in LOSS_KEYS:
-            telling.tell("problem", _problem_of_loss(_part(selection.owner, key)), f"{selection.where}.{key}")
+            collector.add("problem", _problem_of_loss(_part(selection.owner, key)), f"{selection.where}.{key}")
     if selection.of_loss:
-        telling.tell("problem", "multilabel", f"{selection.of_loss[0]} is of a binary cross entropy")
+        collector.add("problem", "multilabel", f"{selection.of_loss[0]} is of a binary cross entropy")
     for where, values in _tables(document):
-        tell_of_arguments(telling, values, where)
-        _tell_of_problem(telling, values, where)
-    if telling.values.get("framework") in {"ultralytics", "yolov5"} and telling.values.get("task") != "classify":
-        telling.tell("normalize", "unit", f"{telling.values['framework']} takes values from 0 to 1")
-    return Facts(**telling.values, evidence=telling.evidence)
+        add_arguments(collector, values, where)
+        _add_problem(collector, values, where)
+    if collector.values.get("framework") in {"ultralytics", "yolov5"} and collector.values.get("task") != "classify":
+        collector.add("normalize", "unit", f"{collector.values['framework']} takes values from 0 to 1")
+    return Facts(**collector.values, evidence=collector.evidence)
 
 
-def _tell_framework(telling: FactCollector, document: object, selection: Selection) -> None:
+def _add_framework(collector: FactCollector, document: object, selection: Selection) -> None:
     if isinstance(document, dict) and LIGHTNING_VERSION in document:
-        telling.tell("framework", "lightning", LIGHTNING_VERSION)
+        collector.add("framework", "lightning", LIGHTNING_VERSION)
     if isinstance(selection.owner, PickledObject):
         kind = selection.owner.kind
         package = "yolov5" if kind.module == YOLOV5 else kind.module.partition(".")[0]
-        told = f"{selection.where} is a {kind}"
-        telling.tell("framework", package if package in (*FRAMEWORKS, "yolov5") else None, told)
-        if telling.values.get("framework") in {"ultralytics", "yolov5"}:
-            telling.tell("task", TASKS.get(kind.name), told)
+        place = f"{selection.where} is a {kind}"
+        collector.add("framework", package if package in (*FRAMEWORKS, "yolov5") else None, place)
+        if collector.values.get("framework") in {"ultralytics", "yolov5"}:
+            collector.add("task", TASKS.get(kind.name), place)
     if isinstance(document, dict) and "train_args" in document and "train_results" in document:
-        telling.tell("framework", "ultralytics", "train_args")
+        collector.add("framework", "ultralytics", "train_args")
 
 
-def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> None:
+def _add_model_facts(collector: FactCollector, model: PickledObject, where: str) -> None:
     """ultralytics' models carry names, task and YAML; timm's their configuration."""
     for key in LABEL_KEYS:
-        telling.tell("labels", labels_of(model.attribute(key)), f"{where}.{key}")
+        collector.add("labels", labels_of(model.attribute(key)), f"{where}.{key}")
     configured = {key: model.attribute(key) for key in PREPROCESSING}
     for place, values in _preprocessing(configured, f"{where}."):
-        tell_of_arguments(telling, values, place)
+        add_arguments(collector, values, place)
     yaml = model.attribute("yaml")
     if isinstance(yaml, dict):
         file = model.attribute("yaml_file") or yaml.get("yaml_file")
-        telling.tell("architecture", _yaml_name(file, yaml.get("scale")), f"{where}.yaml")
+        collector.add("architecture", _yaml_name(file, yaml.get("scale")), f"{where}.yaml")
     arguments = model.attribute("args")
     if isinstance(arguments, PickledObject):
         arguments = arguments.state
     if isinstance(arguments, dict):
-        telling.tell("size", size_of(arguments.get("imgsz")), f"{where}.args.imgsz")
-        telling.tell("task", _word(arguments.get("task")), f"{where}.args.task")
+        collector.add("size", size_of(arguments.get("imgsz")), f"{where}.args.imgsz")
+        collector.add("task", _word(arguments.get("task")), f"{where}.args.task")
 
 
 def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
@@ -145,35 +145,35 @@ def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[s
             yield f"{where}{key}.", {"to_rgb": False, **inner} if key == OPENMMLAB else inner
 
 
-def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
+def add_arguments(collector: FactCollector, values: Mapping[object, object], where: str) -> None:
     """Collect the facts of one table; ``where``: path of the table in the file."""
     for key in LABEL_KEYS:
-        telling.tell("labels", labels_of(values.get(key)), f"{where}{key}")
+        collector.add("labels", labels_of(values.get(key)), f"{where}{key}")
     for key in SIZE_KEYS:
-        telling.tell("size", size_of(values.get(key)), f"{where}{key}")
-    telling.tell("task", _word(values.get("task")), f"{where}task")
+        collector.add("size", size_of(values.get(key)), f"{where}{key}")
+    collector.add("task", _word(values.get("task")), f"{where}task")
     for key in ARCHITECTURE_KEYS:
-        telling.tell("architecture", _architecture(values.get(key)), f"{where}{key}")
-    tell_of_pixels(telling, values, where)
+        collector.add("architecture", _architecture(values.get(key)), f"{where}{key}")
+    add_pixels(collector, values, where)
 
 
-def tell_of_pixels(telling: FactCollector, values: Mapping[Any, object], where: str) -> None:
+def add_pixels(collector: FactCollector, values: Mapping[Any, object], where: str) -> None:
     """Collect ``normalize`` and ``fit``, once the size is known."""
-    telling.tell_found("normalize", normalization_of(values), where)
-    telling.tell_found("fit", fit_of(values, telling.values.get("size")), where)
+    collector.add_found("normalize", normalization_of(values), where)
+    collector.add_found("fit", fit_of(values, collector.values.get("size")), where)
 
 
-def _tell_of_problem(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
+def _add_problem(collector: FactCollector, values: Mapping[object, object], where: str) -> None:
     for key in PROBLEM_KEYS:
-        telling.tell("problem", PROBLEMS.get(_lower(values.get(key))), f"{where}{key}")
+        collector.add("problem", PROBLEMS.get(_lower(values.get(key))), f"{where}{key}")
     for key in MULTILABEL_FLAGS:
-        telling.tell("problem", "multilabel" if values.get(key) is True else None, f"{where}{key}")
+        collector.add("problem", "multilabel" if values.get(key) is True else None, f"{where}{key}")
     for key in LOSS_KEYS:
-        telling.tell("problem", _problem_of_loss(values.get(key)), f"{where}{key}")
+        collector.add("problem", _problem_of_loss(values.get(key)), f"{where}{key}")
     for key in ACTIVATION_KEYS:
-        telling.tell("problem", ACTIVATIONS.get(_lower(values.get(key))), f"{where}{key}")
+        collector.add("problem", ACTIVATIONS.get(_lower(values.get(key))), f"{where}{key}")
     if values.get(POSITIVE_WEIGHT) is not None:
-        telling.tell("problem", "multilabel", f"{where}{POSITIVE_WEIGHT}, of a binary cross entropy")
+        collector.add("problem", "multilabel", f"{where}{POSITIVE_WEIGHT}, of a binary cross entropy")
 
 
 def _problem_of_loss(loss: object) -> str | None:

@@ -17,7 +17,7 @@ from experts.errors import WeightsRefused
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-TOLD = ("checkpoint_version", "num_experts")  # ignored, beside the arguments
+FURTHER_VALUES = ("checkpoint_version", "num_experts")  # ignored, beside the arguments
 DEPTH_MAXIMUM = 16  # of dictionaries; Megatron's have four
 ENTRIES_MAXIMUM = 200_000  # of one file
 VALUES_MAXIMUM, TEXT_MAXIMUM = 10_000, 10_000  # in a list, and characters of a text
@@ -29,10 +29,10 @@ Plain: TypeAlias = "str | int | float | bool | list[Plain]"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Tensors of a state. ``told``: arguments of the training that are plain values, by name."""
+    """Tensors of a state. ``arguments``: arguments of the training that are plain values, by name."""
 
     weights: Mapping[str, CheckpointTensor]
-    told: Mapping[str, Plain]
+    arguments: Mapping[str, Plain]
 
 
 def training_state(source: str, document: object) -> TrainingState:
@@ -75,7 +75,7 @@ def _shown(key: object) -> str:
 
 
 def _told(document: Mapping[object, object]) -> dict[str, Plain]:
-    known = [(name, document.get(name)) for name in TOLD]
+    known = [(name, document.get(name)) for name in FURTHER_VALUES]
     args = document.get("args")
     state = args.state if isinstance(args, PickledObject) else args
     plain = ((name, _plain(value)) for name, value in (*known, *_items(state)))

@@ -13,7 +13,7 @@ from experts.backends.weight_files import LABELS, read_tensors, saving, write_ga
 from experts.checkpoints.importing import is_checkpoint
 from experts.checkpoints.preprocessing import of_image_processor
 from experts.checkpoints.reading import read_checkpoint
-from experts.checkpoints.trainer_facts import FactCollector, tell_of_arguments
+from experts.checkpoints.trainer_facts import FactCollector, add_arguments
 from experts.errors import WeightsMissing, WeightsRefused
 from experts.model_files.description import unserved_fit
 from experts.model_files.onnx_graphs import describe_graph
@@ -29,12 +29,12 @@ LENGTH_MAXIMUM = 1_000_000
 
 
 def describe_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> ModelDescription:
-    """Describe a model's file. ``architecture`` and ``kind``: given by the user where the file does not tell them.
+    """Describe a model's file. ``architecture`` and ``kind``: given by the user where the file lacks them.
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """
     if file.is_dir():
-        advice = "language models are named in the line file, as docs/texts.md tells"
+        advice = "language models are named in the line file, as docs/texts.md shows"
         raise WeightsRefused(str(file), f"is a folder: {advice}")
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
@@ -81,7 +81,7 @@ def with_sidecars(described: ModelDescription) -> ModelDescription:
     for fact, found in of_image_processor(_table(folder / PROCESSOR)).items():
         facts.tell_found(fact, found, f"{PROCESSOR} ")
     if isinstance(configured := _table(folder / CONFIG).get("pretrained_cfg"), dict):
-        tell_of_arguments(facts, configured, f"{CONFIG} pretrained_cfg.")
+        add_arguments(facts, configured, f"{CONFIG} pretrained_cfg.")
     new = {key for key in ("size", "normalize", "fit") if getattr(described, key) is None}
     values = {key: facts.values[key] for key in new & facts.values.keys()}
     missing = {key: why for key, why in described.missing.items() if key not in values}

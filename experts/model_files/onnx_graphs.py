@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
-from experts.checkpoints.trainer_facts import FactCollector, labels_of, size_of, tell_of_pixels
+from experts.checkpoints.trainer_facts import FactCollector, labels_of, size_of, add_pixels
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS
 from experts.model_files.description import (
@@ -167,12 +167,12 @@ class _Graph:
                 cut = {"resize": resize, "crop": resize, "interpolation": "bilinear"}
                 facts.tell("fit", cut, "ultralytics cuts classifiers' images to their middle")
         values = {key: _literal(text, otherwise=text) for key, text in self.facts.items()}
-        tell_of_pixels(facts, values, "metadata ")
+        add_pixels(facts, values, "metadata ")
         if facts.lacks("fit"):
             missing["fit"] = unserved_fit(facts.evidence["fit"])
         if "normalize" not in facts.values:
             missing["normalize"] = (
-                f"a graph does not tell how its images were scaled: {NORMALIZE_OPTIONS}; unit, as a rule, where the "
+                f"a graph does not show how its images were scaled: {NORMALIZE_OPTIONS}; unit, as a rule, where the "
                 "graph normalises by itself"
             )
         return facts
@@ -182,7 +182,7 @@ class _Graph:
         if self.facts.get("task") == "segment":
             said.append("a segmentation model: it is served as a detector of its boxes, without their masks")
         if self.is_scattered:
-            said.append("its weights lie in other files: it is written as one")
+            said.append("its weights are in other files: it is written as one")
         return tuple(said)
 
 

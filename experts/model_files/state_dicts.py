@@ -50,18 +50,18 @@ def describe_state_dict(
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
     if architecture is None and facts is not None and facts.architecture is not None:
         _require_no_twin(file, found, facts.architecture, facts.evidence.get("architecture", "the checkpoint"))
-    told = _told(found, facts)
-    if "labels" in told and len(told["labels"][0]) != found.labels:
-        names, where = told.pop("labels")
-        said = (*said, f"{where} names {len(names)} labels, and the weights tell {found.labels} apart: not taken")
+    known = _known_facts(found, facts)
+    if "labels" in known and len(known["labels"][0]) != found.labels:
+        names, where = known.pop("labels")
+        said = (*said, f"{where} names {len(names)} labels, and the weights have {found.labels}: not taken")
     return ModelDescription(
         file,
         "detector" if family(found.architecture) == "detector" else "classifier",
-        **{key: value for key, (value, _) in told.items()},
+        **{key: value for key, (value, _) in known.items()},
         label_count=found.labels,
         tensors=tensors,
-        sure={key: evidence for key, (_, evidence) in told.items()},
-        missing={key: why for key, why in _unknowable(found, facts).items() if key not in told},
+        sure={key: evidence for key, (_, evidence) in known.items()},
+        missing={key: why for key, why in _unknowable(found, facts).items() if key not in known},
         said=said,
     )
 
@@ -80,25 +80,25 @@ def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> No
         )
 
 
-def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
+def _known_facts(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
     """Values with their evidence, by key: from the weights first, then from the file's statements."""
-    told: dict[str, tuple[Any, str]] = {"architecture": (found.architecture, found.evidence)}
+    known: dict[str, tuple[Any, str]] = {"architecture": (found.architecture, found.evidence)}
     if found.stem is not None:
-        told["stem"] = (found.stem, "the shape of conv1.weight")
+        known["stem"] = (found.stem, "the shape of conv1.weight")
     if found.size is not None:
-        told["size"] = (found.size, "the places that its patches have")
+        known["size"] = (found.size, "the places that its patches have")
     if family(found.architecture) == "detector":
-        told["normalize"] = ("unit", "ultralytics trains on pixels in [0, 1]")
+        known["normalize"] = ("unit", "ultralytics trains on pixels in [0, 1]")
     elif found.labels == 1:
-        told["task"] = ("multilabel", ONE_OUTPUT)
+        known["task"] = ("multilabel", ONE_OUTPUT)
     elif facts is not None and facts.problem is not None:
-        told["task"] = (facts.problem, facts.evidence.get("problem", "the checkpoint"))
+        known["task"] = (facts.problem, facts.evidence.get("problem", "the checkpoint"))
     if facts is not None:
         said = {"labels": facts.labels, "size": facts.size, "normalize": facts.normalize, "fit": facts.fit}
         for key, value in said.items():
             if value is not None:
-                told.setdefault(key, (value, facts.evidence.get(key, "the checkpoint")))
-    return told
+                known.setdefault(key, (value, facts.evidence.get(key, "the checkpoint")))
+    return known
 
 
 def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:

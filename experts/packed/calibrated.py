@@ -40,7 +40,7 @@ def why_not_calibrated(expert: Expert, form: str, packed: Path) -> str | None:
     if found is None or form not in found.ranges:
         return f"it is not calibrated: {HOW}"
     if found.input != expert.pixels.text:
-        return f"its calibration is of another input than it has now: {HOW} anew"
+        return f"its calibration is of another input than it has now: {HOW} again"
     if stamp_of(expert) == found.stamp or sha256_of(expert) == found.weights_sha256:
         return None
-    return f"its calibration is of other weights than it has now: {HOW} anew"
+    return f"its calibration is of other weights than it has now: {HOW} again"

@@ -31,7 +31,7 @@ def read(folder, *documents):
         torch.save(document, file)
     convert_states(folder, files, folder)
     opened = [safe_open(folder / f"{file.name}.safetensors", framework="pt") for file in files]
-    return [({key: one.get_tensor(key) for key in one.keys()}, json.loads(one.metadata()["told"])) for one in opened]  # noqa: SIM118
+    return [({key: one.get_tensor(key) for key in one.keys()}, json.loads(one.metadata()["arguments"])) for one in opened]  # noqa: SIM118
 
 
 def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_path):
@@ -103,4 +103,4 @@ def test_arguments_that_no_training_has_are_left_out():
         "itself": itself, "huge": 10**5000, "nan": float("nan"), "long": "x" * 100_000, "fits": [1, "a"],
         "wide": [0] * (VALUES_MAXIMUM + 1), 5: "no name",
     }  # fmt: skip
-    assert training_state("x", {"args": args}).told == {"fits": [1, "a"]}
+    assert training_state("x", {"args": args}).arguments == {"fits": [1, "a"]}
