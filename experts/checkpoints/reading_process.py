@@ -89,7 +89,7 @@ def convert_state(source: Path, folder: Path) -> None:
     with opened(source) as checkpoint:
         state = training_state(checkpoint.source, checkpoint.document)
         with (folder / f"{source.name}.safetensors").open("wb") as file:
-            write_weights(file, state.weights, checkpoint, {"arguments": _text(state.arguments).decode()})
+            write_weights(file, state.weights, checkpoint, {"args": _text(state.arguments).decode()})
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:

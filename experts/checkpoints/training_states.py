@@ -17,7 +17,7 @@ from experts.errors import WeightsRefused
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-FURTHER_VALUES = ("checkpoint_version", "num_experts")  # ignored, beside the arguments
+FURTHER_VALUES = ("checkpoint_version", "num_experts")  # beside the arguments
 DEPTH_MAXIMUM = 16  # of dictionaries; Megatron's have four
 ENTRIES_MAXIMUM = 200_000  # of one file
 VALUES_MAXIMUM, TEXT_MAXIMUM = 10_000, 10_000  # in a list, and characters of a text
@@ -45,7 +45,7 @@ def training_state(source: str, document: object) -> TrainingState:
         if name in weights:
             raise WeightsRefused(source, f"has two tensors named {name:.80}")
         weights[name] = tensor
-    return TrainingState(weights, _told(document))
+    return TrainingState(weights, _arguments(document))
 
 
 def _tensors(source: str, module: object) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -74,7 +74,7 @@ def _shown(key: object) -> str:
     return str(key) if isinstance(key, str | int) else type(key).__name__
 
 
-def _told(document: Mapping[object, object]) -> dict[str, Plain]:
+def _arguments(document: Mapping[object, object]) -> dict[str, Plain]:
     known = [(name, document.get(name)) for name in FURTHER_VALUES]
     args = document.get("args")
     state = args.state if isinstance(args, PickledObject) else args

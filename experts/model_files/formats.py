@@ -77,9 +77,9 @@ def with_sidecars(described: ModelDescription) -> ModelDescription:
     if described.kind == "detector" or len(models) > 1:
         return described
     facts = FactCollector()
-    facts.tell("size", described.size, "")
+    facts.add("size", described.size, "")
     for fact, found in of_image_processor(_table(folder / PROCESSOR)).items():
-        facts.tell_found(fact, found, f"{PROCESSOR} ")
+        facts.add_found(fact, found, f"{PROCESSOR} ")
     if isinstance(configured := _table(folder / CONFIG).get("pretrained_cfg"), dict):
         add_arguments(facts, configured, f"{CONFIG} pretrained_cfg.")
     new = {key for key in ("size", "normalize", "fit") if getattr(described, key) is None}

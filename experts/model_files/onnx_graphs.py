@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
-from experts.checkpoints.trainer_facts import FactCollector, labels_of, size_of, add_pixels
+from experts.checkpoints.trainer_facts import FactCollector, add_pixels, labels_of, size_of
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS
 from experts.model_files.description import (
@@ -156,16 +156,16 @@ class _Graph:
     def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> FactCollector:
         """Find ``normalize`` and ``fit``, with their evidence."""
         facts = FactCollector()
-        facts.tell("size", size, "")
+        facts.add("size", size, "")
         if kind == "detector":
-            facts.tell("normalize", "unit", "detectors take pixels in [0, 1]")
+            facts.add("normalize", "unit", "detectors take pixels in [0, 1]")
             return facts
         if "stride" in self.facts and "task" in self.facts:
-            facts.tell("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
+            facts.add("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
             if self.facts["task"] == "classify" and size is not None:
                 resize = size[0] if size[0] == size[1] else list(size)
                 cut = {"resize": resize, "crop": resize, "interpolation": "bilinear"}
-                facts.tell("fit", cut, "ultralytics cuts classifiers' images to their middle")
+                facts.add("fit", cut, "ultralytics cuts classifiers' images to their middle")
         values = {key: _literal(text, otherwise=text) for key, text in self.facts.items()}
         add_pixels(facts, values, "metadata ")
         if facts.lacks("fit"):

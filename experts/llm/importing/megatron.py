@@ -78,7 +78,7 @@ class StateFiles:
             opened: Any = safe_open(folder / f"{file.name}.safetensors", framework="pt")
             match = RANK_FILE.fullmatch(file.name)
             if match is not None:
-                self.facts = json.loads((opened.metadata() or {})["arguments"]) | self.facts
+                self.facts = json.loads((opened.metadata() or {})["args"]) | self.facts
             else:
                 match = EXPERT_FILE.fullmatch(file.name)
             assert match is not None, "only such files are read"

@@ -31,7 +31,7 @@ def read(folder, *documents):
         torch.save(document, file)
     convert_states(folder, files, folder)
     opened = [safe_open(folder / f"{file.name}.safetensors", framework="pt") for file in files]
-    return [({key: one.get_tensor(key) for key in one.keys()}, json.loads(one.metadata()["arguments"])) for one in opened]  # noqa: SIM118
+    return [({key: one.get_tensor(key) for key in one.keys()}, json.loads(one.metadata()["args"])) for one in opened]  # noqa: SIM118
 
 
 def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_path):
