@@ -62,6 +62,6 @@ def test_who_is_no_agent_is_told_from_one():
         server = grpc.server(threads)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="no agent"):
+        with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="not an agent"):
             client.status()
         server.stop(0).wait()

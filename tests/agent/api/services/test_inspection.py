@@ -258,7 +258,7 @@ class TestWatching:
         assert next(events).file == desk.file
         desk.file = "0ther"
         agent.Inspect(self.part(1))
-        with pytest.raises(grpc.RpcError, match="results file f11e, and this one is 0ther"):
+        with pytest.raises(grpc.RpcError, match="results file f11e, and the line has 0ther"):
             next(events)
 
     @pytest.mark.parametrize("wants_maps", [False, True])
