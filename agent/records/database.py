@@ -271,7 +271,7 @@ def state_held(folder: Path) -> Iterator[None]:
         refuse_root_beside_another(folder)
         descriptor = _lock(folder)
     except OSError as error:
-        reason = "is there, and is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
+        reason = "exists, and is not a folder" if isinstance(error, FileExistsError) else str(error.strerror)
         raise StateUnusable(folder, reason) from error
     try:
         yield

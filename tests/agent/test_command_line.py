@@ -62,7 +62,7 @@ def test_a_state_that_is_no_folder_is_told_in_one_line(line):
     file = line.write()
     state = read_line(file, {}).state
     state.write_text("not a folder")
-    says = f"{state}: is there, and is no folder - make room there or correct `state`, then start again\n"
+    says = f"{state}: exists, and is not a folder - make room there or correct `state`, then start again\n"
     for command in (["serve", file], ["inspect", file, line.folder / "a.png", "--component", "c0"]):
         assert coserve(*command, check=1).stderr == says
 

@@ -78,7 +78,7 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
     assert lock.exists()
     with state_held(folder):
         pass
-    with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(lock):
+    with pytest.raises(StateUnusable, match="exists, and is not a folder"), state_held(lock):
         pass
 
 

@@ -150,7 +150,7 @@ class TestWeightsInOtherFiles:
     def test_are_taken_in(self, scattered, tmp_path):
         found = describe_file(scattered)
         assert found.is_scattered
-        assert found.said == ("its weights lie in other files: it is written as one",)
+        assert found.said == ("its weights are in other files: it is written as one",)
         write_weights(found, tmp_path / "one.onnx")
         one = describe_file(tmp_path / "one.onnx")
         assert (one.is_scattered, one.label_count) == (False, 4)

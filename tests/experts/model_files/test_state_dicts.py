@@ -60,7 +60,7 @@ class TestCheckpoints:
         found = describe_file(self.saved(tmp_path, classes=["a", "b", "c"]))
         assert found.labels is None
         assert "labels" in found.missing
-        assert "classes names 3 labels, and the weights tell 2 apart: not taken" in found.said
+        assert "classes names 3 labels, and the weights have 2: not taken" in found.said
 
     def test_a_twin_by_its_own_word_is_served_only_if_it_is_said_to_be_none(self, tmp_path):
         """timm's resnetblur18 has the weights of resnet18, and blurs between its layers."""

@@ -86,7 +86,7 @@ def test_a_profile_that_does_not_hold_is_planned_with_and_that_is_said(line):
     with sqlite3.connect(read_line(line, {}).profile_file) as database:
         database.execute("UPDATE profile SET cores = cores + 1")
     told = plan(line, "--boards", "2").stderr
-    note = "note: the profile does not hold for an agent that starts now, or not in all: "
+    note = "note: an agent that starts now would not use all of the profile: "
     assert told.count(note) == 1 + len(document["experts"])
     assert "the weights file of cls/f0 was written after packing" in told
 

@@ -158,7 +158,7 @@ def test_room_for_batches_is_memory_too(tmp_path):
     scenario = scenario_of(line.config.catalog.graph, line.profile, [TracedArrival(0.0, "c0")] * 64)
     advice = advise(scenario, small, line.profile.box, None, line.split)
     assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
-    assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."
+    assert advice.sentences[1] == "Memory is the limit: batches get less memory than they can use."
     followed = forecast(scenario, line.split(advice.memory.budget_bytes))
     assert followed.images_per_s == advice.memory.images_per_s
 

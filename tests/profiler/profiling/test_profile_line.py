@@ -286,7 +286,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         assert len(served) == 1
         assert served[0].endswith(".png: its output has NaN or infinity: check its weights, or use precision fp32")
         (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without cls/f0 and")]
-        assert left_out.endswith("put it right and profile again, or take it off the line")
+        assert left_out.endswith("correct it and profile again, or remove it from the line")
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
 
 
@@ -414,7 +414,7 @@ class TestProgress:
         place.write_text("in the way")
         done = run("profile", line.file, "--casual", check=1)
         assert "K ms" in done.stdout
-        told = "is there, and is no folder - make room or correct the path, then run the command again: it resumes"
+        told = "exists, and is not a folder - make room or correct the path, then run the command again: it resumes"
         assert done.stderr.splitlines()[-1] == f"{place}: {told}"
         assert read_profile(line.path).line == "test"
 
