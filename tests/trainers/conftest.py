@@ -11,8 +11,10 @@ from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
 from coserve import app
+from experts.images import TAG
 
 TRAINERS = Path(sys.prefix) / "trainers" / "bin" / "python"  # as `make trainers` installs it
+STORED, UPRIGHT = (60, 100), (100, 60)  # height, width
 BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, workspace: 60MiB}\n"
 
 
@@ -63,20 +65,33 @@ def draw_images(folder):
         image.save(folder / f"{number}.png")
 
 
+def turn(image, folder):
+    """A JPEG with an EXIF orientation, in the folder of its class: STORED before it is turned, UPRIGHT after."""
+    (folder / "ok").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[TAG] = 6
+    Image.open(image).resize(STORED[::-1]).save(folder / "ok" / "turned.jpg", quality=95, exif=exif)
+    return folder / "ok" / "turned.jpg"
+
+
 @pytest.fixture(scope="session")
 def made_by(made_once, images):
-    """The folder that made_by_NAME.py fills, run by the Python with timm, Lightning and Anomalib."""
+    """The folder that a module made_by_NAME fills, run by the Python with timm, Lightning and Anomalib.
+
+    ``group``: which of the module's functions makes what is wanted. Without a name: the folder of all of a group.
+    """
     if not TRAINERS.exists():
         pytest.skip("timm, Lightning and Anomalib are not installed: make trainers")
 
-    def made(name):
+    def made(name="", group="quick"):
         def make(folder):
-            script = Path(__file__).with_name(f"made_by_{name}.py")
+            script, turned = Path(__file__).with_name("made_by_trainers.py"), turn(images[1], folder / "turned")
             done = subprocess.run(
-                [TRAINERS, script, folder, *images], cwd=folder, capture_output=True, text=True, check=False
-            )
+                [TRAINERS, script, group, folder, turned, *images],
+                cwd=folder, capture_output=True, text=True, check=False,
+            )  # fmt: skip
             assert done.returncode == 0, done.stderr
 
-        return made_once(f"made-by-{name}", make)
+        return made_once(f"made-by-trainers-{group}", make) / name
 
     return made

@@ -1,13 +1,10 @@
-"""Run by the trainers' interpreter: `made_by_anomalib.py FOLDER` writes the files that Anomalib's users have.
+"""Files that Anomalib's users have: models fitted by its engine to drawn parts, without pretrained weights.
 
-Anomalib's engine fits two models to drawn parts, without pretrained weights, and exports them:
-padim/weights/onnx/model.onnx, padim/weights/torch/model.pt, and likewise patchcore/. parts/ has unseen images, and
-padim/answers.json Anomalib's prediction for each: name, score and whether it is anomalous.
+MODEL/weights/onnx/model.onnx, and of PaDiM weights/torch/model.pt; MODEL is patchcore or padim. parts/ has unseen
+images, and MODEL/answers.json Anomalib's prediction for each: name, score and whether it is anomalous.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,14 +21,17 @@ MODELS = {
 }
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    draw_parts(folder)
-    for name in MODELS:
-        make(name, folder, folder / name)
+def quick(folder, images):
+    make("patchcore", folder, folder / "patchcore")
+
+
+def more(folder, images):
+    engine, model = make("padim", folder, folder / "padim")
+    engine.export(model, "torch", export_root=folder / "padim")
 
 
 def make(name, parts, folder):
+    draw_parts(parts)
     torch.manual_seed(0)
     build, options = MODELS[name]
     model = build(
@@ -48,9 +48,9 @@ def make(name, parts, folder):
     )  # fmt: skip
     engine.fit(model, datamodule=seen)
     engine.export(model, "onnx", export_root=folder, input_size=(SIZE, SIZE))
-    engine.export(model, "torch", export_root=folder)
     answers = [answer for kind in ("good", "bad") for answer in own_answers(engine, model, parts / "parts" / kind)]
     (folder / "answers.json").write_text(json.dumps(answers))
+    return engine, model
 
 
 def draw_parts(folder):
@@ -76,7 +76,3 @@ def own_answers(engine, model, images):
             batch.image_path, batch.pred_score.flatten(), batch.pred_label.flatten(), strict=True
         )
     ]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Run by the trainers' interpreter: `made_by_timm.py FOLDER IMAGE...` leaves there what timm's users have.
+"""Files that timm's users have.
 
 Of each model MODEL/last.pth.tar, as timm's saver writes it while training; mobilenetv3.onnx; and answers.json: the
 probabilities that the model gives each image after timm's own transform, that of `--crop-mode squash --crop-pct 1
@@ -8,8 +8,6 @@ probabilities that the model gives each image after timm's own transform, that o
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
 import timm
 import timm.optim
@@ -21,37 +19,45 @@ from timm.utils import CheckpointSaver
 
 SIZE = 64
 LABELS = 3
+# The numbers and the cut that a network was trained with: the middle of its images.
+SAID = {
+    "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "input_size": (3, SIZE, SIZE), "crop_pct": 0.9,
+    "interpolation": "bicubic", "crop_mode": "center",
+}  # fmt: skip
 
 
-def main(folder, images):
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    prepare = create_transform(SIZE, interpolation="bilinear", crop_pct=1.0, crop_mode="squash")
-    pixels = torch.stack([prepare(Image.open(image).convert("RGB")) for image in images])
-    networks = {name: trained(name, pixels) for name in ("resnet18", "resnetblur18", "mobilenetv3_small_050")}
-    for name, network in networks.items():
-        save(network, name, folder / name)
-    network = networks["mobilenetv3_small_050"]
-    torch.onnx.export(network, (torch.zeros(1, 3, SIZE, SIZE),), folder / "mobilenetv3.onnx", verbose=False)
-    answers = {name: own_answers(network, pixels) for name, network in networks.items()}
-    answers["own"] = save_own(folder, images)
-    (folder / "answers.json").write_text(json.dumps(answers))
-
-
-def save_own(folder, images):
-    """A resnet18 that was trained with a mean and a deviation of 0.5, and on the middle of its images."""
-    said = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "input_size": (3, SIZE, SIZE), "crop_pct": 0.9}
-    said |= {"interpolation": "bicubic", "crop_mode": "center"}
-    network = begin(timm.create_model("resnet18", pretrained=False, num_classes=LABELS, pretrained_cfg_overlay=said))
-    prepare = create_transform(**resolve_model_data_config(network))
-    pixels = torch.stack([prepare(Image.open(image).convert("RGB")) for image in images])
-    finish(network, network.get_classifier(), pixels)
-    for name in ("own", "hub"):
-        (folder / name).mkdir()
+def quick(folder, images):
+    network, answers = with_numbers(images)
+    (folder / "own").mkdir()
     torch.save(network, folder / "own" / "whole.pt")
-    torch.onnx.export(network, (torch.zeros(1, 3, SIZE, SIZE),), folder / "hub" / "model.onnx", verbose=False)
-    (folder / "hub" / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": said}))
-    return own_answers(network, pixels)
+    save(folder, images, ["resnet18"], {"own": answers})
+
+
+def more(folder, images):
+    network, answers = with_numbers(images)
+    (folder / "hub").mkdir()
+    export(network, folder / "hub" / "model.onnx")
+    (folder / "hub" / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": SAID}))
+    networks = save(folder, images, ["resnetblur18", "mobilenetv3_small_050"], {"own": answers})
+    export(networks["mobilenetv3_small_050"], folder / "mobilenetv3.onnx")
+
+
+def with_numbers(images):
+    """A resnet18 that says SAID of itself, and its answers."""
+    torch.manual_seed(0)
+    network = begin(timm.create_model("resnet18", pretrained=False, num_classes=LABELS, pretrained_cfg_overlay=SAID))
+    pixels = prepared(images, **resolve_model_data_config(network))
+    finish(network, network.get_classifier(), pixels)
+    return network, own_answers(network, pixels)
+
+
+def prepared(images, **how):
+    prepare = create_transform(**how)
+    return torch.stack([prepare(Image.open(image).convert("RGB")) for image in images])
+
+
+def export(network, file):
+    torch.onnx.export(network, (torch.zeros(1, 3, SIZE, SIZE),), file, verbose=False)
 
 
 def trained(name, pixels):
@@ -64,19 +70,21 @@ def trained(name, pixels):
     return finish(network, network.get_classifier(), pixels)
 
 
-def save(network, name, folder):
-    """last.pth.tar, with the arguments of the run."""
-    folder.mkdir()
-    arguments = argparse.Namespace(model=name, img_size=SIZE, num_classes=LABELS, mean=None, std=None, lr=0.1)
-    optimizer = timm.optim.create_optimizer_v2(network, opt="sgd", lr=0.1)
-    saver = CheckpointSaver(network, optimizer, args=arguments, checkpoint_dir=str(folder), max_history=1)
-    saver.save_checkpoint(epoch=0, metric=0.5)
+def save(folder, images, names, answers):
+    """last.pth.tar of each, with the arguments of the run; answers.json with ``answers`` added; the networks."""
+    pixels = prepared(images, input_size=SIZE, interpolation="bilinear", crop_pct=1.0, crop_mode="squash")
+    networks = {name: trained(name, pixels) for name in names}
+    for name, network in networks.items():
+        (folder / name).mkdir()
+        arguments = argparse.Namespace(model=name, img_size=SIZE, num_classes=LABELS, mean=None, std=None, lr=0.1)
+        optimizer = timm.optim.create_optimizer_v2(network, opt="sgd", lr=0.1)
+        saver = CheckpointSaver(network, optimizer, args=arguments, checkpoint_dir=str(folder / name), max_history=1)
+        saver.save_checkpoint(epoch=0, metric=0.5)
+        answers[name] = own_answers(network, pixels)
+    (folder / "answers.json").write_text(json.dumps(answers))
+    return networks
 
 
 def own_answers(network, pixels):
     with torch.no_grad():
         return network(pixels).softmax(dim=1).tolist()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), list(map(Path, sys.argv[2:])))

@@ -1,13 +1,10 @@
 """A JPEG with an EXIF orientation: this project decodes it for a trainer's models as that trainer's loader does."""
 
 import json
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from torchvision.datasets import ImageFolder
 from ultralytics.cfg import get_cfg
 from ultralytics.data.augment import LetterBox
@@ -17,23 +14,17 @@ from ultralytics.data.loaders import LoadImagesAndVideos
 from agent.config import read_line
 from agent.runtime.images.preparation import prepare
 from experts.expert import Orientation
-from experts.images import TAG, decode_image
-from tests.trainers.conftest import TRAINERS
+from experts.images import decode_image
+from tests.trainers.conftest import STORED, UPRIGHT, turn
 from tests.trainers.test_ultralytics import require_same
 from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, train
 
-STORED, UPRIGHT = (60, 100), (100, 60)  # height, width
 DECODERS = 4 / 255  # largest difference of two JPEG decoders, also after scaling
 
 
 @pytest.fixture
 def turned(tmp_path, images):
-    folder = tmp_path / "turned" / "ok"
-    folder.mkdir(parents=True)
-    exif = Image.Exif()
-    exif[TAG] = 6
-    Image.open(images[1]).resize(STORED[::-1]).save(folder / "turned.jpg", quality=95, exif=exif)
-    return folder / "turned.jpg"
+    return turn(images[1], tmp_path / "turned")
 
 
 def test_torchvision_shows_what_is_stored(turned):
@@ -42,14 +33,9 @@ def test_torchvision_shows_what_is_stored(turned):
     assert (np.asarray(image) == decode_image(turned, "it").turned(Orientation.STORED)).all()
 
 
-def test_timm_and_anomalib_show_what_is_stored(turned):
-    if not TRAINERS.exists():
-        pytest.skip("timm and Anomalib are not installed: make trainers")
-    script = Path(__file__).with_name("shown_by_loaders.py")
-    told = subprocess.run(
-        [TRAINERS, script, turned.parents[1], turned], capture_output=True, text=True, check=True
-    ).stdout
-    assert json.loads(told.splitlines()[-1]) == {"timm": list(STORED), "anomalib": list(STORED)}
+def test_timm_and_anomalib_show_what_is_stored(made_by):
+    shown = json.loads((made_by() / "shown.json").read_text())
+    assert shown == {"timm": list(STORED), "anomalib": list(STORED)}
 
 
 def test_ultralytics_turns_what_it_predicts_and_what_it_trains_on(turned):
@@ -72,6 +58,7 @@ def test_ultralytics_turns_what_its_classifiers_see(turned):
     assert seen == [UPRIGHT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["best.pt", "best.onnx"])
 def test_boxes_of_a_turned_image_are_ultralytics_own(line, made_once, turned, form):
     def exported(folder):

@@ -80,8 +80,8 @@ def by_ultralytics(name):
     return file_of(".pt", partial(ultralytics_models.save, name))
 
 
-def made_by(trainer, name):
-    return lambda tools, file: tools.made_by(trainer) / name
+def made_by(trainer, name, group="more"):
+    return lambda tools, file: tools.made_by(trainer, group) / name
 
 
 def exported_resnet(tools, file):
@@ -156,7 +156,7 @@ CASES = {
         "export": [case(exported_resnet, *CLASSES, *IMAGENET)],
     },
     "timm's ResNets, DenseNets and Inception v3 in torchvision's layout": {
-        "weights": [case(made_by("timm", "resnet18/last.pth.tar"), *CLASSES, *IMAGENET)],
+        "weights": [case(made_by("timm", "resnet18/last.pth.tar", "quick"), *CLASSES, *IMAGENET)],
         "export": [case(made_by("timm", "mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
     },
     "other classifiers, timm's and your own": {
@@ -220,7 +220,7 @@ CASES = {
 def tools(made_once, images, request):
     """Tools that make files; made_by skips where the trainers' environment is not installed."""
     return SimpleNamespace(
-        made_once=made_once, images=images, made_by=lambda name: request.getfixturevalue("made_by")(name)
+        made_once=made_once, images=images, made_by=lambda *which: request.getfixturevalue("made_by")(*which)
     )
 
 
@@ -230,13 +230,13 @@ def test_every_row_has_its_files_and_every_cell_says_yes_or_no():
     assert all(re.match(r"(yes|no)\b", cell) for row in rows.values() for cell in row.values())
 
 
-REPRESENTATIVES = ("torchvision's classifiers", "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)")
+REPRESENTATIVE = "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)"
 
 
 @pytest.mark.parametrize(
     ("row", "column", "number"),
     [
-        pytest.param(row, column, n, marks=[] if row in REPRESENTATIVES else pytest.mark.slow)
+        pytest.param(row, column, n, marks=[] if row == REPRESENTATIVE else pytest.mark.slow)
         for row, columns in CASES.items()
         for column, all_ in columns.items()
         for n in range(len(all_))

@@ -15,22 +15,30 @@ def own_answers(folder, model):
 
 
 @pytest.mark.parametrize(
-    ("file", "architecture", "model"),
-    [("resnet18/last.pth.tar", "resnet18", "resnet18"), ("mobilenetv3.onnx", "onnx", "mobilenetv3_small_050")],
+    ("group", "file", "architecture", "model"),
+    [
+        ("quick", "resnet18/last.pth.tar", "resnet18", "resnet18"),
+        pytest.param("more", "mobilenetv3.onnx", "onnx", "mobilenetv3_small_050", marks=pytest.mark.slow),
+    ],
 )
-def test_what_it_saved_or_exported_is_served_with_its_own_answers(line, made_by, images, file, architecture, model):
-    folder = made_by("timm")
+def test_what_it_saved_or_exported_is_served_with_its_own_answers(
+    line, made_by, images, group, file, architecture, model
+):
+    folder = made_by("timm", group)
     entry = line.add(folder / file, *NAMED)["entry"]
     assert (entry["architecture"], entry["input"]["size"]) == (architecture, [64, 64])
     require_same(line.inspect(images), *own_answers(folder, model))
 
 
 @pytest.mark.parametrize(
-    ("file", "place"),
-    [("own/whole.pt", "the file itself.pretrained_cfg."), ("hub/model.onnx", "config.json pretrained_cfg.")],
+    ("group", "file", "place"),
+    [
+        ("quick", "own/whole.pt", "the file itself.pretrained_cfg."),
+        pytest.param("more", "hub/model.onnx", "config.json pretrained_cfg.", marks=pytest.mark.slow),
+    ],
 )
-def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_by, images, file, place):
-    folder = made_by("timm")
+def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_by, images, group, file, place):
+    folder = made_by("timm", group)
     added = line.add(folder / file, "--labels", ",".join(LABELS), "--task", "multiclass")
     own = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
     fit = {"resize": 71, "crop": 64, "interpolation": "bicubic"}

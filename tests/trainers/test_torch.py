@@ -1,5 +1,7 @@
 """Torchvision's classifiers as training scripts save them, to judged images: torch's own probabilities."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ FORMS = {  # of files, with their content; tests/experts/checkpoints/test_readin
 
 @pytest.fixture(scope="module")
 def networks(images):
-    return {name: trained(name, images) for name in ("resnet18", "mobilenet_v3_small")}
+    return functools.cache(lambda name: trained(name, images))
 
 
 def own_answers(network, images):
@@ -37,10 +39,15 @@ def require_same(rows, labels, scores, tolerance=SCORE):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "form"), [*(("resnet18", form) for form in FORMS), ("mobilenet_v3_small", "checkpoint")]
+    ("architecture", "form"),
+    [
+        *(("resnet18", form) for form in ("checkpoint", "whole DataParallel")),
+        pytest.param("resnet18", "state dict", marks=pytest.mark.slow),
+        pytest.param("mobilenet_v3_small", "checkpoint", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, images, tmp_path, architecture, form):
-    network = networks[architecture]
+    network = networks(architecture)
     document = FORMS[form](network)
     torch.save(document, tmp_path / "checkpoint.pt")
     names_labels = isinstance(document, dict) and {"classes", "class_names"} & document.keys()
