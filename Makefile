@@ -8,8 +8,8 @@ INSTALLING := $(VENV)/.installing
 # has nothing then that CoServe does not ask for.
 TRAINERS := $(VENV)/trainers
 
-# How many processes `make test` runs tests in: a number, or logical for one on each core. Each takes about 1.5 GB.
-WORKERS := logical
+# How many processes `make test` runs tests in: half more than cores, because tests also wait. Each takes about 1.5 GB.
+WORKERS := $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
 
 # How long `make mutants` may take, and which module it is about (as in ONLY=agent.core.queue; all when empty).
 MINUTES := 45
@@ -64,7 +64,8 @@ tools:  ## what tests need: mosquitto, openssl, promtool, gcc, GStreamer, instal
 	echo "not installed, so tests that need it are skipped or fail:$$missing (as root: apt-get install$$wanted)" >&2
 
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+# Agents that tests start find compiled what a worker has imported.
+PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(INSTALLED) trainers tools  ## the tests of every push: each promise, and one representative of each slow kind
 	$(PYTEST) -m "not slow"
@@ -84,7 +85,7 @@ lint: $(INSTALLED)  ## style and types
 house: $(INSTALLED)  ## lines, rooms, signatures and circles against their bounds
 	$(VENV)/bin/python tests/house.py
 
-# Up to fifteen minutes: a hundred kills, full and lying disks, floods, hangs. `make test` runs a short form of it.
+# Up to fifteen minutes: a hundred kills, full and lying disks, floods, hangs. `make test-all` runs a short form of it.
 drill: $(INSTALLED) tools  ## what could go wrong on the line, on purpose: what was lost, doubled or judged without evidence
 	DRILL=full OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -q tests/drill
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import grpc
 import psutil
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from agent.api.proto import inspection_pb2_grpc
 from tests.drill.scene import COLOURS, EXPERTS, is_full, picture
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
 CALLS = 1000
 MALFORMED = 5000 if is_full() else 400
 LIMIT = 64

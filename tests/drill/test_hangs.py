@@ -2,10 +2,13 @@
 
 import time
 
+import pytest
+
 from tests.agent.service.test_crashes import HANGING, serve_broken
 from tests.agent.sources.cameras.stand_ins import MjpegCamera
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
 STOP_S = 10.0
 HANGING_ONE = (
     HANGING

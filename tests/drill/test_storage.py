@@ -16,6 +16,7 @@ from experts.expert import Verdict
 from tests.drill.scene import COLOURS, EXPERTS, is_full
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
 DAMAGES = 40 if is_full() else 6
 SECONDS_FULL = 20.0 if is_full() else 3.0
 

@@ -159,6 +159,7 @@ class TestInstalling:
         assert damaged.name in done.stdout + done.stderr
         assert not (box.home / "current").exists()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("key", "value", "told"),
         [
@@ -201,6 +202,7 @@ class TestUpgrading:
         assert box.version == "2.0"
         assert (box.line.read_text(), results.read_text()) == ("line: mine\n", "a year of verdicts")
 
+    @pytest.mark.slow
     def test_keeps_the_one_before_and_no_older_one_another_build_included(self, box, bundle):
         for version, refused in (("1.0", "nothing"), ("2.0", "nothing"), ("2.0", "something")):
             box.install(bundle(version, refused))
@@ -208,6 +210,7 @@ class TestUpgrading:
         assert len([folder for folder in box.home.iterdir() if not folder.is_symlink()]) == 2
         box.install(box.home / "current/share/coserve", "--rollback")
 
+    @pytest.mark.slow
     def test_to_one_that_refuses_the_line_file_leaves_the_old_one_in_force_unless_forced(self, box, bundle, first):
         second = bundle("2.0", refused="top-side")
         assert "refuses" in box.install(second, check=1).stderr
@@ -216,6 +219,7 @@ class TestUpgrading:
         assert box.version == "2.0"
 
 
+@pytest.mark.slow
 class TestRemoving:
     def test_keeps_what_belongs_to_the_line_and_nothing_where_it_purges_too(self, box, first):
         (box.folder / "var/lib/coserve/results.db").write_text("verdicts")
@@ -256,6 +260,7 @@ class TestTheArchive:
             with pytest.raises(SystemExit, match="CUDA=no"):
                 bundling.refuse_cuda([*plain, wheel], has_cuda=False)
 
+    @pytest.mark.slow
     def test_runs_a_line_and_a_trace_and_holds_no_proof(self, bundling, tmp_path):
         sources = bundling.copied_sources(tmp_path / "sources")
         done = subprocess.run(

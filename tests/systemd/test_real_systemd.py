@@ -334,6 +334,7 @@ def test_one_that_crashes_again_and_again_is_never_given_up(system):
     system.systemctl("stop", "coserve-crashing")
 
 
+@pytest.mark.slow
 def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
     state = running.wait_until("coserve", ActiveState="active", SubState="running")
     assert state["StatusText"].startswith(("0/2", "1/2", "2/2")), state["StatusText"]

@@ -37,7 +37,7 @@ def ultralytics_boxes(expert, image):
     prepared = BACKEND.prepare(expert, image)
     with torch.no_grad():
         rows = non_max_suppression(model.eval()(prepared.tensor.unsqueeze(0)))[0]
-    rows[:, :4] = scale_boxes((96, 96), rows[:, :4], image.shape[:2])
+    rows[:, :4] = scale_boxes((64, 64), rows[:, :4], image.shape[:2])
     return rows
 
 
@@ -50,7 +50,7 @@ def ultralytics_boxes(expert, image):
     ],
 )  # fmt: skip
 def test_boxes_are_those_of_ultralytics(files, image, architecture, precision):
-    expert = files.detector("det/x", architecture, size=96)
+    expert = files.detector("det/x", architecture)
     prediction = answered(expert, image, precision)
     rows = ultralytics_boxes(expert, image)
     assert len(prediction.boxes) == len(rows) > 0
@@ -78,6 +78,7 @@ def test_letterboxing_keeps_proportions_and_leads_back(files, shape):
     assert (prepared.image_height, prepared.image_width) == shape
 
 
+RUNTIME_TOO = pytest.param(Precision.ONNXRUNTIME, marks=pytest.mark.slow)
 SIZE_PX = 224
 NOWHERE = (0.01, 0.01, 0.01)
 PASSING = (0.9, 0.01, 0.01)
@@ -100,7 +101,7 @@ def with_fixed_answers(files, scores):
     return files.torch_module("det/x", model, "yolov5n", labels=("ok", "missing", "shifted"), size=SIZE_PX)
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+@pytest.mark.parametrize("precision", [Precision.FP32, RUNTIME_TOO])
 def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precision):
     prediction = answered(with_fixed_answers(files, [PASSING, NOWHERE, FAILING]), image, precision)
     assert Counter(box.label for box in prediction.boxes) == {"ok": 784, "missing": 49}
@@ -117,7 +118,7 @@ def test_boxes_count_from_the_expert_s_own_confidence_on_and_go_at_its_own_overl
     assert few < many
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+@pytest.mark.parametrize("precision", [Precision.FP32, RUNTIME_TOO])
 def test_more_boxes_than_are_judged_are_no_prediction(files, image, precision):
     expert = with_fixed_answers(files, [PASSING, PASSING, FAILING])
     with pytest.raises(OutputInvalid, match="det/x: it found 1029 boxes in one image, more than the 1000 that are"):

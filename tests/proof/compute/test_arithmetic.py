@@ -9,6 +9,7 @@ from experts.backends.onednn.operators import why_absent
 from proof.compute import arithmetic
 from proof.compute.arithmetic import Multiplication, fastest_of, multiplying, operations_per_image, reference_of
 
+SLOW = ("mobilenet_v3_small", "swin_t", "vit_b_32")
 SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
 
 
@@ -20,7 +21,7 @@ def few_shapes(monkeypatch):
     fastest_of.cache_clear()
 
 
-@pytest.mark.parametrize("architecture", ["resnet18", "mobilenet_v3_small", "swin_t", "vit_b_32"])
+@pytest.mark.parametrize("architecture", ["resnet18", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishes(architecture):
     published = models.get_model_weights(architecture).DEFAULT.meta["_ops"]  # in 10^9
     module = build_trainable(architecture, 1000).eval()

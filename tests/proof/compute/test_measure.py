@@ -224,12 +224,14 @@ def test_a_contestant_that_cannot_run_has_a_note_and_no_row(breaks, form, peers,
     assert any(each.startswith(note) for each in found.notes)
 
 
+@pytest.mark.slow
 def test_where_torch_itself_fails_there_is_nothing_to_compare(measured, monkeypatch):
     monkeypatch.setattr(measure, "eager", lambda *given: replace(eager(*given), run=failing))
     with pytest.raises(OutputInvalid, match="NaN or infinity"):
         measured()
 
 
+@pytest.mark.slow
 def test_one_that_is_far_slower_than_torch_is_only_tried_and_not_in_larger_batches(measured, monkeypatch):
     monkeypatch.setattr(measure, "HOPELESS", 6.0)
     monkeypatch.setattr(measure._ComputeBench, "_tried_s", lambda self, each: 7.0 if each.form == "bf16" else 1.0)

@@ -28,6 +28,7 @@ from proof.paper.figures import write_figures
 from proof.paper.systems import Loading, System, SystemRow, simulate
 from proof.paper.tasks import PaperBoard, task_of
 
+pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[3] / "configs" / "devices"
 NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "uma-apple-m2.yaml")
 

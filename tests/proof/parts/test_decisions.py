@@ -7,7 +7,7 @@ import pytest
 from proof.parts.decisions import decision_targets, measure_decisions, measure_growth
 
 
-@pytest.mark.parametrize("policy", ["coserve", "paper", "samba"])
+@pytest.mark.parametrize("policy", ["coserve", *(pytest.param(n, marks=pytest.mark.slow) for n in ("paper", "samba"))])
 def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
     half, whole = (measure_decisions(500, calls, policy) for calls in (1000, 2000))
     first = {name: asdict(half)[name] for name in ("batches", "loads", "evictions")}

@@ -91,6 +91,7 @@ def changed(mixed, folder, written, instead):
     return read_line(folder / "line.yaml")
 
 
+@pytest.mark.slow
 def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
     config = changed(mixed, tmp_path / "line", "weights: b.onnx", "weights: a.onnx")
     (row,) = measure_line_loading(tmp_path, config, ["det/b", "det/a"], repeats=1).rows
@@ -98,6 +99,7 @@ def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
     assert row.file_bytes >= row.shared_bytes > 10_000_000
 
 
+@pytest.mark.slow
 def test_an_expert_that_is_unknown_or_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_path):
     with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
         measure_line_loading(tmp_path, mixed, ["det/c"])
@@ -124,6 +126,7 @@ def test_a_graph_has_a_target_of_its_own():
     assert not replace(TIMES, load_s=0.06).target.reached
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_command_is_ended_half_way(tmp_path):
     ended_at_its_first_file = (
         "import os, signal, sys\n"

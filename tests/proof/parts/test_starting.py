@@ -39,6 +39,7 @@ def test_an_agent_that_does_not_start_is_told_by_its_own_words(tmp_path):
     assert "not ready" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_no_agent_and_no_file_is_left_when_the_command_is_ended_half_way(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()

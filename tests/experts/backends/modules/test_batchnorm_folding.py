@@ -9,6 +9,9 @@ from experts.backends.classifier import build_trainable
 from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pairs
 from experts.backends.modules.binding import Weightless
 
+QUICK = {"resnet18", "mobilenet_v3_small", "densenet121", "googlenet", "regnet_y_400mf", "vgg11_bn"}
+ARCHITECTURES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CLASSIFIERS]
+
 
 def traced_pairs(module):
     modules = dict(module.named_modules())
@@ -29,7 +32,7 @@ def traced_pairs(module):
     return tuple(pairs)
 
 
-@pytest.mark.parametrize("architecture", CLASSIFIERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_pairs_are_those_of_the_traced_graph(architecture):
     with Weightless():
         module = build_trainable(architecture, 3).to("meta").eval().requires_grad_(False)

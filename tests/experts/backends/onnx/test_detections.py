@@ -109,15 +109,15 @@ def require_same(prediction, boxes):
 
 SUPPRESSED = {"nms": True, "iou": 0.45}
 EXPORTS = [
-    *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolov8n", "yolo26n")),
-    ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST), ("yolov8n", SUPPRESSED, Layout.CHOSEN),
-    ("yolov8n", {"dynamic": True, "batch": 2, **SUPPRESSED}, Layout.CHOSEN),
+    ("yolov8n", {}, Layout.ANCHORS_LAST), ("yolov8n", SUPPRESSED, Layout.CHOSEN),
     ("yolov10n", {"nms": False}, Layout.CHOSEN),
 ]  # fmt: skip
 EXPORTS += [  # each has a representative above
     pytest.param(*each, marks=pytest.mark.slow)
     for each in (
-        *((name, {}, Layout.ANCHORS_LAST) for name in ("yolo11n", "yolo12n")),
+        *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolo11n", "yolo12n", "yolo26n")),
+        ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST),
+        ("yolov8n", {"dynamic": True, "batch": 2, **SUPPRESSED}, Layout.CHOSEN),
         *((name, SUPPRESSED, Layout.CHOSEN) for name in ("yolov5n", "yolo11n")),
         *(("yolo26n", {"nms": False, **more}, Layout.CHOSEN) for more in ({}, {"dynamic": True})),
     )
@@ -213,6 +213,7 @@ def cut(boxes):
     return boxes_of(rows, boxes.orig_shape)
 
 
+@pytest.mark.slow
 def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
     """One label per query, the best one: of several labels of one box the others are left out."""
     former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
@@ -223,7 +224,7 @@ def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nms": True, "iou": 0.45}, {"dynamic": True}], ids=["as-is", "nms", "dynamic"]
+    "options", [SUPPRESSED, *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, {"dynamic": True}))]
 )
 def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, options):
     path = exported("yolov8n-seg", **options)
@@ -250,7 +251,7 @@ def ssd():
     return ssd_of(len(LABELS))
 
 
-@pytest.mark.parametrize("is_list", [False, True], ids=["batch", "list"])
+@pytest.mark.parametrize("is_list", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
     """Of an image that needs no scaling; its label 0 is the background."""
     image = np.random.default_rng(0).integers(0, 256, (96, 128, 3), dtype=np.uint8)
