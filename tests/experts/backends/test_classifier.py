@@ -13,11 +13,12 @@ from experts.packed.packing import pack_line
 from tests.experts.conftest import answers
 
 BACKEND = ClassifierBackend()
+SLOW = ("regnet_x_400mf", "densenet121", "swin_t")
 ANSWERS = [  # (architecture, form, tolerance of a score)
     *((name, Precision.FP32, 1e-4) for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5")),
     ("squeezenet1_1", Precision.FP32, 1e-4), ("resnet18", Precision.FP16, 0.1),
     *((name, Precision.BF16, 0.1) for name in ("resnet18", "swin_t")),
-    *(pytest.param(n, Precision.FP32, 1e-4, marks=pytest.mark.slow) for n in ("regnet_x_400mf", "densenet121", "swin_t")),
+    *(pytest.param(name, Precision.FP32, 1e-4, marks=pytest.mark.slow) for name in SLOW),
 ]  # fmt: skip
 
 
