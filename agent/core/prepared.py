@@ -216,8 +216,7 @@ class PreparedImages:
         """A request has its outcome; the shell releases its image."""
         image = self._images.pop(request, None)
         if image is not None:
-            if image.place is not None:
-                self._leave(request, image)
+            assert image.place is None  # a queued request leaves its queue before it ends
             self._release(image)
 
     def advance(self, effects: list[Effect]) -> None:

@@ -1,9 +1,13 @@
 """Images are prepared before their batches start; a batch is queued behind a running one where that costs nothing."""
 
+from dataclasses import replace
+
+import pytest
+
 from agent.core import events
 from agent.core.effects import Prepare, StartBatch
 from agent.core.performance import SSD, PerformanceMatrix, PoolSpec, PreparedForm
-from agent.core.request import Precedence
+from agent.core.request import Precedence, Work
 from tests.agent.core import worlds
 from tests.agent.core.worlds import of, played, row
 
@@ -85,8 +89,9 @@ images are due when the groups before them have run or at the latest prediction 
     asks C => prepare 4 c by 0 @7; asks D => nothing; asks H => prepare 6 h by 0 @53
 far images leave a quarter of the budget to near ones | Line(budget=8, max_batch=1) |
     asks AAAAAAAAAA; uses 6; loaded a @2 => run a 1 | prepare 7 a by 0 @10 | run a 2; uses 6
-a near image may take the whole budget and one without room is prepared with its batch | Line(budget=1) |
-    asks AA; uses 1; loaded a => prepare 2 a by 0 @0 | run a 1,2; begun 1 1
+a near image may take the whole budget and those without room are prepared with their batch |
+    Line(budget=1, max_batch=3) | asks AAA; uses 1; loaded a => prepare 2 a by 0 @0 | prepare 3 a by 0 @0 | run a 1,2,3;
+    begun 1 2; uses 0; failed a => forget 2 | forget 3 | run a 1 | prepare 2 a by 0 @3
 images begin in the order of their groups | Line(budget=8, max_batch=1) |
     asks CABAB; uses 6;
     cancelled 1 => UNKNOWN 1: cancelled | prepare 4 a by 0 @4 | prepare 3 b by 0 @6 | prepare 5 b by 0 @7
@@ -130,6 +135,11 @@ the images of a failed batch are decoded again where others took their room |
     Line(budget=2, executors=2, speeds={"cpu1": (1.0, 3.0)}) |
     asks AA; loaded a; asks BB; uses 2;
     failed a => forget 1 | forget 2 | prepare 1 a by 0 @0 | run a 1
+the images of a failed batch need no more than the room that is left |
+    Line(budget=4, executors=2, speeds={"cpu1": (1.0, 3.0)}) | asks AA; loaded a; asks BB; uses 2; failed a => run a 1;
+    uses 3
+the images of a failed batch keep the forms of later steps | Line("ac", budget=40) |
+    asks RRRRRRR; loaded a; uses 34 30; failed a => nothing; uses 34 30
 a request that moves to another executor keeps its forms | Line(executors=2, memories=2, load_attempts=1) |
     asks AA; load_failed a => nothing; queues 0+2 0+0; uses 2; cancelled 2; uses 1; cancelled 1; uses 0
 # batches queued ahead
@@ -149,6 +159,8 @@ a batch queued ahead needs no more workspace than the running one | Line(workspa
     asks A => prepare 6 a by 0 @5 | run a 5,6
 a batch queued ahead has the workspace of the running one | Line(workspace=1, workspaces=3, max_batch=4) |
     asks AAA; loaded a => run a 1,2,3; asks AA; asks A => prepare 6 a by 0 @7 | run a 4,5,6
+a batch queued ahead is as small as a shortage of memory left it | Line() |
+    asks AA; loaded a; short a; finished a; finished a; asks A; asks A => prepare 4 a by 0 @3 | run a 4
 no batch is queued ahead in a memory where another expert lacks room beyond the bound | Line(executors=2, memory=1) |
     asks A; loaded a; asks C; tick @1000.0; asks A; asks A => prepare 4 a by 0 @1001
 a batch is queued ahead where another expert lacks room | Line(executors=2, memory=1) |
@@ -197,3 +209,37 @@ def test_an_answer_of_a_batch_that_is_queued_ahead_before_its_turn_is_ignored():
     line.handle(events.BatchFailed(ahead.id, "too early"))
     assert line.engine.statistics().unexpected_events == 2
     line.play("finished a; finished a => OK 3 after a | OK 4 after a")
+
+
+def test_a_request_that_counts_in_tokens_has_no_image_and_runs_beside_those_that_have_one():
+    line = Line()
+    line.handle(events.Arrived(8, "A", work=Work(1, 1, 2)))
+    line.play("uses 0; asks A => prepare 1 a by 0 @0; loaded a => run a 8,1; uses 0; finished a; uses 0")
+
+
+def first(images):
+    return next(iter(images._places.values()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda images: images._images.update({9: images._images[1]}), "an image is kept for a request that has its"),
+        (lambda images: setattr(images, "_used_bytes", 9), "^prepared bytes miscounted$"),
+        (lambda images: setattr(images, "_later_bytes", 9), "^later bytes miscounted$"),
+        (lambda images: setattr(images, "_budget_bytes", 0), "^more is prepared than there is room for$"),
+        (lambda images: images._places.update(dict.fromkeys(images._places)), "^a place is lost$"),
+        (lambda images: setattr(first(images), "begun", 2), "^begun images are miscounted$"),
+        (lambda images: setattr(first(images), "is_listed", False), "^a place with waiting images is not listed$"),
+        (
+            lambda images: images._places.update({0: replace(first(images), waiting={}, begun=0)}),
+            "^an empty place is kept$",
+        ),
+    ],
+)
+def test_prepared_images_that_do_not_add_up_are_told(damage, told):
+    line = Line(budget=1)
+    line.play("asks AA")
+    damage(line.engine._state.images)
+    with pytest.raises(AssertionError, match=told):
+        line.engine.check_invariants()

@@ -95,7 +95,8 @@ an expert that fails on so many images in a row is put on probation and all that
     alone(expert_failures=2) | asks AAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2;
     failed a => UNKNOWN 2: a: broke | probation a for 1.0 s: 2 batches in a row failed, last: broke | UNKNOWN 3: a
     is on probation: 2 batches in a row failed, last: broke | evict a host stage 0;
-    asks A => UNKNOWN 4: a is on probation: 2 batches in a row failed, last: broke
+    asks A => UNKNOWN 4: a is on probation: 2 batches in a row failed, last: broke;
+    asks A @1.0; loaded a; finished a => serving a: a batch went well | OK 5 after a
 batches of several do not count as failures of their expert and a success ends the count | alone(expert_failures=2) |
     asks AAAA; loaded a; failed a; failed a => UNKNOWN 1: a: broke | run a 2; finished a; failed a;
     finished a => OK 4 after a

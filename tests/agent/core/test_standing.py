@@ -108,10 +108,12 @@ def test_what_an_expert_has_to_answer_for(made, script):
 
 
 def test_the_engine_loads_an_expert_on_probation_again_by_itself_and_releases_it():
-    by_loads().play(
+    line = by_loads()
+    line.play(
         "loads_pass; due 1.75; passes 0.99; judges A UNKNOWN; passes 0.01; standings probation 0.75 serving 1.75;"
         "probation; judges A OK"
     )
+    assert line.told(StandingChanged)[-1].reason == "a load went well"
 
 
 @pytest.mark.parametrize(
