@@ -29,13 +29,6 @@ def unhurried(usage, max_overtake_s=100.0):
     return line
 
 
-def unhurried_beside_u():
-    """Executor 0 runs a, executor 1 runs u, d is used less than a and more than u."""
-    line = unified(host=3, usage={"a": 0.3, "u": 0.1, "d": 0.2}, max_overtake_s=100.0, long_queue_s=100.0)
-    line.play("bring d; run a; run u")
-    return line
-
-
 # Each case: a line, and what is played on it: see ``played`` and ``Line.play``.
 CASES = """
 # the head of a queue
@@ -211,10 +204,10 @@ a longer queue loads ahead | unhurried(D_FIRST, max_overtake_s=15.0) |
     ask c @1.0 -> evict d host stage 2, load c ssd>host
 a short queue waits for a copy in use that would go first | unhurried(B_FIRST) |
     ask c @1.0 -> nothing; finished a @2.0 -> run b; finished b @3.0 -> evict b host stage 2, load c ssd>host
-a copy in use is waited for where another executor uses it | unhurried_beside_u() | ask b -> nothing;
-    finished u -> evict u host stage 2, load b ssd>host
-a copy in use is not waited for where another executor has it queued again | unhurried_beside_u() |
-    ask u; ask b -> evict d host stage 2, load b ssd>host
+a copy in use is waited for where another executor has to use what it loaded |
+    unified(host=4, usage={"a": 0.1, "d": 0.2}, max_overtake_s=100.0, long_queue_s=100.0) |
+    # v is not unused: it waits for u to end
+    bring d; run a; run u; ask v; loaded v; ask b -> nothing; finished a -> evict a host stage 2, load b ssd>host
 a copy in use is not waited for where it is queued again | unhurried(B_FIRST) |
     # b has work behind c, so that c takes free room only until b runs again
     ask c @1.0; finished a @2.0; ask b @2.5 -> nothing; finished b @3.0 -> run b;

@@ -33,7 +33,7 @@ class ListedPool:
     def __init__(self):
         self.pool = ModelPool(PoolSpec("host", expert_bytes=20, workspace_bytes=0, lease_bytes=10))
         self.copies = {}  # name -> state, uses, is pinned, when it came, when it was last used
-        self.budget_bytes, self.peak_bytes, self.order = 20, 0, 0
+        self.budget_bytes, self.lease_bytes, self.peak_bytes, self.order = 20, 10, 0, 0
         self.leases = {}
 
     def bytes_of(self, names):
@@ -84,23 +84,30 @@ class ListedPool:
             self.order += 1
             copy[4] = self.order
 
-    def set_budget(self, _, amount):
-        to_bytes, used_bytes = 22 - amount, self.bytes_of(self.copies)
-        if used_bytes <= to_bytes <= 20:
-            self.pool.set_budget(to_bytes)
-            self.budget_bytes = to_bytes
+    def set_budget(self, name, amount):
+        """Of leases with a, of weights else."""
+        kind, where, planned, used_bytes = "budget", "host", 20, self.bytes_of(self.copies)
+        if name == "a":
+            kind, where, planned, used_bytes = "lease", "host leases", 10, sum(self.leases.values())
+        set_to, to_bytes = self.pool.set_lease_budget if name == "a" else self.pool.set_budget, planned + 2 - amount
+        if used_bytes <= to_bytes <= planned:
+            set_to(to_bytes)
+            setattr(self, f"{kind}_bytes", to_bytes)
         else:
-            wanted = (to_bytes, 20) if to_bytes > 20 else (used_bytes, to_bytes)
-            with pytest.raises(MemoryExceeded, match="memory host: {} bytes wanted, {} free".format(*wanted)):
-                self.pool.set_budget(to_bytes)
+            wanted = (to_bytes, planned) if to_bytes > planned else (used_bytes, to_bytes)
+            with pytest.raises(MemoryExceeded, match="memory {}: {} bytes wanted, {} free".format(where, *wanted)):
+                set_to(to_bytes)
 
     def lease(self, name, amount):
         if name in self.leases:
             with pytest.raises(ValueError, match=f"request {name} has a lease already"):
                 self.pool.take_lease(name, amount)
+            if (more := amount - self.leases[name]) > self.pool.free_lease_bytes:
+                with pytest.raises(MemoryExceeded, match=f"memory host leases: {more} bytes wanted, "):
+                    self.pool.grow_lease(name, amount)
             self.pool.return_lease(name)
             del self.leases[name]
-        elif amount + sum(self.leases.values()) > 10:
+        elif amount + sum(self.leases.values()) > self.lease_bytes:
             with pytest.raises(MemoryExceeded, match=f"host leases: {amount} bytes wanted"):
                 self.pool.take_lease(name, amount)
         else:
@@ -130,9 +137,9 @@ class ListedPool:
         assert (pool.free_bytes, pool.missing_bytes) == (self.budget_bytes - used_bytes, 20 - self.budget_bytes)
         assert (told.lease_used_bytes, pool.free_lease_bytes) == (
             sum(self.leases.values()),
-            10 - sum(self.leases.values()),
+            self.lease_bytes - sum(self.leases.values()),
         )
-        assert (pool.lessees, told.lease_bytes) == (self.leases.keys(), 10)
+        assert (pool.lessees, told.lease_bytes) == (self.leases.keys(), self.lease_bytes)
         for name, footprint in FOOTPRINTS.items():
             copy = self.copies.get(name)
             others = [each for each in self.copies if each != name]

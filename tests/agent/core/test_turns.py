@@ -206,6 +206,8 @@ no batch of images is queued ahead of texts that wait for their turn | Line(budg
     a9; a1 a2 a3 a4; images; a5 a6 t0 a7; a8 -> nothing
 a full batch of images is queued ahead where no texts wait | Line(budget=9) |
     a9; a1 a2 a3 a4; images; a5 a6 a7; a8 -> a:5,6,7,8
+requests of one expert begin together whatever stands between them | Line("em") |
+    a9; t0 u1 t2; images -> done 9 t:0,2
 # leases
 a request that waits for a lease asks for no load meanwhile | Line(room=1, share=10) |
     t0; loaded; u1; waits 200; quantum -> t:0; loads; quantum 0 -> done 0; loads u
