@@ -97,7 +97,7 @@ mutants: $(INSTALLED)  ## which changes of the core and the records no test noti
 	$(VENV)/bin/python tests/mutants.py $(MINUTES) $(ONLY)
 
 # The generator has a virtual environment of its own: what it needs is not what it makes stubs for.
-proto:  ## the stubs of the protocols anew, from agent/api/proto; after each change there
+proto:  ## make the stubs of the protocols again, from agent/api/proto; after each change there
 	@[ -x .venv-proto/bin/pip ] || $(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --prefer-binary grpcio-tools==1.73.1
 	.venv-proto/bin/python packaging/make_stubs.py

@@ -1,8 +1,8 @@
-"""The Python stubs of the protocols, made anew: `make proto` runs this with the interpreter that has grpcio-tools.
+"""Makes the Python stubs of the protocols: `make proto` runs this with the interpreter that has grpcio-tools.
 
-Guarantees: a stub names the source it was made from and that one's sha256, so that a stale one can be told; it imports
-its neighbours from where it lies; messages of a protocol that others define too are kept to themselves, so that a
-process may hold their stubs beside ours.
+Guarantees: a stub names its source and the source's sha256, so that a stale stub is detected. A stub imports its
+neighbours from its own package. Messages of a public protocol have a separate descriptor pool, so that a process may
+load another client's stubs beside these.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parents[1]
 STUBS = ROOT / "agent" / "api" / "proto"
 SOURCES = ("coserve/v1/inspection.proto", "inference/inference.proto")
-SHARED = ("inference/inference.proto",)  # its names are everybody's: a client's own stubs define them as well
+SHARED = ("inference/inference.proto",)  # public names: a client's stubs define them as well
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
 
 
 def make_stubs() -> None:
-    """Write them beside their sources, flat. Raises SystemExit where a source is none."""
+    """Write the stubs beside their sources, flat. Raises SystemExit for a source that does not compile."""
     with TemporaryDirectory() as folder:
         outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
         words = ["protoc", f"-I{STUBS}", f"-I{WELL_KNOWN}", *outputs, *SOURCES]

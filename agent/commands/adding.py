@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent.config import line_of
-from agent.line_file.editing import add_expert, append, begun, content_of, edit_file, rendered
+from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
 from agent.runtime.images.preparation import prepare
 from agent.runtime.images.sources import decoded
 from experts.backends import backend_for
@@ -138,7 +138,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
         tried = _tried(expert, wishes.image)
         settled = settled.bound(threshold_of(expert, sha256))
         if not wishes.prints:
-            with _put_in_place(weights, settled), begun(line, content):
+            with _put_in_place(weights, settled), created(line, content):
                 edit_file(line, settled.edited)
             config = line_of(read_document(line))
             KeptImageFacts(config.packed_folder).keep(config.catalog.experts.values())

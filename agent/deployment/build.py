@@ -155,7 +155,7 @@ def agent_with_requests(
 ) -> Iterator[tuple[Agent, Requests]]:
     """An agent to start, and requests to it; stopped at the end. Raises as ``build_agent``."""
     requests = requests or Requests()
-    agent = build_agent(config, requests.tell, progress, options)
+    agent = build_agent(config, requests.report, progress, options)
     requests.watch(agent.loop)
     try:
         yield agent, requests

@@ -88,7 +88,7 @@ def content_of(file: Path) -> bytes:
 
 
 @contextmanager
-def begun(file: Path, content: bytes) -> Iterator[None]:
+def created(file: Path, content: bytes) -> Iterator[None]:
     """A missing file is created with this content, and removed if its edit fails."""
     if file.exists():
         yield

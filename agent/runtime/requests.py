@@ -38,7 +38,7 @@ class Requests:
         self._ended: SimpleQueue[tuple[int, Outcome, float] | AgentCrashed] = SimpleQueue()
         self._submitted_s: dict[int, float] = {}
 
-    def tell(self, number: int, outcome: Outcome) -> None:
+    def report(self, number: int, outcome: Outcome) -> None:
         self._ended.put((number, outcome, time.monotonic()))
 
     def watch(self, loop: AgentLoop) -> None:

@@ -248,7 +248,7 @@ class LineService:
     def _reload(self) -> ReloadView:
         """Reload the line file, one reload at a time. The old line is served until the reload succeeds."""
         if not self._reloading.acquire(blocking=False):
-            raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
+            raise OrderRefused(Refusing.NOT_NOW, "the line file is being read already", 5.0)
         try:
             return self._reloaded(read_line(self._config.document.file))
         except ConfigError as error:
@@ -291,7 +291,7 @@ class LineService:
     def _distrust(self, expert: str) -> None:
         """Callback, on any thread: packed weights differ from their source; quarantine the expert."""
         name = line_name(expert)
-        reason = "its weights file has other bytes than it was packed from: reload, and it is packed anew"
+        reason = "its weights file has other bytes than it was packed from: reload, and it is packed again"
         log.error("packed_weights_stale expert=%s reason=%s", name, reason)
         self._stale[expert] = f"expert {name}: {reason}"
         self.agent.loop.quarantine(expert, reason)

@@ -97,14 +97,14 @@ class JournaledRequests(Requests):
             self._entered.acquire()
         return super().collect(progress)
 
-    def tell(self, number: int, outcome: Outcome) -> None:
+    def report(self, number: int, outcome: Outcome) -> None:
         now = datetime.now(UTC)
         result = Result(
             Subject(f"bench/{number}", "bench", "", now), line="bench", verdict=outcome.verdict, finished_at=now,
             seconds=0.0, config_sha256="", label=outcome.label, score=outcome.score,
             reason=outcome.reason, experts=tuple(step.expert for step in outcome.steps),
         )  # fmt: skip
-        stored = super().tell
+        stored = super().report
         self._store.record(result, lambda _: stored(number, outcome), is_urgent=True)
 
 

@@ -81,7 +81,7 @@ class ProfilingOptions:
 
     ``samples``: a folder of images instead of the line's intake. ``count_usage``: run the routes on them.
     ``usage_from``: served history instead. ``allocation``: ENGINE (real runs), SIMULATE, or
-    CASUAL (no search). ``fresh``: measure all anew, also over a damaged or another box's profile.
+    CASUAL (no search). ``fresh``: measure all again, also over a damaged or another box's profile.
     """
 
     samples: Path | None = None

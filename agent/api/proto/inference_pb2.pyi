@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: inference/inference.proto
-# sha256 of the source: 4aff0b19101b9763bcd0289ac9e50ed819cec851d6ad5f1523e44f4382b208bf
+# sha256 of the source: 6a1c481c69a7c05b2c3ce1aaeff3a5044c2b275098a354e90351d27306d76c48
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: daa1ca2e01b2f521797bb280b0dcdabb79530ddb7b46ac475d9fda4d99857005
+# sha256 of the source: 2b4a211de0a61e0dd79033119ec55768abccc8c8bc37c04ef06ad44aa47bf063
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

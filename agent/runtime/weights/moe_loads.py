@@ -153,7 +153,7 @@ def read_usage(folder: Path, copy: ExpertCopy) -> dict[MoeExpert, float]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("moe_usage_unread copy=%s error=%s: it is counted anew", copy.name, error)
+        logger.warning("moe_usage_unread copy=%s error=%s: it is counted again", copy.name, error)
         return {}
 
 
@@ -164,7 +164,7 @@ def write_usage(folder: Path, copy: ExpertCopy, usage: Mapping[MoeExpert, float]
         with whole_file(_file(folder, copy)) as final:
             final.write(json.dumps({"weights": _weights(copy), "usage": rows}).encode())
     except OSError as error:
-        logger.warning("moe_usage_unwritten copy=%s error=%s: it is counted anew", copy.name, error)
+        logger.warning("moe_usage_unwritten copy=%s error=%s: it is counted again", copy.name, error)
 
 
 def _file(folder: Path, copy: ExpertCopy) -> Path:

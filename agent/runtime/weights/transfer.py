@@ -252,12 +252,12 @@ class Transfers:
             return errors.LoadError(expert, f"{error.message}; looked at again it is sound: trying again")
         by = "the next start" if self.mend is None else "the agent"
         for file in gone:
-            logger.error("corrupt_file_dropped expert=%s file=%s: %s packs it anew from %s", expert, file, by, source)
+            logger.error("corrupt_file_dropped expert=%s file=%s: %s packs it again from %s", expert, file, by, source)
         found = f"{', '.join(map(str, gone))} was not what was packed"
         if self.mend is None:
-            reason = f"{found} and has been removed: start again, and it is packed anew from {source}"
+            reason = f"{found} and has been removed: start again, and it is packed again from {source}"
             return errors.WeightsCorrupt(expert, reason)
-        missing = errors.WeightsMissing(expert, f"{found}: it is packed anew from {source}")
+        missing = errors.WeightsMissing(expert, f"{found}: it is packed again from {source}")
         missing.__cause__ = FileNotFoundError(found)
         return missing
 

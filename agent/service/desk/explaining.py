@@ -74,7 +74,7 @@ def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]
 def _standing(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
     name = agent.expert(expert)
     if name in engine.quarantined:
-        return [f"{expert} is not asked until its weights are mended and read anew: {engine.quarantined[name]}."]
+        return [f"{expert} gets no requests until its weights are corrected and read again: {engine.quarantined[name]}."]
     if name in engine.on_probation:
         return [f"{expert} is not asked for the moment, and tried again: {engine.on_probation[name]}."]
     return []
@@ -93,7 +93,7 @@ def _places(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
         elif copies & set(pool.loading):
             sentences.append(f"{expert} is on its way into memory {pool.name}.")
     full = ", ".join(f"{pool.name} holds {mib(pool.used_bytes)} of {mib(pool.expert_bytes)}" for pool in engine.pools)
-    return sentences or [f"{expert} is on the SSD only: nobody waits for it, and others are asked more often; {full}."]
+    return sentences or [f"{expert} is on the SSD only: no request waits for it, and others are used more often; {full}."]
 
 
 def _usage(expert: str, agent: Agent) -> str:

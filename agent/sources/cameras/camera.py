@@ -134,7 +134,7 @@ class CameraSource(Source):
         if self._section.component is None and board_type not in config.layouts:
             raise ConfigError(
                 f"the layout of board type {board_type!r} cuts the frames of camera {self.name}, which runs until the "
-                "next start - keep it until then, or start anew"
+                "next start - keep it until then, or start again"
             )
 
     def trigger(self, board: str | None = None, board_type: str | None = None, key: str | None = None) -> str:

@@ -55,7 +55,7 @@ def serve(agent: socket.socket, connection: CameraConnection) -> None:
 
         source = source_of(connection)
     except ImportError as error:
-        raise CameraFailed(f"a library is not there ({error}) - install coserve anew", is_final=True) from error
+        raise CameraFailed(f"a library is not there ({error}) - install coserve again", is_final=True) from error
     cv2.setNumThreads(1)  # the cores are for the experts
     sys.setswitchinterval(SWITCH_S)
     wire.send(agent, wire.Ready())

@@ -180,7 +180,7 @@ class Claimer:
         if self._section.after != "keep":
             claimed = self._claim(candidate)
         elif self._sidecar_is_stale(candidate):
-            reason = f"its sidecar {_sidecar_name(candidate.relpath)} is the earlier image's: write it anew"
+            reason = f"its sidecar {_sidecar_name(candidate.relpath)} is the earlier image's: write it again"
             self._wait_for_sidecar(candidate, now, reason)
             return
         else:

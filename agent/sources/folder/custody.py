@@ -105,7 +105,7 @@ class Custody:
             file = self._in_flight.pop(self._withdrawn.get(), None)
             if file is None:
                 continue
-            log.warning("intake_changed file=%s: written to after it was seen; looked at anew", printable(file.relpath))
+            log.warning("intake_changed file=%s: written to after it was seen; checked again", printable(file.relpath))
             withdrawn.append(file)
             if file.is_ours and not self._put_back(file):
                 self._unreturned.append(file)

@@ -43,7 +43,7 @@ def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, 
     requests.submit(IMAGE, component="resistor")
     requests.submit(IMAGE, expert="cls/a")
     for number, label in ((2, "second"), (1, "first")):
-        requests.tell(number, outcome(label))
+        requests.report(number, outcome(label))
     told = []
     ended = requests.collect(lambda done, total: told.append((done, total)))
     assert loop.asked == [("resistor", None), (None, "cls/a")]
@@ -51,7 +51,7 @@ def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, 
     assert ended[0].submitted_s <= ended[1].submitted_s <= ended[1].at_s <= ended[0].at_s
     assert told == [(1, 2), (2, 2)]
     requests.submit(IMAGE, component="resistor")
-    requests.tell(3, outcome("third"))
+    requests.report(3, outcome("third"))
     assert ([each.outcome.label for each in requests.collect()], requests.collect()) == (["third"], [])
 
 

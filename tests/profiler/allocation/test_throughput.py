@@ -184,7 +184,7 @@ def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told
         (manifest,) = packed_manifests(config)[name]
         path = config.state / "packed" / "segments" / f"{manifest.packed.own.sha256}.bin"
         path.write_bytes(b"0" * path.stat().st_size)
-        anew = f"start again, and it is packed anew from {config.catalog.experts[name].weights}"
+        anew = f"start again, and it is packed again from {config.catalog.experts[name].weights}"
         damaged[name] = f"{path} was not what was packed and has been removed: {anew}"
     found = refusal(config, sample_requests(config, 6))
     assert str(found).startswith("4 of 6 sample requests were not judged: ")

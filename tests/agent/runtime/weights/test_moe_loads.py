@@ -186,4 +186,4 @@ def test_what_was_counted_in_serving_is_known_of_these_weights_after_the_next_st
     for damaged in ("{", "[]", '{"usage": []}'):
         file.write_text(damaged)
         assert read_usage(tmp_path, copy) == {}
-    assert caplog.text.count("counted anew") == 3
+    assert caplog.text.count("counted again") == 3

@@ -98,7 +98,7 @@ WRONG = {
     '{"board": "\\ud800", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not printable",
     '{"board": "' + 256 * "B" + '", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not",
     '{"board": "B1", "board": "B2", "component": "r", "ref": "R7"}': "its sidecar {}.json says a key twice",
-    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar {}.json says 'bord', which nobody reads - did you me",
+    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar {}.json says 'bord', which no reader knows - did you me",
     '{"board": "B1", "component": "z", "ref": "R7"}': "no route for the component 'z'",
     '{"board": "B1", "component": "r", "ref": "R7", "type": "other"}': "no board type 'other'",
     '["B1", "r", "R7"]': "its sidecar {}.json is not {{",
@@ -241,7 +241,7 @@ def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
     (line.root / "x.png").write_bytes(IMAGES["jpg"])
     line.run(70)
-    assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it anew"}
+    assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it again"}
 
 
 def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(line, monkeypatch):
