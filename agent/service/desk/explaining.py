@@ -57,7 +57,7 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
     if label not in step.passing:
         return f"only {', '.join(sorted(step.passing))} passes"
     if score < step.min_score:
-        return f"less than the {step.min_score:g} that its step asks for"
+        return f"less than the {step.min_score:g} that its step requires"
     return "passed"
 
 
@@ -74,9 +74,9 @@ def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]
 def _standing(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
     name = agent.expert(expert)
     if name in engine.quarantined:
-        return [f"{expert} gets no requests until its weights are corrected and read again: {engine.quarantined[name]}."]
+        return [f"{expert} gets no requests until its weights are corrected and reloaded: {engine.quarantined[name]}."]
     if name in engine.on_probation:
-        return [f"{expert} is not asked for the moment, and tried again: {engine.on_probation[name]}."]
+        return [f"{expert} gets no requests for the moment, and is tried again: {engine.on_probation[name]}."]
     return []
 
 
@@ -93,14 +93,14 @@ def _places(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
         elif copies & set(pool.loading):
             sentences.append(f"{expert} is on its way into memory {pool.name}.")
     full = ", ".join(f"{pool.name} holds {mib(pool.used_bytes)} of {mib(pool.expert_bytes)}" for pool in engine.pools)
-    return sentences or [f"{expert} is on the SSD only: no request waits for it, and others are used more often; {full}."]
+    return sentences or [f"{expert} is on the SSD only: no request waits for it, others are used more often; {full}."]
 
 
 def _usage(expert: str, agent: Agent) -> str:
     usage = agent.setup.matrix.usage
     mine = usage.get(agent.expert(expert), 0.0)
     rank = 1 + sum(other > mine for other in usage.values())
-    return f"A request asks it with a probability of {mine:.4f}: rank {rank} of {len(usage)}."
+    return f"A request uses it with a probability of {mine:.4f}: rank {rank} of {len(usage)}."
 
 
 def _costs(expert: str, agent: Agent) -> list[str]:

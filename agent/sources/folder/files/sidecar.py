@@ -82,7 +82,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check(key: str, value: object) -> None:
     if key not in KEYS:
-        raise ValueError(f"says {key!r}, which no reader knows - {suggestion(key, KEYS)}")
+        raise ValueError(f"says {key!r}, which is unknown - {suggestion(key, KEYS)}")
     if not isinstance(value, str):
         raise ValueError(f"gives no text as {key}")  # 0402 and "0402" are different parts
     if not value.isprintable() or len(value) > LONGEST_VALUE:

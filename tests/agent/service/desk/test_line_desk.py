@@ -259,7 +259,7 @@ def test_an_expert_that_cannot_be_served_makes_its_models_not_ready_and_says_why
         assert (models["c0"].labels, models["c0"].input_px) == (("ok", "bad"), (8, 8))
         assert "cls/f1" in models["c1"].reason
         assert "cls/f1" in service.desk.status().standing
-        assert any("not asked" in sentence for sentence in service.desk.explain("cls/f1"))
+        assert any("gets no requests" in sentence for sentence in service.desk.explain("cls/f1"))
 
 
 def test_models_come_and_go_on_demand(line):

@@ -98,7 +98,7 @@ WRONG = {
     '{"board": "\\ud800", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not printable",
     '{"board": "' + 256 * "B" + '", "component": "r", "ref": "R7"}': "its sidecar {}.json gives a board that is not",
     '{"board": "B1", "board": "B2", "component": "r", "ref": "R7"}': "its sidecar {}.json says a key twice",
-    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar {}.json says 'bord', which no reader knows - did you me",
+    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar {}.json says 'bord', which is unknown - did you me",
     '{"board": "B1", "component": "z", "ref": "R7"}': "no route for the component 'z'",
     '{"board": "B1", "component": "r", "ref": "R7", "type": "other"}': "no board type 'other'",
     '["B1", "r", "R7"]': "its sidecar {}.json is not {{",
