@@ -209,8 +209,8 @@ def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) 
     aside = exchange(path, fresh, "damaged")
     database = open_for_writing(path, busy_timeout_s)
     alarm = (
-        f"{path} was damaged ({damage}) and lies at {aside}: results are stored in a new file - bring earlier "
-        "ones back with `coserve restore`, and see to the disk"
+        f"{path} was damaged ({damage}) and is at {aside} now: results are stored in a new file - bring earlier "
+        "ones back with `coserve restore`, and check the disk"
     )
     log.error("results_file_damaged %s", alarm)
     for key in lost:

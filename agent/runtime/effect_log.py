@@ -36,7 +36,7 @@ def log_effect(effect: Effect) -> None:
         case effects.FellBack():
             logger.warning(
                 "expert_falls_back expert=%s pool=%s requests=%d retry_s=%.1f reason=%s: "
-                "it is asked on other executors",
+                "other executors get its requests",
                 effect.expert, effect.pool, effect.requests, effect.retry_s, effect.reason,
             )  # fmt: skip
         case effects.BudgetChanged(pool, before_bytes, after_bytes, reason):

@@ -258,7 +258,7 @@ class LineService:
         except Exception as error:  # such as a disk error: the agent continues
             log.exception("reload_failed file=%s", self._config.document.file)
             reason = f"{type(error).__name__}: {error}"
-            return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
+            return ReloadView(False, (f"{reason} - the log has more; correct the cause, then reload again",))
         finally:
             self._reloading.release()
 
@@ -343,7 +343,7 @@ class LineService:
         found = self._drift_alarm.due_warning(self._clock(), self.inspector.drift)
         if found is not None:
             log.warning(
-                "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "
+                "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are used otherwise than expected; "
                 "learn how: coserve profile %s --usage-from %s%s",
                 found.distance, found.chance, found.steps, ",".join(moved.expert for moved in found.experts),
                 self._config.document.file, self._config.results_file,

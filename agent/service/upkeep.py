@@ -64,8 +64,8 @@ class Upkeep:
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.alarm),
         ]
-        told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
-        alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
+        late = [(f"{each.receiver} gets no verdicts", each.alarm) for each in self.deliveries.statistics()]
+        alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *late) if alarm is not None]
         return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
 
     def stop(self) -> None:

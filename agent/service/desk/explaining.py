@@ -27,7 +27,7 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
     for number, step in enumerate(catalog.components[component], start=1):
         passing = ", ".join(sorted(step.passing))
         least = f" with at least {step.min_score:g}" if step.min_score else ""
-        sentences.append(f"Step {number} asks {step.expert}; {passing}{least} goes on, all else is NG.")
+        sentences.append(f"Step {number} runs {step.expert}; {passing}{least} passes, all else is NG.")
         sentences += _standing(step.expert, agent, engine) + _places(step.expert, agent, engine)
     return sentences
 
@@ -43,7 +43,7 @@ def explained_result(row: ResultRow, graph: ExpertGraph) -> list[str]:
         expert, label, score = str(said["expert"]), str(said["label"]), float(str(said["score"]))
         step, outputs = route.get(expert), said.get("outputs")
         meaning = _meaning_of_outputs(step, outputs) if step and isinstance(outputs, list) else None
-        sentences.append(f"{expert} said {label} with {score:.3f}: {meaning or _meaning(step, label, score)}.")
+        sentences.append(f"{expert} answered {label} with {score:.3f}: {meaning or _meaning(step, label, score)}.")
     if result.reason:
         sentences.append(f"The reason: {result.reason}.")
     if result.verdict is Verdict.UNKNOWN and not steps:

@@ -169,7 +169,7 @@ class OrderTaker:
         subject = replace(asked, key=key, image=key, board_type=board_type)
         catalog = self._inspector.agent.config.catalog
         if asked.component is not None and asked.expert is not None:
-            raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
+            raise OrderRefused(Refusing.INVALID, "component and expert are both given - name one")
         if asked.component is not None:
             if asked.component not in catalog.components:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {asked.component!r}")

@@ -303,7 +303,7 @@ class JournaledImages:
 
 def key_reused(key: str) -> OrderRefused:
     given = key.partition(PART_MARK)[0]
-    reason = f"key {given!r} was given for something else (image, part, board) - each inspection has a key of its own"
+    reason = f"key {given!r} was given for something else (image, part, board) - each inspection needs its own key"
     return OrderRefused(Refusing.KEY_REUSED, reason)
 
 

@@ -140,7 +140,9 @@ class ChildProcess:
                 while (received := self._receive()) is not None:
                     self._post(received)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: no memory or descriptor for a frame
-            unheard = f"what its process said could not be taken ({type(error).__name__}: {error}), and it was ended"
+            unheard = (
+                f"the messages of its process could not be read ({type(error).__name__}: {error}), and it was ended"
+            )
             self.kill()
         exited = _exited(self._process.wait())
         self._post(exited if unheard is None else ProcessEnded(unheard))

@@ -120,7 +120,7 @@ class Custody:
         except OSError as error:
             if file not in self._unreturned:
                 log.error(
-                    "intake_not_put_back file=%s reason=%s: it lies at %s, and is tried again",
+                    "intake_not_put_back file=%s reason=%s: it is at %s, and is tried again",
                     printable(file.relpath), error.strerror, printable(str(file.path)),
                 )  # fmt: skip
             return False

@@ -429,7 +429,7 @@ def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeyp
         now[0] = 3600.0
         until(lambda: caplog.text.count("usage_drift") == 2)
     learning = f"coserve profile {line.folder / 'line.yaml'} --usage-from {line.folder / 'state' / 'results.db'}"
-    assert f"experts=cls/f0,cls/f1: experts are asked otherwise than expected; learn how: {learning}" in caplog.text
+    assert f"experts=cls/f0,cls/f1: experts are used otherwise than expected; learn how: {learning}" in caplog.text
 
 
 @pytest.mark.parametrize("duty", ["records.retention.sweeper.Sweeper", "records.export.ResultExport"])

@@ -48,7 +48,7 @@ class Naming:
     def read(self, relpath: str) -> NameFields:
         """Fields of the name. A pattern without `/` matches the last part. Raises ValueError with the reason."""
         if self.pattern is None:
-            raise ValueError("the name tells nothing here: a sidecar does")
+            raise ValueError("names have no facts here: write a sidecar")
         text = relpath if "/" in self.pattern.pattern else relpath.rpartition("/")[2]
         found = self.pattern.fullmatch(text)
         if not found:

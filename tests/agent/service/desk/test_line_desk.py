@@ -285,7 +285,7 @@ def test_explanations_name_what_decided(line):
         text = " ".join(service.desk.explain("k"))
         assert "is NG" in text
         assert "cls/f0 said bad with 0.900: only ok passes" in text
-        assert "Step 1 asks cls/f0; ok goes on, all else is NG." in service.desk.explain("c0")
+        assert "Step 1 runs cls/f0; ok passes, all else is NG." in service.desk.explain("c0")
         assert any("rank" in sentence for sentence in service.desk.explain("cls/f0"))
         with pytest.raises(OrderRefused, match="no expert, no component"):
             service.desk.explain("what")
