@@ -284,7 +284,7 @@ def test_explanations_name_what_decided(line):
         asked(service, part(key="k"))
         text = " ".join(service.desk.explain("k"))
         assert "is NG" in text
-        assert "cls/f0 said bad with 0.900: only ok passes" in text
+        assert "cls/f0 answered bad with 0.900: only ok passes" in text
         assert "Step 1 runs cls/f0; ok passes, all else is NG." in service.desk.explain("c0")
         assert any("rank" in sentence for sentence in service.desk.explain("cls/f0"))
         with pytest.raises(OrderRefused, match="no expert, no component"):
