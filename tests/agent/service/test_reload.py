@@ -65,7 +65,7 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
         known = loop._copies, loop._experts, loop._workshop.transfers._copies, service.inspector._models
         return [
             *map(len, (agent.copies, agent.packed, agent.retired, agent.setup.graph.experts, agent.templates.held)),
-            *map(len, (agent.heard, agent.experts, loop.statistics().engine.quarantined, *known)),
+            *map(len, (agent.earlier_names, agent.experts, loop.statistics().engine.quarantined, *known)),
         ]
 
     def change(service, number):

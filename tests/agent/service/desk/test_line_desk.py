@@ -152,7 +152,7 @@ def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_jud
 IMPOSSIBLE = [
     (part(component="c9"), Refusing.NOT_FOUND, "no route for component 'c9'"),
     (order_of(picture(), expert="cls/x"), Refusing.NOT_FOUND, "no expert 'cls/x'"),
-    (part(expert="cls/f0"), Refusing.INVALID, "name one of the two"),
+    (part(expert="cls/f0"), Refusing.INVALID, "name one"),
     (part(board="B1"), Refusing.INVALID, "give its ref"),
     (part(board_type="other"), Refusing.NOT_FOUND, "no board type 'other'"),
     (part(key="k" * 201), Refusing.INVALID, "at most 200"),
