@@ -61,7 +61,7 @@ def test_the_same_by_another_spelling_or_a_name_of_the_author_s_is_no_other(name
     assert not may_be_twin("yolo11n", name)
 
 
-@pytest.mark.parametrize("architecture", ["resnet18", "yolov8n"])
+@pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov8n"])
 def test_a_weight_more_or_less_or_of_another_shape_is_another_model(architecture):
     weights = weights_of(architecture)
     name = next(iter(weights))
