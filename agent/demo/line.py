@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import psutil
@@ -102,9 +102,11 @@ class Judged:
 
     Of ``measured``, ``held_bytes`` is most that the ledger counted, ``grown_bytes`` most that the process grew over its
     size before it touched any weights, and ``left_bytes`` what of that was still there after the experts had gone.
+    ``first_verdict_at``: seconds since the epoch.
     """
 
     verdicts: Mapping[str, PartVerdict]
+    first_verdict_at: float
     measured: Mapping[str, float]
 
 
@@ -131,36 +133,53 @@ def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
     return crops
 
 
-def judge_apart(line_file: Path, crops: Sequence[LabelledCrop], progress: Callable[[str, int, int], None]) -> Judged:
-    """Serve the line in a process of its own: memory that training left in this one would hide what the agent takes."""
-    drop = line_file.parent / DROP
-    drop.mkdir()
-    for each in crops:
-        Image.fromarray(each.pixels).save(drop / each.file, compress_level=1)
-    stored = ResultReader(read_line(line_file, environment={}).results_file)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-        future = apart.submit(judge, line_file, [each.file for each in crops])
-        while not future.done():
-            wait([future], timeout=0.2)
+class JudgeApart:
+    """The line, served in a process of its own: memory that training left in this one would hide the agent's.
+
+    The process starts at once; it waits for the images of ``verdicts``.
+    """
+
+    def __init__(self, line_file: Path, progress: Callable[[str, int, int], None]) -> None:
+        self._folder, self._progress = line_file.parent, progress
+        self._stored = ResultReader(read_line(line_file, environment={}).results_file)
+        self._apart = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._judged = self._apart.submit(judge, line_file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        (self._folder / DROP).mkdir(exist_ok=True)  # after an error here, the process waits no longer
+        self._apart.shutdown()
+
+    def verdicts(self, crops: Sequence[LabelledCrop]) -> Judged:
+        ready = self._folder / f".{DROP}"
+        ready.mkdir()
+        for each in crops:
+            Image.fromarray(each.pixels).save(ready / each.file, compress_level=1)
+        ready.rename(self._folder / DROP)
+        while not self._judged.done():
+            wait([self._judged], timeout=0.2)
             with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
-                progress("judge held-out images", sum(1 for _ in stored.query()), len(crops))
-        return future.result()
+                self._progress("judge held-out images", sum(1 for _ in self._stored.query()), len(crops))
+        return self._judged.result()
 
 
-def judge(line_file: Path, files: Sequence[str]) -> Judged:
-    """Serve the line, move the files into its inbox as a camera would, wait for all verdicts, stop.
+def judge(line_file: Path) -> Judged:
+    """Serve the line, move the files of DROP into its inbox as a camera would, wait for all verdicts, stop.
 
     Raises CoServeError when the agent stands still for too long.
     """
     config = read_line(line_file, environment={})
     service = LineService(config, lambda stage, done, total: None)
-    inbox, process, grown_bytes = line_file.parent / INBOX, psutil.Process(), 0
+    drop, inbox, process, grown_bytes = line_file.parent / DROP, line_file.parent / INBOX, psutil.Process(), 0
     inbox.mkdir(exist_ok=True)
     service.start()
-    started = time.monotonic()
-    for file in files:
-        (line_file.parent / DROP / file).rename(inbox / file)
     try:
+        while not drop.is_dir():
+            time.sleep(0.02)
+        started = time.monotonic()
+        files = [file.rename(inbox / file.name) for file in sorted(drop.iterdir())]
         while (done := service.judged) < len(files):
             grown_bytes = max(grown_bytes, process.memory_info().rss - service.agent.rss_before_bytes)
             if service.inspector.crash is not None:
@@ -184,7 +203,9 @@ def judge(line_file: Path, files: Sequence[str]) -> Judged:
         "evictions": engine.evictions,
         "bytes_read": engine.bytes_read,
     }
-    return Judged({row.result.subject.image: part_verdict(row, stored) for row in stored.query()}, measured)
+    rows = list(stored.query())
+    first_verdict_at = min((row.result.finished_at.timestamp() for row in rows), default=time.time())
+    return Judged({row.result.subject.image: part_verdict(row, stored) for row in rows}, first_verdict_at, measured)
 
 
 def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from agent.demo.rendering.render import Fractions
 
 RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
-MEASURED_GOOD = 12.8  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
+MEASURED_GOOD = 25.6  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that each one's crops help all
+LEAST_COUNTS = {"shifted": 19}  # the detector's head, which is not stored, learns from these
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
 PLACE = attrgetter("component", "label", "file")
 
@@ -88,7 +89,7 @@ def render_crops(
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
     fraction = CHIP_FRACTION if component.package == "chip" else 1.0
     relative = MEASURED_GOOD if component.measured and label == OK else RELATIVE_COUNTS.get(label, 1.0)
-    return max(round(crops_per_label * fraction * relative), MIN_CROPS_PER_LABEL)
+    return max(round(crops_per_label * fraction * relative), LEAST_COUNTS.get(label, MIN_CROPS_PER_LABEL))
 
 
 def save_crops(directory: Path, crops: Iterable[LabelledCrop]) -> None:

@@ -1,7 +1,7 @@
 """Training of the two shared detectors, alignment and polarity: each finds the one part of a crop and names its state.
 
-A detector is the frozen trunk with a head that answers one box. Only the head is trained, on trunk features that are
-computed once for each of a few shifted copies of a crop.
+A detector is the frozen trunk with a head that answers one box. Only the head is trained, on the features that the
+classifiers were trained on.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agent.demo.rendering.components import OK, Detector
+from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training.learning import beside_one_another, descend
-from agent.demo.training.network import EVALUATION_BATCH, INPUT_PX, Trunk, fast_math, normalised, pictures, write_graph
+from agent.demo.training.network import INPUT_PX, Seen, Trunk, write_graph
 from experts.expert import IMAGENET, Expert, Fit, InputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-    from agent.demo.training.crops import LabelledCrop
 
 HEAD_CHANNELS = 32
 BOX_WEIGHT = 20.0  # of the box's loss, whose errors are fractions of a crop
-MAX_SHIFT_PX = 3
-COPIES = 4  # of each crop, shifted
-STEPS, BATCH_SIZE, LEARNING_RATE = 600, 64, 5e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 300, 64, 5e-3
+DETECTORS = {component.name: component.detector for component in COMPONENTS if component.detector}
 
 
 class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
@@ -59,18 +56,15 @@ class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return torch.cat([answer[:, :4] * INPUT_PX, best], 1)[:, :, None]
 
 
-def train_detectors(
-    network: nn.Module, crops: Sequence[LabelledCrop], shared_by: Mapping[str, Detector], folder: Path, seed: int
-) -> list[Expert]:
+def train_detectors(network: nn.Module, seen: Sequence[Seen], folder: Path, seed: int) -> list[Expert]:
     """A detector for each question that some component asks, trained on good parts and on those with its defect."""
     asked = []
     for detector in Detector:
-        labels = {OK, detector.defect}
-        own = [crop for crop in crops if shared_by.get(crop.component) is detector and crop.label in labels]
+        own = [each for each in seen if DETECTORS.get(each.crops[0].component) is detector]
         if own:
             asked.append((BoxDetector(network, detector), own, seed))
-    experts = []
     list(beside_one_another(lambda each: train_head(*each), asked))
+    experts = []
     for module, _, _ in asked:
         name = f"det/{module.detector}"
         pixels = InputSpec(INPUT_PX, INPUT_PX, "unit", fit=Fit.LETTERBOXED)
@@ -79,11 +73,16 @@ def train_detectors(
     return experts
 
 
-def train_head(module: BoxDetector, crops: Sequence[LabelledCrop], seed: int) -> None:
-    """Train the head on crops that have a body."""
+def train_head(module: BoxDetector, seen: Sequence[Seen], seed: int) -> None:
+    """Train the head on good parts and on those with the detector's defect."""
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.tensor([int(crop.label == module.detector.defect) for crop in crops]).repeat(COPIES)
-    features, boxes = shifted_features(module.trunk.eval(), crops, generator)
+    labels = (OK, module.detector.defect)
+    crops = [crop for each in seen for crop in each.crops]
+    rows = [row for row, crop in enumerate(crops) if crop.label in labels]
+    features = torch.cat([each.features for each in seen])[rows]
+    shifts = torch.cat([each.shifts_px for each in seen])[rows].repeat(1, 2) / INPUT_PX
+    boxes = centred(torch.tensor([crops[row].body for row in rows]) + shifts)
+    targets = torch.tensor([labels.index(crops[row].label) for row in rows])
 
     def loss(picked: Tensor) -> Tensor:
         answers = module.head(features[picked])
@@ -92,19 +91,6 @@ def train_head(module: BoxDetector, crops: Sequence[LabelledCrop], seed: int) ->
 
     batches = torch.randint(len(features), (STEPS, BATCH_SIZE), generator=generator)
     descend(module.head.parameters(), list(batches), loss, LEARNING_RATE)
-
-
-def shifted_features(trunk: Trunk, crops: Sequence[LabelledCrop], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The trunk's last maps of all crops, COPIES times over, and each copy's box as fractions of the crop."""
-    images, corners = pictures(crops), torch.tensor([crop.body for crop in crops])
-    features, boxes = [], []
-    for picked in list(torch.arange(len(crops)).split(EVALUATION_BATCH)) * COPIES:
-        right, down = torch.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX + 1, (2,), generator=generator).tolist()
-        moved = torch.roll(images[picked], (down, right), (2, 3))
-        with torch.no_grad(), fast_math():
-            features.append(trunk(normalised(moved))[-1].float())
-        boxes.append(centred(corners[picked] + torch.tensor([right, down, right, down]) / INPUT_PX))
-    return torch.cat(features), torch.cat(boxes)
 
 
 def centred(corners: Tensor) -> Tensor:

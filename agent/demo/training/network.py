@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import onnx
 import torch
-from onnx import numpy_helper
 from PIL import Image
 from torch import Tensor, nn
 
 from experts.backends.classifier import build_trainable
 from experts.backends.forms.plain import is_multiplied
-from experts.backends.ort.export import exported
+from experts.backends.ort.export import IMAGES, OPSET
 from experts.expert import IMAGENET, Precision
 
 if TYPE_CHECKING:
@@ -36,6 +35,16 @@ def resnet(labels: Sequence[str]) -> nn.Module:
     return network
 
 
+def narrowed(joint: nn.Module, labels: Sequence[str]) -> nn.Module:
+    """A copy of the joint network whose head has only the rows of these labels; running statistics are frozen."""
+    rows = [joint.labels.index(label) for label in labels]
+    network = deepcopy(joint).eval()
+    network.fc = nn.Linear(joint.fc.in_features, len(labels))
+    network.fc.load_state_dict({name: tensor[rows] for name, tensor in joint.fc.state_dict().items()})
+    network.labels = tuple(labels)
+    return network
+
+
 class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
     """The layers before ``layer4``. Answers normalised pictures with the maps of its three stages."""
 
@@ -50,6 +59,17 @@ class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy h
             x = stage(x)
             maps.append(x)
         return maps
+
+
+class Seen(NamedTuple):
+    """One component's crops, each shifted at random, as the frozen trunk sees them.
+
+    ``features``: its last maps, (n, channels, height, width). ``shifts_px``: right and down, (n, 2).
+    """
+
+    crops: Sequence[LabelledCrop]
+    features: Tensor
+    shifts_px: Tensor
 
 
 def fast_math() -> torch.autocast:
@@ -74,26 +94,31 @@ def normalised(batch: Tensor) -> Tensor:
     return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
 
 
-def varied(batch: Tensor, turns: bool, generator: torch.Generator) -> Tensor:
-    """Normalised pictures, each eighth of the batch mirrored and turned its own way, and shifted by up to 2 pixels."""
-    chunks = []
+def varied(batch: Tensor, turns: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Normalised pictures, each eighth of the batch mirrored and turned its own way, and shifted by up to 2 pixels.
+
+    Beside them the shift of each, right and down in pixels: (n, 2).
+    """
+    chunks, shifts = [], []
     for chunk in normalised(batch).chunk(8):
         quarter, mirror, down, right = torch.randint(0, 20, (4,), generator=generator).tolist()
         if turns:
             chunk = torch.rot90(chunk, quarter % 4, (2, 3))
             chunk = chunk.flip(3) if mirror % 2 else chunk
         chunks.append(torch.roll(chunk, (down % 5 - 2, right % 5 - 2), (2, 3)))
-    return torch.cat(chunks).contiguous(memory_format=torch.channels_last)
+        shifts.append(torch.tensor([right % 5 - 2, down % 5 - 2]).expand(len(chunk), 2))
+    return torch.cat(chunks).contiguous(memory_format=torch.channels_last), torch.cat(shifts)
 
 
 def write_graph(module: nn.Module, output: str, file: Path) -> None:
-    """An ONNX graph that answers images (n, 3, INPUT_PX, INPUT_PX) with ``output``. Raises ValueError, OSError."""
-    model = exported(deepcopy(module).to("meta"), (INPUT_PX, INPUT_PX), [output])
-    weights = module.state_dict()
-    images, *names = [value.name for value in model.graph.input]
-    model.graph.initializer.extend(numpy_helper.from_array(weights[name].numpy(), name) for name in names)
-    inputs = [value for value in model.graph.input if value.name == images]
-    model.graph.ClearField("input")
-    model.graph.input.extend(inputs)
+    """Write an ONNX graph that answers images (n, 3, INPUT_PX, INPUT_PX) with ``output``.
+
+    By torch's older exporter, which takes a twentieth of the newer one's time for these networks.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save_model(model, file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.onnx.export(
+            deepcopy(module), (torch.zeros(2, 3, INPUT_PX, INPUT_PX),), file, dynamo=False, opset_version=OPSET,
+            input_names=[IMAGES], output_names=[output], dynamic_axes={IMAGES: {0: "n"}, output: {0: "n"}},
+        )  # fmt: skip

@@ -19,15 +19,17 @@ from torch.nn import functional
 
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.anomalies import TrainedAnomaly, train_anomaly
-from agent.demo.training.detectors import train_detectors
+from agent.demo.training.detectors import DETECTORS, train_detectors
 from agent.demo.training.learning import beside_one_another, descend, torch_threads
 from agent.demo.training.network import (
     ARCHITECTURE,
     EVALUATION_BATCH,
     INPUT_PX,
     STEM,
+    Seen,
     Trunk,
     fast_math,
+    narrowed,
     pictures,
     resnet,
     varied,
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
 MIN_SCORE = 0.5  # of a classifier's ok
 ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
-DETECTORS = {component.name: component.detector for component in COMPONENTS if component.detector}
 MEASURED = frozenset(component.name for component in COMPONENTS if component.measured)
 OWN_RENDERED = Descent((64,), learning_rate=1e-4, batch_size=32)  # the stored network has seen these components
 JOINT = Descent((48, 48, 64), learning_rate=3e-3, batch_size=64, crops_centre=True)
@@ -106,6 +107,7 @@ def train_experts(
         if detector:
             routes[name] += (RouteStep(f"det/{detector}", frozenset({detector.labels[0]})),)
     experts: list[Expert] = []
+    seen: list[Seen] = []
     with torch_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with timed("trunk"):
@@ -117,17 +119,18 @@ def train_experts(
                 together = [crop for name in labels for crop in parts[name]]
                 joint = train_jointly(network, together, labels, JOINT._replace(turns=turns), seed, progress)
 
-        def train(numbered: tuple[int, str]) -> Expert:
+        def train(numbered: tuple[int, str]) -> tuple[Expert, Seen]:
             number, name = numbered
             return train_classifier(joint, parts[name], labels[name], plan, folder, seed + number)
 
         with timed("classifiers"):
-            for expert in beside_one_another(train, enumerate(labels)):
+            for expert, own_seen in beside_one_another(train, enumerate(labels)):
                 experts.append(expert)
+                seen.append(own_seen)
                 progress("classifiers", len(experts), len(labels))
         torch.manual_seed(seed)  # the threads drew from it in any order
         with timed("detectors"):
-            experts += train_detectors(joint, crops, detectors, folder, seed)
+            experts += train_detectors(joint, seen, folder, seed) if are_rendered else []
         with timed("anomaly expert"):
             anomalies = tuple(train_anomaly(joint, own, folder, seed) for name, own in parts.items() if name in strange)
     return TrainedLine((*experts, *(each.expert for each in anomalies)), routes, seconds, anomalies)
@@ -135,17 +138,13 @@ def train_experts(
 
 def train_classifier(
     joint: nn.Module, crops: Sequence[LabelledCrop], labels: tuple[str, ...], plan: Descent, folder: Path, seed: int
-) -> Expert:
+) -> tuple[Expert, Seen]:
     """One component's expert, written below ``folder``: its layer4 and head are trained, from the joint ones on."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [joint.labels.index(label) for label in labels]
-    state = joint.state_dict()
-    network = resnet(labels)
-    network.load_state_dict(state | {name: state[name][rows] for name in ("fc.weight", "fc.bias")})
-    network.eval()  # running statistics are frozen
-    trunk, images = Trunk(network), varied(pictures(crops), plan.turns, generator)
+    network = narrowed(joint, labels)
+    trunk, (images, shifts_px) = Trunk(network), varied(pictures(crops), plan.turns, generator)
     with torch.no_grad(), fast_math():
-        features = torch.cat([trunk(chunk)[-1] for chunk in images.split(EVALUATION_BATCH)])
+        features = torch.cat([trunk(chunk)[-1] for chunk in images.split(EVALUATION_BATCH)]).float()
     targets = torch.tensor([labels.index(target(crop, labels)) for crop in crops])
 
     def loss(picked: Tensor) -> Tensor:
@@ -163,4 +162,5 @@ def train_classifier(
     file = folder / f"{name}.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, file)
-    return Expert(name, ARCHITECTURE, file, labels, InputSpec(INPUT_PX, INPUT_PX), stem=STEM)
+    expert = Expert(name, ARCHITECTURE, file, labels, InputSpec(INPUT_PX, INPUT_PX), stem=STEM)
+    return expert, Seen(crops, features, shifts_px)

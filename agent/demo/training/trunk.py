@@ -105,7 +105,7 @@ def train_jointly(
     def loss(batch: tuple[int, tuple[int, Tensor]]) -> Tensor:
         number, (side_px, picked) = batch
         progress("trunk", number + 1, len(batches))
-        shown = smaller(varied(images[picked], plan.turns, generator), side_px, plan.crops_centre)
+        shown = smaller(varied(images[picked], plan.turns, generator)[0], side_px, plan.crops_centre)
         with fast_math():
             logits = network(shown).float()
         return functional.cross_entropy(logits.masked_fill(masks[picked], FOREIGN_LOGIT), targets[picked])

@@ -42,13 +42,13 @@ def judged():
         "budget_bytes": 2**21, "held_bytes": 2**20, "grown_bytes": 3 * 2**20, "left_bytes": 2**20, "judging_s": 2.0,
         "images_per_s": 4.0, "switches": 3, "evictions": 2, "bytes_read": 1,
     }  # fmt: skip
-    return Judged({f"{n}.png": PartVerdict(*said) for n, (_, _, *said) in enumerate(ANSWERS)}, measured)
+    return Judged({f"{n}.png": PartVerdict(*said) for n, (_, _, *said) in enumerate(ANSWERS)}, 60.0, measured)
 
 
 def report(anomalies):
     crops = [LabelledCrop(component, label, f"{n}.png", PIXELS) for n, (component, label, *_) in enumerate(ANSWERS)]
     trained = SimpleNamespace(experts=[1, 2], seconds={"trunk": 1.0}, anomalies=anomalies)
-    return report_of(Path("demo"), trained, 2**22, crops, judged(), 9.0)
+    return report_of(Path("demo"), trained, 2**22, crops, judged(), 20.0)
 
 
 @pytest.fixture
@@ -69,6 +69,7 @@ def test_verdicts_are_held_against_the_truth(anomaly, capsys):
     show_report(report((anomaly,)))
     page = capsys.readouterr().out
     assert "2 defects missed, 1 false alarms" in page
+    assert "40 s after the start" in page
     assert "process: 2 MiB, within the budget" in page
     assert "judged 5 on the boards, 3 of them defective: 1 missed, 1 false alarms" in page
     show_report(report(()))

@@ -26,7 +26,7 @@ def crop_of(rng, label, number):
 @pytest.fixture(scope="module")
 def crops():
     rng = np.random.default_rng(0)
-    return [crop_of(rng, label, number) for label, count in ((OK, 40), ("spotted", 8)) for number in range(count)]
+    return [crop_of(rng, label, number) for label, count in ((OK, 24), ("spotted", 4)) for number in range(count)]
 
 
 @pytest.fixture(scope="module", autouse=True)
