@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from agent.demo.line import INBOX, LINE_FILE, PICTURE, JudgeApart, crops_of, file_of, renamed, write_line_yaml
+from agent.demo.line import INBOX, LINE_FILE, PICTURE, crops_of, file_of, judge_apart, renamed, write_line_yaml
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
@@ -78,7 +78,7 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     folder = fresh_folder(directory)
     threads = os.cpu_count() or 1
     boards: list[RenderedBoard] = []
-    held_out: list[LabelledCrop] = []
+    kept: Sequence[LabelledCrop] = ()
     if data is None:
         crops = render_crops(COMPONENTS, CROPS_PER_LABEL, seed, threads, progress)
         save_crops(folder / "crops", crops)
@@ -86,18 +86,18 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
         crops, kept = divide(load_crops(data), HELD_OUT_FRACTION, seed)
         if not kept:
             raise ConfigError("too few source images to set some aside: give more crops of each component")
-        held_out = renamed(kept)
+
+    def draw() -> list[LabelledCrop]:
+        for number in range(HELD_OUT_BOARDS if data is None else 0):
+            name = f"B{number + 1:03d}"
+            boards.append(render_board(seed * 1000 + 500 + number, DEFECT_RATE, name, MEASURED_DEFECT_RATE))
+        return [crop for board in boards for crop in crops_of(board)] or renamed(kept)
+
     trained = train_experts(crops, folder / "weights", progress, threads, seed, are_rendered=data is None)
     expert_bytes = packed_bytes(folder, trained, progress)
     budget_bytes = int(expert_bytes * RESIDENT_FRACTION) + WORKSPACE_BYTES
     write_line_yaml(folder, trained, budget_bytes, has_boards=data is None)
-    with JudgeApart(folder / LINE_FILE, progress) as judge:
-        if data is None:  # while the agent starts
-            for number in range(HELD_OUT_BOARDS):
-                name = f"B{number + 1:03d}"
-                boards.append(render_board(seed * 1000 + 500 + number, DEFECT_RATE, name, MEASURED_DEFECT_RATE))
-                held_out += crops_of(boards[-1])
-        judged = judge.verdicts(held_out)
+    held_out, judged = judge_apart(folder / LINE_FILE, draw, progress)
     if boards:
         paint(folder / PICTURE, boards, judged.verdicts)
     return report_of(folder, trained, expert_bytes, held_out, judged, started)

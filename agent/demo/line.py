@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -133,36 +133,28 @@ def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
     return crops
 
 
-class JudgeApart:
-    """The line, served in a process of its own: memory that training left in this one would hide the agent's.
+def judge_apart(
+    line_file: Path, held_out: Callable[[], Sequence[LabelledCrop]], progress: Callable[[str, int, int], None]
+) -> tuple[Sequence[LabelledCrop], Judged]:
+    """Serve the line in a process of its own: memory that training left in this one would hide the agent's.
 
-    The process starts at once; it waits for the images of ``verdicts``.
+    ``held_out`` is called while that process starts, and draws the crops to judge.
     """
-
-    def __init__(self, line_file: Path, progress: Callable[[str, int, int], None]) -> None:
-        self._folder, self._progress = line_file.parent, progress
-        self._stored = ResultReader(read_line(line_file, environment={}).results_file)
-        self._apart = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        self._judged = self._apart.submit(judge, line_file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        (self._folder / DROP).mkdir(exist_ok=True)  # after an error here, the process waits no longer
-        self._apart.shutdown()
-
-    def verdicts(self, crops: Sequence[LabelledCrop]) -> Judged:
-        ready = self._folder / f".{DROP}"
-        ready.mkdir()
-        for each in crops:
-            Image.fromarray(each.pixels).save(ready / each.file, compress_level=1)
-        ready.rename(self._folder / DROP)
-        while not self._judged.done():
-            wait([self._judged], timeout=0.2)
+    drawn, stored = line_file.parent / f".{DROP}", ResultReader(read_line(line_file, environment={}).results_file)
+    drawn.mkdir()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        future = apart.submit(judge, line_file)
+        try:
+            crops = held_out()
+            for each in crops:
+                Image.fromarray(each.pixels).save(drawn / each.file, compress_level=1)
+        finally:
+            drawn.rename(line_file.parent / DROP)  # the process waits for it
+        while not future.done():
+            wait([future], timeout=0.2)
             with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
-                self._progress("judge held-out images", sum(1 for _ in self._stored.query()), len(crops))
-        return self._judged.result()
+                progress("judge held-out images", sum(1 for _ in stored.query()), len(crops))
+        return crops, future.result()
 
 
 def judge(line_file: Path) -> Judged:
@@ -176,7 +168,8 @@ def judge(line_file: Path) -> Judged:
     inbox.mkdir(exist_ok=True)
     service.start()
     try:
-        while not drop.is_dir():
+        waiting_since = time.monotonic()
+        while not drop.is_dir() and time.monotonic() - waiting_since < JUDGING_LIMIT_S:
             time.sleep(0.02)
         started = time.monotonic()
         files = [file.rename(inbox / file.name) for file in sorted(drop.iterdir())]
