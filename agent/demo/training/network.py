@@ -119,6 +119,7 @@ def write_graph(module: nn.Module, output: str, file: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
-            deepcopy(module), (torch.zeros(2, 3, INPUT_PX, INPUT_PX),), file, dynamo=False, opset_version=OPSET,
+            deepcopy(module).eval(), (torch.zeros(2, 3, INPUT_PX, INPUT_PX),), file, dynamo=False, opset_version=OPSET,
             input_names=[IMAGES], output_names=[output], dynamic_axes={IMAGES: {0: "n"}, output: {0: "n"}},
+            training=torch.onnx.TrainingMode.PRESERVE,  # else names of folded tensors differ by graph: no sharing
         )  # fmt: skip
