@@ -117,7 +117,7 @@ def write_graph(module: nn.Module, output: str, file: Path) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is deprecated, and advises on networks that are trained on
         torch.onnx.export(
             deepcopy(module).eval(), (torch.zeros(2, 3, INPUT_PX, INPUT_PX),), file, dynamo=False, opset_version=OPSET,
             input_names=[IMAGES], output_names=[output], dynamic_axes={IMAGES: {0: "n"}, output: {0: "n"}},
