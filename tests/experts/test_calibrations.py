@@ -109,7 +109,7 @@ def test_a_range_is_of_numbers(low, high):
     with pytest.raises(ValueError, match="have no levels"):
         Range(low, high)
     for shift in {low, high} - {0.0, 1.0}:
-        with pytest.raises(ValueError, match="no number"):
+        with pytest.raises(ValueError, match="is NaN or infinite"):
             CallRanges(Range(0.0, 1.0), Range(0.0, 1.0), shifts=(0.0, shift))
 
 
