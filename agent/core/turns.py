@@ -9,8 +9,8 @@ executor alternates between two kinds of work; if one kind cannot run, the other
 
 A batch of an expert with an ongoing group takes that group's requests first, then requests that begin (iteration-level
 scheduling by quanta: Orca, section 3). Where begun requests would fill all places, every other quantum leaves
-half of them to requests that can begin. A request whose batch failed runs alone until its step ends. Other experts of
-the family fill the places left: ongoing groups, whole or not at all, then requests that begin.
+half of them to requests of the group's expert that can begin. A request whose batch failed runs alone until its step
+ends. Other experts of the family fill the places left: ongoing groups, whole or not at all, then requests that begin.
 
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing
 group whose expert may run is passed by no two batches of images in a row. Nor do two quanta of other groups pass it
@@ -90,11 +90,13 @@ def _fill(state: State, places: _Places, group: Group) -> None:
     waiting = [each for each in able if group.is_ongoing or each.order >= group.order]
     own = [each for each in waiting if each.profile.copy == group.profile.copy]
     if begun is not None and riders:
-        kept = _reserved_places(state, places, begun, riders, own)
+        beside = sum(len(each.requests) for each in _companions(state, queue, group))
+        kept = _reserved_places(state, places, begun, riders + beside, own)
         taken = places.take(begun, riders, kept)
         if kept:
             _begin(state, places, own)
             places.take(begun, riders - taken)  # places that no beginning request took
+            _ride_along(state, places, group)
             return
     if group.profile.family is not None:
         if not group.is_ongoing:  # its turn: no other expert of its family takes its places
@@ -107,7 +109,7 @@ def _fill(state: State, places: _Places, group: Group) -> None:
 
 
 def _reserved_places(state: State, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
-    """Places reserved for requests that can begin, in a batch that begun requests would fill."""
+    """Places reserved for requests that can begin, in a batch that ``riders`` begun requests would fill."""
     left = places.left_for(begun)
     able = (state.leases.can_begin(request) for group in waiting for request in group.requests)
     kept = sum(takewhile(bool, islice(able, left // 2)))
@@ -116,12 +118,21 @@ def _reserved_places(state: State, places: _Places, begun: Group, riders: int, w
 
 
 def _ride_along(state: State, places: _Places, group: Group) -> None:
-    """Take places for ongoing groups of one family whose copies may run: for all of a group, or for none."""
-    for other in sorted(places.queue.ongoing.values(), key=lambda each: each.order):
-        if other.profile.copy != group.profile.copy and _is_kin(state, places.queue, other, group):
-            riders = _riders(state, places.queue, other)
-            if riders == len(other.requests) and places.left_for(other) >= riders:
-                places.take(other, riders)
+    """Take places for companions: for all of a group, or for none."""
+    for other in _companions(state, places.queue, group):
+        if places.left_for(other) >= len(other.requests):
+            places.take(other, len(other.requests))
+
+
+def _companions(state: State, queue: ExecutorQueue, group: Group) -> list[Group]:
+    """Ongoing groups of other experts in the family that may run in this group's batch."""
+    return [
+        other
+        for other in sorted(queue.ongoing.values(), key=lambda each: each.order)
+        if other.profile.copy != group.profile.copy
+        and _is_kin(state, queue, other, group)
+        and _riders(state, queue, other) == len(other.requests)
+    ]
 
 
 def _is_kin(state: State, queue: ExecutorQueue, other: Group, group: Group) -> bool:

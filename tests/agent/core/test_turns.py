@@ -254,8 +254,10 @@ without a family each expert has a quantum of its own | Line() |
     t0 u1; quantum -> u:1; quantum -> t:0; quantum -> u:1
 an ongoing group rides along with all of its requests or not at all | Line(family="f", share=40) |
     # 3 are a batch: at first the other of u has no place
-    a9 t0 t1 u2 u3; images -> done 9 t:0,1 u:2; quantum -> t:0,1 u:2; quantum 0 -> done 0 t:1 u:2,3; t4;
+    a9 t0 t1 u2 u3; images -> done 9 t:0,1 u:2; quantum -> t:0,1 u:2; quantum 0 -> done 0 t:1 u:2,3;
     quantum -> t:1 u:2,3; a5; quantum -> a:5; images -> done 5 t:1 u:2,3
+a request that can begin has every other quantum's place before groups that ride along | Line(family="f", share=60) |
+    a9 t0 u2 u3; images -> done 9 t:0 u:2,3; t4; quantum -> t:0,4; quantum -> u:2,3; quantum -> t:0,4
 of a family the first that came begin first, and those of one group stand together | Line(family="f", share=60) |
     a9 u0 t1 t2 u3; images -> done 9 u:0,3 t:1
 """
