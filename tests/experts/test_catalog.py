@@ -211,7 +211,7 @@ WRONG = {  # of a line: what is replaced, with what, and what is told of it
 
 @pytest.mark.parametrize(("text", "good", "bad", "expected"), [(text, *row) for text in WRONG for row in WRONG[text]])
 def test_what_is_wrong_or_does_not_fit_is_told_with_file_line_and_remedy(tmp_path, text, good, bad, expected):
-    """AC37, where the weights are a pickle."""
+    """Where the weights are a pickle."""
     assert good in text
     assert any(expected in problem for problem in problems_of(tmp_path, text.replace(good, bad)))
 

@@ -317,7 +317,6 @@ def running(system):
 
 
 def test_a_line_file_with_a_mistake_ends_with_78_and_is_not_started_again(system):
-    """AC32"""
     assert system.run("systemctl", "start", "coserve-mistaken").returncode != 0
     state = system.wait_until("coserve-mistaken", ActiveState="failed")
     assert (state["ExecMainStatus"], state["NRestarts"]) == ("78", "0")
@@ -350,7 +349,6 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
 
 @pytest.mark.slow
 def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
-    """Asked by root inside its mount namespace, who would otherwise be allowed everything; a credential by its user."""
     user, group = (running.run("id", which, "coserve").stdout.strip() for which in ("-u", "-g"))
 
     def enter(*command):
@@ -392,7 +390,6 @@ def test_after_kill_9_it_is_started_again(running):
 
 
 def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges_what_it_had(running):
-    """AC31"""
     before = running.state("coserve")
     running.path("var/lib/coserve/deadlock").touch()
     running.drop("B3_c0_R1.png")
@@ -403,7 +400,7 @@ def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges
 
 
 def test_a_slow_disk_while_it_starts_is_waited_for(system):
-    """AC31: the start takes longer than TimeoutStartSec=, and says that it is on its way."""
+    """The start takes longer than TimeoutStartSec=, and says that it is on its way."""
     state = system.wait_until("coserve-slow", ActiveState="active", SubState="running")
     took_s = (int(state["ActiveEnterTimestampMonotonic"]) - int(state["InactiveExitTimestampMonotonic"])) / 1e6
     assert took_s > SLOW_START_S

@@ -1,4 +1,4 @@
-"""The shipped units, as systemd itself reads them. AC29"""
+"""The shipped units, as systemd itself reads them."""
 
 import os
 import re

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training.learning import beside_one_another, descend
-from agent.demo.training.network import INPUT_PX, Seen, Trunk, write_graph
+from agent.demo.training.network import INPUT_PX, CropFeatures, Trunk, write_graph
 from experts.expert import IMAGENET, Expert, Fit, InputSpec
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return torch.cat([answer[:, :4] * INPUT_PX, best], 1)[:, :, None]
 
 
-def train_detectors(network: nn.Module, seen: Sequence[Seen], folder: Path, seed: int) -> list[Expert]:
+def train_detectors(network: nn.Module, seen: Sequence[CropFeatures], folder: Path, seed: int) -> list[Expert]:
     """A detector for each question that some component asks, trained on good parts and on those with its defect."""
     asked = []
     for detector in Detector:
@@ -73,7 +73,7 @@ def train_detectors(network: nn.Module, seen: Sequence[Seen], folder: Path, seed
     return experts
 
 
-def train_head(module: BoxDetector, seen: Sequence[Seen], seed: int) -> None:
+def train_head(module: BoxDetector, seen: Sequence[CropFeatures], seed: int) -> None:
     """Train the head on good parts and on those with the detector's defect."""
     generator = torch.Generator().manual_seed(seed)
     labels = (OK, module.detector.defect)

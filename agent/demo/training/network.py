@@ -61,7 +61,7 @@ class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy h
         return maps
 
 
-class Seen(NamedTuple):
+class CropFeatures(NamedTuple):
     """One component's crops, each shifted at random, as the frozen trunk sees them.
 
     ``features``: its last maps, (n, channels, height, width). ``shifts_px``: right and down, (n, 2).

@@ -26,7 +26,7 @@ from agent.demo.training.network import (
     EVALUATION_BATCH,
     INPUT_PX,
     STEM,
-    Seen,
+    CropFeatures,
     Trunk,
     fast_math,
     narrowed,
@@ -107,7 +107,7 @@ def train_experts(
         if detector:
             routes[name] += (RouteStep(f"det/{detector}", frozenset({detector.labels[0]})),)
     experts: list[Expert] = []
-    seen: list[Seen] = []
+    seen: list[CropFeatures] = []
     with torch_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with timed("trunk"):
@@ -119,7 +119,7 @@ def train_experts(
                 together = [crop for name in labels for crop in parts[name]]
                 joint = train_jointly(network, together, labels, JOINT._replace(turns=turns), seed, progress)
 
-        def train(numbered: tuple[int, str]) -> tuple[Expert, Seen]:
+        def train(numbered: tuple[int, str]) -> tuple[Expert, CropFeatures]:
             number, name = numbered
             return train_classifier(joint, parts[name], labels[name], plan, folder, seed + number)
 
@@ -138,7 +138,7 @@ def train_experts(
 
 def train_classifier(
     joint: nn.Module, crops: Sequence[LabelledCrop], labels: tuple[str, ...], plan: Descent, folder: Path, seed: int
-) -> tuple[Expert, Seen]:
+) -> tuple[Expert, CropFeatures]:
     """One component's expert, written below ``folder``: its layer4 and head are trained, from the joint ones on."""
     generator = torch.Generator().manual_seed(seed)
     network = narrowed(joint, labels)
@@ -163,4 +163,4 @@ def train_classifier(
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, file)
     expert = Expert(name, ARCHITECTURE, file, labels, InputSpec(INPUT_PX, INPUT_PX), stem=STEM)
-    return expert, Seen(crops, features, shifts_px)
+    return expert, CropFeatures(crops, features, shifts_px)

@@ -1,4 +1,4 @@
-"""AC21: who is let in at HOST:PORT, with certificates that the `openssl` command makes."""
+"""Who is let in at HOST:PORT, with certificates that the `openssl` command makes."""
 
 import shutil
 
@@ -63,7 +63,6 @@ def tls(folder, **keys):
 @needs_openssl
 class TestCertificates:
     def test_who_trusts_the_authority_is_answered_and_nobody_unencrypted(self, serve, files):
-        """AC21."""
         unix, tcp = serve(tls=tls(files)).addresses
         assert ask(unix) == ask(tcp, root_certificates=files / "ours.pem") == "test"
         assert refused(tcp, root_certificates=files / "theirs.pem") is grpc.StatusCode.UNAVAILABLE
@@ -80,7 +79,6 @@ class TestCertificates:
             client.status()
 
     def test_callers_of_another_authority_and_without_a_certificate_are_refused(self, serve, files):
-        """AC21: mTLS."""
         tcp = serve(tls=tls(files, client_ca="ours.pem")).addresses[1]
         trust = {"root_certificates": files / "ours.pem"}
 
@@ -92,7 +90,7 @@ class TestCertificates:
         assert refused(tcp, **trust, **shown("stranger")) is grpc.StatusCode.UNAVAILABLE
 
     def test_a_reload_takes_the_new_certificate_while_calls_go_on(self, serve, files, desk):
-        """AC21: rotation. The new one is another authority's, so that the caller sees which it is shown."""
+        """Rotation. The new one is another authority's, so that the caller sees which it is shown."""
         server = serve(tls=tls(files))
         tcp = server.addresses[1]
         pem = (files / "ours.pem").read_bytes()
@@ -125,7 +123,6 @@ class TestCertificates:
 
 
 def test_what_other_machines_reach_is_encrypted_or_says_that_it_is_not(tmp_path):
-    """AC21."""
     with pytest.raises(ValidationError, match="can be reached from other machines"):
         section(tmp_path, grpc="0.0.0.0:8461")
     assert section(tmp_path, grpc="0.0.0.0:8461", insecure_ok=True)

@@ -31,7 +31,6 @@ MEBIBYTE = 2**20
 
 
 def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_queue(agent, channel, desk):
-    """AC16."""
     (part,) = agent.Inspect(pb.InspectRequest(file=bytes(12_000_000), component="resistor"), timeout=DEADLINE_S).parts
     assert part.verdict == pb.VERDICT_OK
     request = pb.InspectRequest(file=bytes(16 * MEBIBYTE), component="resistor")
@@ -55,7 +54,7 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
 
 
 def test_what_grpc_itself_refuses_carries_no_reason_of_ours_and_is_no_mistake_of_the_program(agent, caplog):
-    """AC16: a message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
+    """A message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
     request = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)
     assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -70,7 +69,7 @@ def outcome(call):
 
 
 def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be(agent, desk, server):
-    """AC18: those that there is no room for are told at once, while the others still wait, with when to try again."""
+    """Those that there is no room for are told at once, while the others still wait, with when to try again."""
     desk.most, desk.holds = 50, True
     request = pb.InspectRequest(file=bytes(100_000), component="resistor")
     calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(1000)]
@@ -196,7 +195,7 @@ def busy_process(folder, **desk):
 
 
 def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
-    """AC18: 480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
+    """480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
     with busy_process(tmp_path, most=2, holds=True) as (channel, grown_bytes):
         inspect = inspection_pb2_grpc.InspectionStub(channel).Inspect
@@ -209,7 +208,7 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["calls", "a stream"])
 def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
-    """AC18: 240 MB are under way; what is left of their messages would be as much again."""
+    """240 MB are under way; what is left of their messages would be as much again."""
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor", is_question=True)
     with busy_process(tmp_path, holds=True) as (channel, grown_bytes):
         agent = inspection_pb2_grpc.InspectionStub(channel)
@@ -225,7 +224,6 @@ def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
 
 
 def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_with_the_limits_as_they_come(agent):
-    """All at once, each over its own stream, which stays open between two boards."""
     end = threading.Event()
     request = pb.InspectRequest(file=bytes(5_000_000), component="resistor", is_question=True)
     order = pb.StreamOrder(id="a", order=request)
@@ -260,7 +258,6 @@ def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk,
 
 
 def test_who_reads_nothing_of_a_stream_loses_its_place(agent, desk, server, monkeypatch):
-    """A watcher that hangs holds its place, and what waits for it, for so long and no longer."""
     monkeypatch.setattr(door, "STALL_S", 0.2)
     many = desk._part(order_of(b"x", component="resistor"), "resistor")
     many = replace(many, reason="x" * 100_000)
@@ -275,7 +272,7 @@ def test_who_reads_nothing_of_a_stream_loses_its_place(agent, desk, server, monk
 
 
 def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_each(channel, desk):
-    """AC18: ten megabytes of them would be gigabytes, and keep everybody waiting."""
+    """Ten megabytes of them would be gigabytes, and keep everybody waiting."""
     many = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2_000_000])
     many.inputs.add(name="IMAGE", datatype="BYTES", shape=[2_000_000])
     infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
@@ -286,7 +283,7 @@ def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_eac
 
 
 def test_a_message_of_millions_of_fields_is_refused_before_it_is_parsed(tmp_path):
-    """AC18: eight million empty inputs are sixteen megabytes on the wire, and were eight hundred in memory."""
+    """Eight million empty inputs are sixteen megabytes on the wire, and were eight hundred in memory."""
     empty = b"\x2a\x00" * 8_000_000
     with busy_process(tmp_path) as (channel, grown_bytes):
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -321,7 +318,6 @@ def may_go(desk):
 
 
 def test_the_excess_is_refused_while_nothing_else_goes_on(serve, may_go):
-    """AC18: at once, for it waits for nobody: the desk answers nothing here, and the next message does not come."""
     end = threading.Event()
     server = serve(limits={"requests": 20})
     request = pb.InspectRequest(file=b"x", component="resistor")

@@ -43,7 +43,6 @@ def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_own
 
 
 def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, tmp_path, desk):
-    """AC20, over TCP."""
     taken = server.addresses[1]
     second = ApiServer(section(tmp_path, grpc=["unix:./b.sock", taken]), desk)
     with pytest.raises(AddressUnusable, match=f"{taken}: Address already in use"):
@@ -69,7 +68,7 @@ time.sleep(600)
 
 
 def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, forks):
-    """AC20: what kill -9 leaves behind keeps nobody from starting."""
+    """What kill -9 leaves behind keeps nobody from starting."""
     first = forks.start(SERVING_PROCESS, tmp_path)
     until(lambda: "serving" in first.told)
     with pytest.raises(AddressUnusable, match="another agent answers there"):
@@ -127,7 +126,6 @@ class TestHealth:
 
 
 def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_unavailable(agent, channel, desk, server):
-    """AC19."""
     desk.holds = True
     under_way = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
     streamed = agent.InspectStream(iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S)  # and no more
@@ -177,7 +175,6 @@ list(inspection_pb2_grpc.InspectionStub(grpc.insecure_channel(sys.argv[1])).Watc
 
 
 def test_a_caller_that_does_not_answer_any_more_is_given_up(serve, desk, forks, monkeypatch):
-    """Its calls would take the places of others', and its watchers those of the ones that come after it."""
     monkeypatch.setattr("agent.api.server.KEEPALIVE_MS", 100)
     monkeypatch.setattr("agent.api.server.KEEPALIVE_ANSWER_MS", 1000)
     caller = forks.start(WATCHING, serve().addresses[1])

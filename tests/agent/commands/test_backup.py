@@ -88,7 +88,6 @@ class Killed(BaseException):
 
 
 def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(config, tmp_path, monkeypatch):
-    """After a kill, an agent finds results, and a second restore succeeds."""
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     left = [0]

@@ -114,7 +114,7 @@ def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeyp
 
 
 def test_a_check_with_probe_asks_the_cameras(line):
-    """AC13: the check reports a wrong url, not a repeating log."""
+    """The check reports a wrong url, not a repeating log."""
     done = CliRunner().invoke(app, ["config", "check", "--probe", str(line(intake=CAMERAS))])
     assert done.exit_code == 1
     assert "camera top: " in done.output

@@ -59,7 +59,7 @@ def test_boards_have_their_takt(line, tmp_path):
 
 
 def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line, tmp_path):
-    """AC27: no partial file appears under the file's name."""
+    """No partial file appears under the file's name."""
     target = tmp_path / "out" / "results.csv"
     target.parent.mkdir()
     target.write_text("as it was")

@@ -107,7 +107,6 @@ def test_it_is_told_while_something_is_under_way_that_came_under_earlier_routes(
 
 
 def test_of_a_retired_expert_nothing_has_to_be_known_once_nobody_needs_it(line):
-    """Its loads may still fail, and its pauses end."""
     line.handle(events.Wanted("a"))
     line.change(NEXT, retired=["a"], unknown=["a"])
     line.load_failed("a")

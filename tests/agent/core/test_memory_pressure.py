@@ -99,14 +99,12 @@ def test_less_memory_than_was_planned(made, script):
 
 
 def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_elsewhere():
-    """While the device's copy pauses nobody is sent there."""
     Box().play("sends A B; lack_workspace 0; sends A; verdicts OK OK OK; budgets 1; ran 1; sends A; ran 1")
 
 
 @pytest.mark.parametrize("lacks", ["lack_room device host", "lack_workspace 0 1"])
 @pytest.mark.parametrize("load_s", [0.0, 2.0, 100.0])
 def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(lacks, load_s):
-    """Each pause is over when the next executor has failed, and still the request ends."""
     box = Box()
     box.load_s = load_s
     box.play(f"{lacks}; sends A; passes 3600; verdicts UNKNOWN")

@@ -188,7 +188,6 @@ def test_what_ran_when_others_failed_may_release_but_does_not_lengthen_the_pause
 
 @pytest.mark.parametrize(("kind", "most"), [("loads", 20), ("batches", 35), ("both in turn", 100)])
 def test_an_expert_that_flaps_never_loops_hot(kind, most):
-    """Five requests a second for ten minutes: what fails is tried a few times, then once a pause."""
     line = Box()
     for number in range(3000):
         failing = kind if kind != "both in turn" else ("loads", "batches")[number // 175 % 2]

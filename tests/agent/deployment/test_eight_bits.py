@@ -96,7 +96,6 @@ def told(caplog, word="not_calibrated"):
 
 @takes_eight_bits
 def test_an_expert_with_other_weights_after_a_reload_runs_in_fp32_which_is_told(tmp_path, caplog):
-    """After a new calibration, the next reload has it in eight bits again."""
     line = Line(tmp_path, "a", "b")
     with serving(line) as served:
         assert served.forms() == {"cls/a": FORM, "cls/b": FORM}

@@ -84,7 +84,6 @@ def test_maximum_batches_are_small_up_to_a_tenth_of_the_memory(budget_bytes, is_
 def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
     drawn, workspace_bytes, cpus, budget_bytes, asked_bytes, count
 ):
-    """If the needs call a budget too small, the Engine accepts no split of it."""
     column = {
         f"e{number}": row(f"e{number}", own, [("trunk", 25)] if shares else [], workspace_bytes)
         for number, (own, shares, _) in enumerate(drawn)

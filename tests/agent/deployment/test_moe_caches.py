@@ -116,7 +116,6 @@ def test_a_model_larger_than_its_memory_holds_what_there_is_room_for_and_says_th
 
 
 def test_families_form_after_a_reload_as_at_a_start(line, tmp_path):
-    """The second model shares its experts alone with the first, which is not packed again."""
     other = tmp_path / "other"
     shutil.copytree(line.weights, other)
     path = other / "model.safetensors"

@@ -144,7 +144,6 @@ def expected(inspections, serial):
 
 @given(INSPECTIONS)
 def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(inspections):
-    """An image that comes twice counts once, at its worst; one that is not expected can only harm."""
     said = last_words(ledger(), inspections)
     serials = {str(one.subject.board) for one in inspections}
     assert {serial: one.verdict for serial, one in said.items()} == {one: expected(inspections, one) for one in serials}
@@ -219,7 +218,6 @@ def test_only_as_much_is_read_as_open_boards_can_need(step_s):
 
 
 def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest():
-    """Nothing is stored of a board long ago; what is read ends in the midst of it, or shortly before it."""
     later = busy(10)
     for shift_s in range(200, 500):
         stored = complete(after_s=shift_s) + [one for one in later if one.at > START + timedelta(seconds=shift_s + 3)]

@@ -84,7 +84,6 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_root_writes_nothing_into_the_state_of_another_user(tmp_path):
-    """What it left there would keep the service from starting."""
     state = tmp_path / "state"
     state.mkdir()
     os.chown(state, 65534, 65534)

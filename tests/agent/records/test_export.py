@@ -195,7 +195,7 @@ store.close()
 
 @pytest.mark.parametrize(("output", "steps"), [("csv", 1), ("jsonl", 4), ("csv", 7), ("jsonl", 40)])
 def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_run(tmp_path, forks, output, steps):
-    """AC27: files appear only complete, never half lines after kill -9."""
+    """Files appear only complete, never half lines after kill -9."""
     with closing(ResultStore(tmp_path / "r.db")) as store:
         for number in range(3000):
             store.record(changed(BARE, key=str(number), image="i" * 300))

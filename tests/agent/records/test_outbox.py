@@ -135,7 +135,6 @@ def test_ids_of_two_results_files_never_meet(tmp_path):
 
 
 def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(tmp_path):
-    """AC26: bounded."""
     outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
     reader = recorded(tmp_path / "r.db", outbox, *(numbered(each) for each in range(10)))
     assert [each["seq"] for each in payloads(reader)] == [8, 9, 10]
@@ -179,7 +178,7 @@ while True:
 
 @pytest.mark.parametrize("reported", [1, 333])
 def test_a_killed_writer_loses_nothing_that_it_reported_and_leaves_a_message_for_each_result(tmp_path, forks, reported):
-    """AC6: what is stored is told, and what is told is stored, whenever the process ends."""
+    """What is stored is told, and what is told is stored, whenever the process ends."""
     process = forks.start(CRASH, tmp_path / "r.db")
     until(lambda: process.told.count("\n") > reported)
     process.kill()

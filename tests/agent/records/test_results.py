@@ -74,7 +74,6 @@ def test_numbers_have_no_gaps_whatever_is_sent_again(sent, tmp_path_factory):
     "error", [MemoryError(), sqlite3.InterfaceError("bad parameter"), OSError("input/output error")]
 )
 def test_whatever_fails_while_rows_are_committed_they_are_tried_again(tmp_path, monkeypatch, caplog, error):
-    """Not only what SQLite is known to raise: without its thread the store would take rows and never commit one."""
     atomic, failed = Database.atomic, threading.Event()
 
     def fail_once(database):

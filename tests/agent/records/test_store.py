@@ -92,7 +92,6 @@ def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_insp
 
 
 def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store):
-    """What a watcher reads on by: a verdict that is revised comes again, and a row that goes leaves its number."""
     boards = [replace(BOARD, serial=serial) for serial in ("b1", "b2")]
     for board in (*boards, replace(boards[0], verdict=Verdict.OK), boards[1]):  # the last one is known as it is
         store.record_board(board)

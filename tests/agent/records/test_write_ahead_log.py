@@ -1,4 +1,4 @@
-"""The log of a line's database: folded in when nobody reads, told when somebody keeps it from that. AC23"""
+"""The log of a line's database: folded in when nobody reads, told when somebody keeps it from that."""
 
 import queue
 import sqlite3
@@ -58,7 +58,7 @@ def looked_at(file):
 
 @pytest.mark.slow
 def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(line, monkeypatch, caplog):
-    """AC23, in short: what takes hours on a line is written at once, by images."""
+    """What takes hours on a line is written at once, by images."""
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     line.accept(1)
     with looked_at(line.store.path):
@@ -82,7 +82,7 @@ def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(l
 
 
 def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line, monkeypatch):
-    """AC23: neither the alarm nor the end of the reader waits for a quiet moment."""
+    """Neither the alarm nor the end of the reader waits for a quiet moment."""
     monkeypatch.setattr("agent.records.write_ahead_log.JOURNAL_LIMIT_BYTES", MIB // 2)
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", MIB)
     monkeypatch.setattr("agent.records.write_ahead_log.LOOK_AGAIN_S", 0.0)

@@ -95,7 +95,7 @@ def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(l
     ("source", "reason"),
     [
         ("{", "f1.yaml does not declare a fake"),
-        ('{"weight_bytes": 1000000, "label": "bad"}', "weights file is another: reload"),
+        ('{"weight_bytes": 900000, "label": "ok"}', "weights file is another: reload"),
     ],
 )
 def test_what_cannot_be_packed_anew_as_it_was_is_quarantined_with_its_reason(line, source, reason):

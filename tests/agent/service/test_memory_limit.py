@@ -1,4 +1,4 @@
-"""AC35: an agent in a control group with less memory than its line's packed weights, under the kernel's own limit."""
+"""An agent in a control group with less memory than its line's packed weights, under the kernel's own limit."""
 
 import os
 import sqlite3

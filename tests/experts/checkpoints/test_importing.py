@@ -48,7 +48,6 @@ def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_pat
 
 
 def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
-    """AC37"""
     marker, target = tmp_path / "it-ran", tmp_path / "x.safetensors"
     wrapped = saved(tmp_path / "zip.pt", {"a": torch.ones(1), "b": Malicious(marker)})
     bare = tmp_path / "bare.pt"

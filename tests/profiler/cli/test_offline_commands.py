@@ -67,7 +67,6 @@ def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
     "words", [["load", "--files", "1", *SMALL], ["generate", "new", "--experts", "1", "--requests", "2", *SMALL]]
 )
 def test_a_disk_that_takes_no_more_is_told_and_what_was_begun_is_removed(words, offline, tmp_path):
-    """A limit on the size of files is refused where a full disk is."""
     with files_up_to(100_000):
         done = offline("bench", *words)
     (line,) = told(done, FAILED)

@@ -102,7 +102,6 @@ class TestPlateau:
         deviation=st.sampled_from([0.005, 0.02, 0.05]),
     )
     def test_noise_costs_little_whichever_size_it_makes_us_choose(self, seed, fraction, deviation):
-        """What counts is the true average at the chosen size: near the lowest, whatever the draw."""
         batches = noisy(lambda n: 0.010 * n + 0.010 * fraction, seed, deviation)
         true = {size: 0.010 + 0.010 * fraction / size for size in SIZES}
         assert true[plateau(batches)] <= min(true.values()) * (1.03 + 8 * deviation)

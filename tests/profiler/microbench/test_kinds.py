@@ -81,7 +81,6 @@ class TestARealClassifier:
         assert kind.weight_bytes == copies[precision].footprint.total_bytes
 
     def test_its_workspace_is_weighed_and_covered(self, resnets, monkeypatch):
-        """Its first feature map alone is 64 x 32 x 32 floats an image: 48 images need 12 MiB at the very least."""
         store, copies = resnets
         options = BatchOptions(sizes=(1, 8, 48), repeats=1)
         monkeypatch.setattr(kinds, "meter_for", lambda processor: ResidentMeter())

@@ -99,7 +99,6 @@ def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_a
 
 
 def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monkeypatch):
-    """One borderline image of one expert vetoed the form for all of its kind."""
     judged = agreement.judged
 
     def turned(rig, copy, samples):

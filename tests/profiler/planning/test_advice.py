@@ -79,7 +79,6 @@ def test_with_everything_in_memory_compute_or_arrivals_are_left(every_s, limit, 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_too_little_memory_is_told_with_what_would_do(split):
-    """Five places for twenty experts: the remedies reach 95 % of the best, and a step less of each does not."""
     scenario, plain, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, split=split)
     assert advice.limit is Limit.MEMORY
     memory, ssd = advice.memory, advice.ssd
@@ -151,7 +150,6 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
 
 
 def test_room_for_batches_is_memory_too(tmp_path):
-    """All experts have room, batches that for two images of eight."""
     line = AutoLine(tmp_path)
     given = Given(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),))
     small = planned(line.config, profiled_box(line.profile), line.profile, given)
@@ -181,7 +179,6 @@ def test_the_sentences_name_sizes_and_what_the_box_has():
 
 
 def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
-    """A policy that places nothing before the first request loads all twenty, in whatever memory."""
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=5e8, policy="samba")
     assert (advice.limit, advice.switches, advice.memory) == (Limit.SSD, EXPERTS, None)
     assert advice.sentences[2].endswith("; more memory does not do as much.")

@@ -258,7 +258,6 @@ class TestAnExpertThatFailsWhenItIsRun:
         ("allocation", "precision"), [(ENGINE, "fp32"), pytest.param(SIMULATE, "auto", marks=pytest.mark.slow)]
     )
     def test_is_told_and_stops_no_other(self, line, allocation, precision):
-        """The first of its kind, so that it would be the first to be run with others."""
         line.classify(0, 1)
         line.overflow(0)
         line.document["precision"] = precision
@@ -274,7 +273,6 @@ class TestAnExpertThatFailsWhenItIsRun:
             assert agent.setup.broken == {}
 
     def test_on_another_image_than_the_one_it_is_tried_with_leaves_the_search_with_its_components(self, line):
-        """Its answer on black is a number, as there are no biases, and on anything else it is none."""
         line.classify(0, 1)
         line.overflow(0, biases=0.0)
         for number in (0, 1):
@@ -515,7 +513,6 @@ class TestWhatLiesInTheProfilesPlace:
         [(foreign, "is the profile of another box: cuda, RTX 3080 Ti"), (truncated, "is damaged or truncated")],
     )
     def test_stays_unless_all_is_measured_anew(self, line, spoil, reason, caplog):
-        """Every command names it; an agent probes instead, and a plan may be made from another box's profile."""
         line.profiled()
         spoil(line)
         content = line.path.read_bytes()

@@ -96,7 +96,6 @@ def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores,
     st.sampled_from(["coserve", "paper", "samba"]),
 )
 def test_no_policy_runs_more_than_the_cores_allow(experts, performances, executors, cores, policy):
-    """However large its batches are: without decoding it computes no less, on no more cores than there are."""
     column = dict(zip("abc", performances, strict=True))
     setup = line({"cpu": column}, *["cpu"] * min(executors, cores), policy=policy)
     run = simulator(setup, link_bytes_per_s={SSD: 1e9}, speedups={}, check_every_step=False)

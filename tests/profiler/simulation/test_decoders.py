@@ -90,7 +90,6 @@ def test_executors_share_the_cores(cores, executors, share):
     st.lists(st.tuples(st.sampled_from(["a", "b", "ab"]), st.sampled_from([0.0, 0.03, 0.5])), min_size=1, max_size=40),
 )
 def test_no_more_is_decoded_and_computed_than_the_cores_have_time_for(cores, executors, max_batch, room, drawn):
-    """And all of it is, however little room there is: every request has its outcome."""
     at_s, trace = 0.0, []
     for component, pause_s in drawn:
         at_s += pause_s

@@ -210,7 +210,6 @@ def test_a_history_of_nothing_that_helps_is_an_error(line):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([OK, NG, UNKNOWN])), max_size=60))
 def test_no_expert_is_impossible_and_the_first_ones_add_up_to_one(drawn):
-    """Four routes with a classifier each and one detector after all: whatever was counted."""
     routes = {
         f"c{number}": (RouteStep(f"e{number}", frozenset({"ok"})), RouteStep("det", frozenset({"ok"})))
         for number in range(4)

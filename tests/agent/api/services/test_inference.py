@@ -1,4 +1,4 @@
-"""AC15: the Open Inference Protocol to an unmodified tritonclient, over TCP and over a unix socket."""
+"""The Open Inference Protocol to an unmodified tritonclient, over TCP and over a unix socket."""
 
 import json
 import math
@@ -52,7 +52,6 @@ def refusal(ask, *given, **named):
 
 
 def test_alive_ready_metadata_and_an_image_judged(client, desk):
-    """AC15."""
     assert client.is_server_live()
     assert client.is_server_ready()
     assert [client.is_model_ready(name) for name in ("resistor", "expert:det/alignment")] == [True, False]

@@ -75,7 +75,6 @@ def test_a_mistake_of_the_program_is_told_in_words_of_ours(agent, desk, caplog):
 
 
 def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, server):
-    """AC17."""
     desk.holds = True
     while not desk.orders:  # a slow box may let the deadline pass before the call comes through
         error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05)
@@ -88,7 +87,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
 
 
 def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk):
-    """AC17: no deadline, only a connection that closes."""
+    """No deadline, only a connection that closes."""
     desk.holds = True
     call = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"))
     desk.wait_for(lambda desk: desk.under_way)
@@ -221,7 +220,6 @@ class TestWatching:
         desk.wait_for(lambda desk: not desk.watchers)
 
     def test_who_watches_on_misses_no_board_and_hears_of_none_twice(self, agent, desk):
-        """Also what came while nobody watched; each event says what to watch on with."""
         told, place = [], {"after_seq": 0, "after_board": 0}
         for number in range(4):
             agent.Inspect(self.part(number))
@@ -276,7 +274,6 @@ class TestWatching:
         assert shown == [[MAP if wants_maps else b""] if number % 2 else [] for number in range(count)]
 
     def test_one_that_falls_behind_misses_nothing(self, desk, monkeypatch):
-        """However many boards are judged meanwhile, each is told behind its results."""
         monkeypatch.setattr(watching, "PAGE", 2)
         told = []
 

@@ -98,7 +98,6 @@ def test_the_graph_answers_as_the_model_that_was_trained_strangest_where_the_def
 
 @pytest.mark.slow
 def test_mean_and_spread_are_weights_that_are_switched(trained, trunk, parts, tmp_path):
-    """Experts of other parts run the same program with other weights."""
     second = train_anomaly(trunk, parts[1], tmp_path, 0)
     assert second.samples["bad"] == 0
     one, two = (backend_for("onnx").pack(each.expert, Precision.FP32) for each in (trained, second))

@@ -120,7 +120,7 @@ store.close()
 
 
 def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path, forks):
-    """AC6: at least once, with the same id; then nothing more."""
+    """At least once, with the same id; then nothing more."""
     mosquitto = broker()
 
     def run(mode, *serials):

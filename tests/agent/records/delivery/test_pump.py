@@ -105,7 +105,7 @@ def stage(tmp_path, request):
 
 
 def test_a_day_without_a_broker(stage, caplog):
-    """AC26: bounded, each board's order kept, drained at a limited rate; told once when it goes and when it is back."""
+    """Bounded, each board's order kept, drained at a limited rate; told once when it goes and when it is back."""
     one = stage(events=("board", "ng"), limit=300, per_s=20.0)
     one.receiver.down_until_s = DAY_S
     for number in range(400):
@@ -201,7 +201,6 @@ def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, error, caplog
 
 
 def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage):
-    """A disk that hangs keeps messages in the outbox; it must not have them all told twice, nor without bound."""
     one = stage(per_s=100_000.0, limit=3000)
     kept = []
     settle, one.pump._settle = one.pump._settle, lambda ids, done: kept.append((ids, done))

@@ -58,7 +58,6 @@ NOT_NOW, REFUSED, WRONG_ADDRESS = (500, 503, 408, 425, 429), (400, 409, 413, 422
 
 @pytest.mark.parametrize("status", [*NOT_NOW, *REFUSED, *WRONG_ADDRESS])
 def test_a_message_is_told_again_or_dropped_by_the_status_of_its_answer(web_server, line, caplog, status):
-    """A wrong address or token would refuse every message: all would be dropped until somebody looks."""
     server = web_server((status, {"Location": "/elsewhere"}))
     with line(section(server.url)) as (store, deliveries):
         store.record_board(board("B1"))

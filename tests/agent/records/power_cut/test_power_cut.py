@@ -1,4 +1,4 @@
-"""AC22: a power cut at any moment leaves every verdict that was told, and every request that was accepted.
+"""A power cut at any moment leaves every verdict that was told, and every request that was accepted.
 
 The line runs in a process of its own, all of whose writes are written down (write_log.c); from that the disk is made
 as it may be found after the power came back (disk.py): without what was not synced, or with some of it.
@@ -134,7 +134,7 @@ def is_kept(state, key, kept_as):
 
 @pytest.mark.slow
 def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_path):
-    """AC22: at moments of chance, and at those in which somebody has just heard something."""
+    """At moments of chance, and at those in which somebody has just heard something."""
     recording, chance = recorded(REQUESTS), Random(22)
     moments = chance.sample(range(1, len(recording.entries)), CUTS) + chance.sample(recording.just_told, CUTS)
     found = {}
@@ -148,7 +148,7 @@ def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_pa
 
 
 def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path):
-    """The check of AC22 can fail: where a commit is not synced, what was told last is lost."""
+    """The check can fail: where a commit is not synced, what was told last is lost."""
     recording = recorded(40, "NORMAL")
     moment = recording.just_told[-1]
     state = recording.left(moment, NOTHING, tmp_path / "cut")

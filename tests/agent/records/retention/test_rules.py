@@ -76,7 +76,7 @@ SOME_LIMITS = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(images=SOME_IMAGES, limits=SOME_LIMITS, free=st.integers(0, 600))
 def test_whatever_is_asked_for(images, limits, free):
-    """AC25: no NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""
+    """No NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""
     total = sum(image.size_bytes for image in images)
     going = list(what_goes(images, limits, NOW_S, total, {1: free, 2: 1000}))
     gone_paths = {one.image.path for one in going}
@@ -179,7 +179,7 @@ def line(tmp_path, request):
 
 
 def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
-    """AC25: retention by size keeps NG longer than OK."""
+    """Retention by size keeps NG longer than OK."""
     one = line(keep(size=3500))
     ng = [one.archived("ng", Verdict.NG, age_days=9.0), one.shelved("ng.png", Verdict.NG, age_days=8.0)]
     unknown = [one.archived("u", Verdict.UNKNOWN), one.shelved("u.png", Verdict.UNKNOWN)]
@@ -276,7 +276,6 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
 
 
 def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
-    """As in a folder that somebody else copied back: each round tries it again, and others go in its place."""
     one = line(keep(size=1500))
     stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
     refused = {stuck}
@@ -299,7 +298,6 @@ def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypat
 
 
 def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
-    """A clock that is set to a wrong year for a while takes nothing with it."""
     one = line(keep(days=30))
     path = one.archived("a", Verdict.OK, age_days=1.0)
     one.sweep(STEADY_S / 4)
@@ -328,7 +326,7 @@ def exported(one, days_ago):
 
 
 def test_what_is_not_exported_stays_where_that_is_required(line):
-    """AC25: never deletes unexported rows, nor their images."""
+    """Never deletes unexported rows, nor their images."""
     one = line(keep(days=5, size=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
     put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)

@@ -71,7 +71,6 @@ def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
-    """As at a reload, when new experts are measured beside those that run."""
     serving = memories.CudaMemory(8 * MIB, 64 * MIB)
     bound = torch.cuda.get_per_process_memory_fraction()
     memories.CudaMemory(8 * MIB).close()

@@ -212,7 +212,7 @@ def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
 
 
 def test_a_runtime_that_runs_elsewhere_than_was_asked_is_refused(files, monkeypatch):
-    """AC39: it says nothing itself where it falls back to another provider."""
+    """It says nothing itself where it falls back to another provider."""
     expert = files.onnx("cls/x", size=40)  # whose session nobody has made before
     program = BACKEND.pack(expert, Precision.FP32).program
     absent = "mps" if "CUDAExecutionProvider" in onnxruntime.get_available_providers() else "cuda"
