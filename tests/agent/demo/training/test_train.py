@@ -16,7 +16,7 @@ from agent.demo.training import anomalies, detectors, train, trunk
 from agent.demo.training.crops import render_crops
 from agent.demo.training.detectors import BoxDetector, centred, train_head
 from agent.demo.training.learning import descend
-from agent.demo.training.network import Seen, normalised, pictures
+from agent.demo.training.network import CropFeatures, normalised, pictures
 from agent.demo.training.train import train_experts
 from agent.demo.training.trunk import FOREIGN_LOGIT, LABELS, folded, masks_and_targets, stored_network, unfolded
 from experts.backends import backend_for
@@ -156,7 +156,7 @@ def test_a_detector_learns_where_the_part_lies_and_how(crops, monkeypatch):
     module = BoxDetector(stored_network(), Detector.ALIGNMENT)
     with torch.no_grad():
         features = module.trunk.eval()(normalised(pictures(chosen)))[-1]
-    train_head(module, [Seen(chosen, features, torch.zeros(len(chosen), 2))], seed=0)
+    train_head(module, [CropFeatures(chosen, features, torch.zeros(len(chosen), 2))], seed=0)
     with torch.no_grad():
         answers = module(pictures(chosen) / 255.0)[:, :, 0]
     is_shifted = torch.tensor([crop.label == "shifted" for crop in chosen])
