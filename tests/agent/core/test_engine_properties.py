@@ -522,13 +522,14 @@ class Shell:
 
     def check_spare(self, effect, busy):
         """Only spare copies leave for a request of idle precedence. A spare copy that no request waits for leaves
-        before any other, and no other leaves for want of room while a spare one is in use or on its way there."""
+        before any other, and no other leaves for want of room while a spare one is in use or on its way there. A pinned
+        expert's copy is spare no more."""
         wanted = effect.decision.for_copy
         if (effect.pool, effect.copy) in self.spare or wanted in ("", effect.copy):
             return
         assert wanted.rpartition("@")[0] not in {row[1] for each, row in self.queued.items() if each in self.offered}
-        queued = {expert for _, expert, _ in self.queued.values()}
-        spare = {copy for pool, copy in self.spare if pool == effect.pool and copy.rpartition("@")[0] not in queued}
+        kept = {expert for _, expert, _ in self.queued.values()} | set(self.setup.limits.pinned)
+        spare = {copy for pool, copy in self.spare if pool == effect.pool and copy.rpartition("@")[0] not in kept}
         assert not spare & (self.resident[effect.pool] - busy)
         assert not spare & busy
 
