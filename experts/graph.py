@@ -183,10 +183,10 @@ def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str
 
 
 def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
-    """Deciding label of a multilabel expert: one that holds and does not pass, else one that should hold and does not.
+    """Deciding label and score of a multilabel expert.
 
-    Labels that pass all have to hold, unless ``otherwise`` passes. The score of what passes is that of the least sure
-    output that could have ended the route.
+    The first of these decides: a label outside ``passing`` that holds; a label in ``passing`` that does not hold,
+    unless ``otherwise`` passes. Else the image passes, with the score of its least certain output.
     """
     failing = [output for output in prediction.outputs if output.label not in passing]
     if holding := [output for output in failing if output.holds]:

@@ -235,8 +235,8 @@ def _preempted(state: State, event: events.Preempted) -> bool:
     expert, home = ticket.group.expert, ticket.queue
     assert home is not None  # its group is in one
     requests.leave_queue(state, event.request)
-    ticket.left = ticket.left.anew() if event.work is None else event.work
-    requests.begin_anew(state, event.request, expert, home.spec.id)
+    ticket.left = ticket.left.restarted() if event.work is None else event.work
+    requests.restart_request(state, event.request, expert, home.spec.id)
     demand.discard_if_gone(state, expert)
     return True
 

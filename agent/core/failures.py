@@ -380,7 +380,7 @@ def _lack_workspace(state: State, batch: Batch, reason: str) -> None:
         if pool.lease_used_bytes <= to_bytes:
             break
         requests.leave_executor(state, request)
-        requests.begin_anew(state, request, expert, executor)
+        requests.restart_request(state, request, expert, executor)
         demand.discard_if_gone(state, expert)
     _set_leases(state, pool, max(to_bytes, pool.lease_used_bytes), reason)
     if pool.missing_lease_bytes:

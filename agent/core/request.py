@@ -41,7 +41,7 @@ class Work:
     def at(self, expert: str) -> Work:
         return dict(self.steps).get(expert, self) if self.steps else self
 
-    def anew(self) -> Work:
+    def restarted(self) -> Work:
         """Work after the held tokens are lost."""
         return replace(self, prompt=self.prompt + self.held, held=0) if self.held else self
 

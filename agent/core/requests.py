@@ -169,11 +169,11 @@ def lose(state: State, request: int, executor: int) -> None:
     """Preempt a begun request: end its lease and restart its work."""
     state.leases.end(request)
     ticket = state.tickets[request]
-    ticket.left = ticket.left.anew()
+    ticket.left = ticket.left.restarted()
     state.effects.append(Preempt(request, executor))
 
 
-def begin_anew(state: State, request: int, expert: str, executor: int) -> None:
+def restart_request(state: State, request: int, expert: str, executor: int) -> None:
     """Requeue a preempted request on the executor that has its text."""
     state.tickets[request].attempts = 0
     enqueue(state, request, expert, home=executor)
@@ -216,4 +216,4 @@ def go_on(state: State, expert: str, executor: int, profile: ExpertProfile, left
             state.tickets[request].queue, state.tickets[request].group = queue, group
     for request in without_room:
         lose(state, request, executor)
-        begin_anew(state, request, expert, executor)
+        restart_request(state, request, expert, executor)

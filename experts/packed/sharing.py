@@ -1,7 +1,8 @@
 """Plan of the tensors that several experts share bit for bit: they are stored, read and held once.
 
-Tensors of the same name, form and bytes that exactly the same experts have make one shared segment, if together they
-are large enough for a file of their own; all others stay in each expert's own segment. Pure: digests in, a plan out.
+Tensors are grouped by the set of experts that hold them with the same name, form and bytes. A group that is large
+enough for a file becomes a shared segment; other tensors stay in their expert's own segment. Pure: digests in, a plan
+out.
 """
 
 from __future__ import annotations

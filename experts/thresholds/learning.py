@@ -1,10 +1,9 @@
 """The threshold of an anomaly expert, from the scores of good and bad samples. Pure.
 
-A score that reaches the threshold is an alarm. Of n good samples whose scores and that of the next good part are drawn
-alike, the next one is higher than the (k + 1)-th highest of them with a probability of (k + 1) / (n + 1) at most (order
-statistics; the bound of conformal prediction: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005,
-section 2.2). A threshold above it therefore keeps false alarms to that rate, and as many of the samples as that allows
-may be alarms themselves: k.
+A score that reaches the threshold is an alarm. Take n good samples, and a next good part whose score is drawn from the
+same distribution. That score exceeds the (k + 1)-th highest of the samples with a probability of at most (k + 1) / (n +
+1) (order statistics; the bound of conformal prediction: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random
+World, 2005, section 2.2). So a threshold above that sample keeps false alarms to this rate; k samples may be alarms.
 
 Guarantees: at most k good samples reach the threshold, where k is as above, or 0 where the samples are too few for the
 rate asked for (``Learned.expected`` shows the rate reached). No other such threshold catches more bad samples. Among

@@ -203,7 +203,7 @@ class Simulator:
             else:
                 self._start_batch(effect.batch, now)
         elif isinstance(effect, Preempt):
-            self._left[effect.request] = self._left[effect.request].anew()
+            self._left[effect.request] = self._left[effect.request].restarted()
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s

@@ -332,7 +332,7 @@ class Shell:
         elif isinstance(effect, Preempt):
             pool, _ = self.begun.pop(effect.request)
             assert pool == self.pool_of(effect.executor)
-            self.left[effect.request] = self.left[effect.request].anew()
+            self.left[effect.request] = self.left[effect.request].restarted()
         elif isinstance(effect, Complete | Fail) and effect.request in self.offered:
             assert effect.request not in self.offered_ended
             assert effect.outcome.verdict is Verdict.UNKNOWN
@@ -725,7 +725,7 @@ class Shell:
 
     def preempt(self, request):
         if request in self.queued and self.begun.pop(request, None):
-            self.left[request] = self.left[request].anew()
+            self.left[request] = self.left[request].restarted()
         self.handle(events.Preempted(request))
 
     def fate(self, pool):
