@@ -187,8 +187,8 @@ def images_per_s(root: Path, line: Path, trace: Path) -> float:
     """Images/s of a copy of the line: each checkout keeps a profile and results of its own."""
     with TemporaryDirectory(prefix="house-") as folder:
         copy = shutil.copytree(line.parent, Path(folder, "line"))
-        report = coserve(root, "bench", str(copy / line.name), "--trace", str(trace), "--json")
-    return float(json.loads(report)["policies"][0]["images_per_s"])
+        rows = _rows(coserve(root, "bench", str(copy / line.name), "--trace", str(trace), "--json"))
+    return float(rows[0]["images_per_s"])
 
 
 def by_turns(measure: Callable[[Path], float], roots: list[Path]) -> list[float]:

@@ -211,7 +211,7 @@ def _folders(config: LineConfig) -> Iterator[Check]:
             fix = f"let the agent's user write there, in a unit also ReadWritePaths={folder.path}"
             yield Check(name, f"{there} may not be written", fix)
         else:
-            yield Check(name, f"on {kind}: {seen}")
+            yield Check(name, f"on {kind or 'an unknown filesystem'}: {seen}")
     if config.intake.folders and WATCHES_FILE.exists():
         watches = int(WATCHES_FILE.read_text())
         few = f"sysctl fs.inotify.max_user_watches={LEAST_WATCHES}" if watches < LEAST_WATCHES else None
