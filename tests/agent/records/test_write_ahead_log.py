@@ -56,7 +56,6 @@ def looked_at(file):
         yield
 
 
-@pytest.mark.slow
 def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(line, monkeypatch, caplog):
     """What takes hours on a line is written at once, by images."""
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)

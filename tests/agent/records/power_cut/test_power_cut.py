@@ -132,7 +132,6 @@ def is_kept(state, key, kept_as):
     return path.is_file() and path.read_bytes() == image(number_of(key))
 
 
-@pytest.mark.slow
 def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_path):
     """At moments of chance, and at those in which somebody has just heard something."""
     recording, chance = recorded(REQUESTS), Random(22)
