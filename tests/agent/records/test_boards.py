@@ -90,22 +90,15 @@ def test_late_images_never_make_a_closed_board_better_only_worse():
 
 
 def test_an_ok_board_becomes_ng_by_a_late_ng():
-    book = ledger()
-    verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
-    revised = add(book, seen("r/3", NG, after_s=1))
-    assert (revised.verdict, revised.is_revision) == (NG, True)
+    *_, closed, revised = verdicts(ledger(), *complete(), seen("r/3", NG, after_s=3))
+    assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, NG, True)
 
 
 def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board():
-    closed = verdicts(ledger(), seen("r/1"), seen("r/2"), seen("c/1", after_s=61))[-1]
+    late = seen("c/1", after_s=61), seen("r/3", NG, after_s=120)
+    closed, revised = verdicts(ledger(), seen("r/1"), seen("r/2"), *late)[2:]
     assert (closed.verdict, closed.missing, closed.is_revision) == (UNKNOWN, {"c": 1}, False)
-
-
-def test_a_serial_that_comes_again_much_later_is_a_new_run():
-    book = ledger()
-    verdicts(book, seen("r/1", NG), seen("r/2"), seen("c/1"))
-    again = verdicts(book, *(seen(place, after_s=100) for place in ("r/1", "r/2", "c/1")))[-1]
-    assert (again.verdict, again.opened_at) == (OK, START + timedelta(seconds=100))
+    assert (revised.verdict, revised.is_revision) == (NG, True)
 
 
 def test_closed_boards_are_forgotten():
@@ -150,6 +143,7 @@ def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(i
 
 
 @given(INSPECTIONS, st.integers(0, 14), st.integers(0, 4))
+@example([seen("r/1"), seen("r/2"), seen("c/1"), seen("r/3", NG, after_s=30)], 3, 0)
 def test_a_restart_says_what_was_not_recorded_and_nothing_twice(inspections, crash_at, lost):
     in_order = sorted(inspections, key=lambda one: one.at)
     book = ledger()
@@ -372,6 +366,17 @@ def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(
         line.see(place)
     assert line.verdicts == [NG, OK]
     line.restart()
+
+
+def test_a_late_ng_after_the_clock_was_set_back_is_one_of_the_run_before_it_also_for_a_restart():
+    line = stepped(0.0)
+    line.wait(40)
+    for place in ("c/1", "r/2"):
+        line.see(place)
+    line.off_by_s = -3600.0
+    line.see("c/1", NG)
+    line.restart()
+    assert (line.verdicts, line.book.statistics().open) == ([NG], 0)
 
 
 @STEPS

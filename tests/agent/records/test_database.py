@@ -10,12 +10,6 @@ from sqlite_utils import Migrations
 from agent.records.database import JOURNAL_LIMIT_BYTES, open_for_reading, open_for_writing, state_held
 from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
 
-AT = "2026-05-01T12:00:00.000000+00:00"
-ROW = {
-    "key": "k", "line": "demo", "component": "r", "image": "r.png", "verdict": "OK", "experts": "[]", "detail": "{}",
-    "arrived_at": AT, "finished_at": AT, "seconds": 0.5, "config_sha256": "ab",
-}  # fmt: skip
-
 
 def pragma(database, name):
     return database.execute(f"PRAGMA {name}").fetchone()[0]
@@ -48,11 +42,11 @@ def test_a_reader_answers_to_column_names_and_neither_writes_nor_makes_a_file(tm
     assert str(missing.value) == f"{file}: no results yet - the agent writes this file when it first runs"
     assert not file.exists()
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
-        database["results"].insert(ROW)
+        database["leaving"].insert({"path": b"a.png", "mtime_ns": 1, "reason": "age"})
     with closing(open_for_reading(tmp_path / "r.sqlite")) as connection:
-        assert connection.execute("SELECT * FROM results").fetchone()["component"] == "r"
+        assert connection.execute("SELECT * FROM leaving").fetchone()["reason"] == "age"
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            connection.execute("DELETE FROM results")
+            connection.execute("DELETE FROM leaving")
 
 
 def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path, monkeypatch):
@@ -76,7 +70,7 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
             pass
         assert lock.read_text() == f"{os.getpid()}\n"
     assert lock.exists()
-    with state_held(folder):
+    with state_held(folder), state_held(tmp_path / "new" / "state"):
         pass
     with pytest.raises(StateUnusable, match="exists, and is not a folder"), state_held(lock):
         pass

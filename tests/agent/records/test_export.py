@@ -54,7 +54,8 @@ class Line:
         for path in sorted((self.folder / "out").glob("results-*")):
             head, *rows = map(json.loads, path.read_text("utf-8").splitlines())
             first, last = (int(number) for number in path.stem.split("-")[-2:])
-            assert (head["schema"], head["first_seq"], head["last_seq"]) == (1, first, last)
+            whose = {"schema": 1, "kind": "results", "line": "demo", "file": path.stem.split("-")[1]}
+            assert head == whose | {"first_seq": first, "last_seq": last, "columns": list(RESULT_COLUMNS)}
             assert [row["seq"] for row in rows] == list(range(first, last + 1))
             found.append([row["key"] for row in rows])
         return found
@@ -117,9 +118,9 @@ def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path):
     assert head == f"# coserve results: schema 1, line demo, file {identity}, seq 1 to 1"
     (row,) = csv.DictReader(rest.splitlines(keepends=True))
     assert tuple(row) == RESULT_COLUMNS
-    assert (row["seq"], row["key"], row["image"], row["verdict"]) == ("1", "k", BARE.subject.image, "NG")
-    assert (json.loads(row["experts"]), json.loads(row["detail"])) == (["cls/a", "det/b"], {"steps": [1]})
-    assert (row["kept_as"], datetime.fromisoformat(row["finished_at"])) == ("2026-05-01/x.png", NOON)
+    assert (row["seq"], row["key"], row["image"], row["kept_as"]) == ("1", "k", BARE.subject.image, "2026-05-01/x.png")
+    assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], {"steps": [1]}]
+    assert [datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at")] == [NOON, NOON]
     line.store.close()
 
 

@@ -234,10 +234,10 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
     details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, *(result(number, key=f"inbox/{number}", detail=detail) for number, detail in enumerate(details)))
-        known = result(3, key="inbox/3")
+        known = result(3, key="inbox/again/3")
         assert len(list(store.query())) == len(details)
         first = store.first_judged(known.subject, "ab", known.config_sha256)
-        assert first.result.subject.key == known.subject.key
+        assert first.result.subject.key == "inbox/3", "from the same source, in whatever folder of it"
         assert store.first_judged(known.subject, "ab", "c" * 64) is None
 
 
@@ -254,15 +254,12 @@ MOUNTS = """\
 @pytest.mark.parametrize(
     ("path", "kind", "shared", "tells"),
     [
-        ("/var/lib/coserve/x", "ext4", False, True),
-        ("/mnt/line 1/results.sqlite", "nfs4", True, False),
-        ("/mnt/cam", "cifs", True, False),
-        ("/mnt/camera", "ext4", False, True),
-        ("/mnt/ssh/a/b", "fuse.sshfs", True, False),
-        ("/mnt/disk/a", "weird", False, False),
+        ("/var/lib/coserve/x", "ext4", False, True), ("/mnt/line 1/results.sqlite", "nfs4", True, False),
+        ("/mnt/cam", "cifs", True, False), ("/mnt/camera", "ext4", False, True),
+        ("/mnt/ssh/a/b", "fuse.sshfs", True, False), ("/mnt/disk/a", "weird", False, False),
         ("elsewhere", None, False, False),  # is polled, and may keep results
     ],
-)
+)  # fmt: skip
 def test_filesystems_are_told_by_their_mounts(tmp_path, path, kind, shared, tells):
     mounts = tmp_path / "mountinfo"
     if kind is not None:

@@ -100,7 +100,7 @@ def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, author
 def test_a_token_or_an_authority_that_is_not_there_keeps_the_line_from_starting(tmp_path):
     with pytest.raises(SecretMissing, match="nowhere"):
         WebhookReceiver(section("http://mes/", token={"file": str(tmp_path / "nowhere")}))
-    with pytest.raises(ConfigError, match=r"outbox\.webhook\.ca: .*nowhere: .* - write a PEM file"):
+    with pytest.raises(ConfigError, match=r"outbox\.webhook\.ca: .*nowhere: No such file or directory - write a PEM"):
         WebhookReceiver(section("https://mes/", ca=str(tmp_path / "nowhere")))
 
 

@@ -57,7 +57,7 @@ def test_what_is_young_or_not_exported_stays():
     ]  # fmt: skip
     assert gone(images, keep(size=1)) == [("002", "size"), ("003", "size")]
     assert gone(images, keep(size=1, export_required=True)) == [("003", "size")]
-    assert gone(images, keep(days=2, export_required=True), None) == []
+    assert gone(images, keep(days=1)) == [], "a day is not more than a day"
 
 
 SOME_IMAGES = st.lists(
@@ -120,7 +120,8 @@ class Line:
         surroundings = Surroundings(lambda: self.monotonic_s, self.now, self.free)
         self.sweeper = Sweeper(limits, self.archive, self.shelves, self.store, surroundings=surroundings, **settings)
 
-    def free(self, _):
+    def free(self, folder):
+        assert folder.is_dir()
         return self.free_bytes - sum(path.stat().st_size for path in self.archive.folder.rglob("*~*"))
 
     def now(self):
@@ -244,14 +245,15 @@ def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
     path.write_bytes(b"another one")
     assert not kept_images.remove(path, seen.mtime_ns, one.shelves[0].folder)
     assert path.exists()
+    assert kept_images.remove(path, path.stat().st_mtime_ns, one.shelves[0].folder)
 
 
 def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_kept_in_place(line):
     """Where judged files are kept in place, their row is all that says that they were judged."""
     one = line(keep(days=30), is_needed=lambda key: key == "kept")
     old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
-    for key in ("bare", "kept"):
-        one.store.record(one.result(key, Verdict.NG, 40.0))
+    for key, image in (("bare", None), ("kept", None), ("imaged", str(young.relative_to(one.archive.folder)))):
+        one.store.record(one.result(key, Verdict.NG, 40.0, kept_as=image))
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
         at = one.began - timedelta(days=age_days)
         one.store.record_board(BoardVerdict(serial, "main", Verdict.OK, at, at, {}, {}))
@@ -259,7 +261,8 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_k
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
-    assert (list(one.kept_as()), [row.board.serial for row in one.store.boards()]) == (["young", "kept"], ["B2"])
+    assert list(one.kept_as()) == ["young", "kept", "imaged"]
+    assert [row.board.serial for row in one.store.boards()] == ["B2"]
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
@@ -330,21 +333,25 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
     one = line(keep(days=5, size=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
     put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)
+    orphan = one.archive.folder / one.archive.keep(b"an image without a result", "orphan", one.began)
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), put_away.exists()) == (True, True)
     assert list(one.kept_as()) == ["old"]
-    assert "images take 2000 bytes, 1 are wanted" in str(one.sweeper.alarm)
+    assert "images take 2025 bytes, 1 are wanted" in str(one.sweeper.alarm)
     exported(one, 15.0)
     new = one.archived("new", Verdict.OK, age_days=10.0)
+    one.store.record(one.result("late", Verdict.OK, 20.0))
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), new.exists(), put_away.exists()) == (False, True, True), "it was put away after that export"
-    assert list(one.kept_as()) == ["new"]
+    assert list(one.kept_as()) == ["new", "late"]
     exported(one, -2.0)
+    one.sweep()
+    assert [path.exists() for path in (new, put_away, orphan)] == [False, True, True], "its clock was ahead"
     one.sweep(2 * DAY_S + STEADY_S)
     one.sweep(0.0)
-    assert (new.exists(), put_away.exists()) == (False, False)
+    assert (put_away.exists(), orphan.exists()) == (False, False)
     assert list(one.kept_as()) == []
 
 
