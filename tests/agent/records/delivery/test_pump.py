@@ -74,9 +74,6 @@ class Stage:
         self.settled.append(list(ids))
         self.store.write(partial(forget, "mqtt", ids), lambda _: done())
 
-    def committed(self):
-        settled(self.store)
-
     def run(self, is_over, step_s=0.05, longest_s=600.0):
         """Pump until this is so, or so much of the loop's time has passed."""
 
@@ -90,7 +87,7 @@ class Stage:
             await asyncio.gather(pumping, return_exceptions=True)
 
         self.runner.run(main())
-        self.committed()
+        settled(self.store)
 
 
 @pytest.fixture
@@ -112,7 +109,7 @@ def test_a_day_without_a_broker(stage, caplog):
         serial = f"B{number % 7}"
         one.store.record(image(number, board=serial))
         one.store.record_board(board(serial, Verdict.NG, counts={Verdict.NG: number + 1}))
-    one.committed()
+    settled(one.store)
     assert one.reader.standing("mqtt").waiting == 300
     last = one.reader.waiting("mqtt", 1000)[-1].id
     one.run(lambda: bool(one.receiver.heard) and one.receiver.heard[-1][2].id == last, 60.0, 2 * DAY_S)
@@ -141,7 +138,7 @@ def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage,
     def more():
         for _ in range(60):
             one.store.record(image(next(numbers)))
-        one.committed()
+        settled(one.store)
         return len(one.receiver.tries_s) > 8
 
     one.run(more, 10.0, 5000.0)
@@ -160,7 +157,7 @@ def test_who_asks_to_be_left_alone_is(stage):
     one = stage()
     one.receiver.down_until_s, one.receiver.asks_for_s = 1.0, 120.0
     one.store.record(image(1))
-    one.committed()
+    settled(one.store)
     one.run(lambda: bool(one.receiver.heard))
     assert one.receiver.tries_s == pytest.approx([0.0, 120.0])
 
@@ -176,7 +173,7 @@ def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(
     one.run(drop)
     assert one.pump.alarm == "gone"
     one.store.record(image(1))
-    one.committed()
+    settled(one.store)
     one.run(lambda: one.receiver.seqs == [1])
     assert one.pump.alarm is None
 
@@ -192,7 +189,7 @@ def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, error, caplog
         return bool(one.receiver.heard)
 
     one.store.record(image(1))
-    one.committed()
+    settled(one.store)
     one.run(heal)
     assert one.receiver.seqs == [1]
     told = [record for record in caplog.records if record.getMessage().startswith("receiver_unavailable")]
@@ -206,7 +203,7 @@ def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage):
     settle, one.pump._settle = one.pump._settle, lambda ids, done: kept.append((ids, done))
     for number in range(1, 1501):
         one.store.record(image(number))
-    one.committed()
+    settled(one.store)
     steps = iter(range(10_000))
     one.run(lambda: len(one.receiver.heard) >= 1000 and next(steps) > 500)
     assert 1000 <= len(one.receiver.heard) <= 1100

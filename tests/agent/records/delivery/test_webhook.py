@@ -1,5 +1,6 @@
 """A real web server as the receiver: acknowledgements, refusals, answers that come late or never, TLS, tokens."""
 
+import asyncio
 import logging
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agent.line_file.records import WebhookSection
-from agent.records.delivery import webhook
 from agent.records.delivery.webhook import WebhookReceiver
-from experts.errors import ConfigError, SecretMissing
+from agent.records.outbox import Message
+from experts.errors import ConfigError, ReceiverUnavailable, SecretMissing
 from tests.agent.records.delivery.conftest import board
 from tests.waiting import until
 
@@ -93,7 +94,8 @@ def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, author
     with line(section(server.url)) as (store, deliveries):
         store.record_board(board("B1"))
         until(lambda: deliveries.statistics()[0].alarm is not None)
-        assert "certificate verify failed" in deliveries.statistics()[0].alarm
+        alarm = deliveries.statistics()[0].alarm
+        assert (alarm.partition(": [SSL")[0], "certificate verify failed" in alarm) == (server.url, True)
     assert server.posted.empty()
 
 
@@ -107,8 +109,15 @@ def test_a_token_or_an_authority_that_is_not_there_keeps_the_line_from_starting(
 @pytest.mark.parametrize(
     ("retry_after", "wanted_s"), [(None, None), ("7", 7.0), ("-1", 0.0), ("soon", None), ("nan", None), ("date", 30.0)]
 )
-def test_what_a_server_asks_for(retry_after, wanted_s):
+def test_what_a_server_asks_for(web_server, retry_after, wanted_s):
     if retry_after == "date":
         retry_after = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    asked_s = webhook._retry_s(retry_after)
-    assert asked_s == (wanted_s if wanted_s is None else pytest.approx(wanted_s, abs=25.0))
+    server = web_server((503, {} if retry_after is None else {"Retry-After": retry_after}))
+
+    async def tell():
+        async with WebhookReceiver(section(server.url)).connected() as connection:
+            await connection.deliver(Message("1", "board", None, "{}"))
+
+    with pytest.raises(ReceiverUnavailable) as told:
+        asyncio.run(tell())
+    assert told.value.retry_s == (wanted_s if wanted_s is None else pytest.approx(wanted_s, abs=25.0))
