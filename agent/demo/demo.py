@@ -90,7 +90,7 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     def draw() -> list[LabelledCrop]:
         for number in range(HELD_OUT_BOARDS if data is None else 0):
             name = f"B{number + 1:03d}"
-            boards.append(render_board(seed * 1000 + 500 + number, DEFECT_RATE, name, MEASURED_DEFECT_RATE))
+            boards.append(render_board(seed * 1000 + 500 + number, name, DEFECT_RATE, MEASURED_DEFECT_RATE))
         return [crop for board in boards for crop in crops_of(board)] or renamed(kept)
 
     trained = train_experts(crops, folder / "weights", progress, threads, seed, are_rendered=data is None)
@@ -150,12 +150,7 @@ def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, Pa
 
 
 def report_of(
-    folder: Path,
-    trained: TrainedLine,
-    expert_bytes: int,
-    crops: Sequence[LabelledCrop],
-    judged: Judged,
-    started: float,
+    folder: Path, trained: TrainedLine, expert_bytes: int, crops: Sequence[LabelledCrop], judged: Judged, started: float
 ) -> dict[str, Any]:
     """Plain values, as ``--json`` prints them. ``crops``: the judged ones, with the truth.
 

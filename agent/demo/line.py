@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 import yaml
 from PIL import Image
@@ -117,7 +116,7 @@ def file_of(board: RenderedBoard, place: Placement) -> str:
 def crops_of(board: RenderedBoard) -> list[LabelledCrop]:
     """The crops of all parts, as a camera's files."""
     return [
-        LabelledCrop(place.component, place.label, file_of(board, place), np.asarray(crop(board, place)))
+        LabelledCrop(place.component, place.label, file_of(board, place), crop(board, place))
         for place in board.placements
     ]
 

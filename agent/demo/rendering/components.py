@@ -51,11 +51,6 @@ class ComponentType:
     measured: bool = False
 
     @property
-    def is_wired(self) -> bool:
-        """True where traces lead to it; a shield covers the ground plane that it stands on."""
-        return self.package != "shield"
-
-    @property
     def own_labels(self) -> tuple[str, ...]:
         return (OK, *self.defects)
 
@@ -77,11 +72,11 @@ _CHIP = ("missing", "tombstone")
 _BLEMISHES = ("missing", "scratched", "dented", "stained")
 
 COMPONENTS = (
-    ComponentType("resistor-0402", "chip", 32, 17, 7, _CHIP, "R", _BLACK, _ALIGN),
+    ComponentType("resistor-0402", "small-chip", 32, 17, 7, _CHIP, "R", _BLACK, _ALIGN),
     ComponentType("resistor-0603", "chip", 42, 23, 5, (*_CHIP, "flipped"), "R", _BLACK, _ALIGN, "103"),
     ComponentType("resistor-0805", "chip", 52, 32, 2, ("missing", "flipped"), "R", _BLACK, _ALIGN, "472"),
     ComponentType("resistor-1206", "chip", 76, 38, 1, ("missing", "cracked"), "R", _BLACK, _ALIGN, "R100"),
-    ComponentType("capacitor-0402", "chip", 32, 17, 8, _CHIP, "C", _BROWN, _ALIGN),
+    ComponentType("capacitor-0402", "small-chip", 32, 17, 8, _CHIP, "C", _BROWN, _ALIGN),
     ComponentType("capacitor-0603", "chip", 42, 23, 5, (*_CHIP, "cracked"), "C", (168, 130, 92), _ALIGN),
     ComponentType("capacitor-0805", "chip", 52, 32, 2, ("missing", "cracked"), "C", (138, 98, 64), _ALIGN),
     ComponentType("ferrite-0603", "chip", 42, 23, 2, _CHIP, "FB", (70, 72, 78), _ALIGN),
@@ -92,13 +87,13 @@ COMPONENTS = (
     ComponentType("led-red", "led", 48, 30, 1, ("missing", "cracked"), "LD", (232, 96, 70), _POLAR),
     ComponentType("led-green", "led", 48, 30, 2, ("missing", "cracked"), "LD", (226, 222, 110), _POLAR),
     ComponentType("tantalum-a", "tantalum", 72, 40, 1, ("missing", "cracked"), "C", (232, 164, 52), _POLAR, "107"),
-    ComponentType("tantalum-b", "tantalum", 84, 56, 1, ("missing", "cracked"), "C", (46, 46, 50), _POLAR, "476"),
+    ComponentType("tantalum-b", "tantalum-dark", 84, 56, 1, ("missing", "cracked"), "C", (46, 46, 50), _POLAR, "476"),
     ComponentType(
         "electrolytic-6mm", "electrolytic", 136, 136, 2, ("missing", "leaking"), "C", (196, 198, 202), _POLAR, "220"
     ),
     ComponentType("transistor-sot23", "sot", 66, 34, 2, ("missing", "flipped"), "Q", _BLACK, None, "1AM", 2),
-    ComponentType("regulator-sot223", "sot", 140, 78, 1, ("missing", "bridge"), "U", _BLACK, None, "AMS 33", 3),
-    ComponentType("mosfet-dpak", "sot", 138, 118, 1, ("missing", "contaminated"), "Q", _BLACK, None, "N08", 2),
+    ComponentType("regulator-sot223", "transistor", 140, 78, 1, ("missing", "bridge"), "U", _BLACK, None, "AMS 33", 3),
+    ComponentType("mosfet-dpak", "transistor", 138, 118, 1, ("missing", "contaminated"), "Q", _BLACK, None, "N08", 2),
     ComponentType("ic-soic8", "gullwing", 104, 88, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "LM358", 4),
     ComponentType("ic-tssop16", "gullwing", 116, 100, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "74HC595", 8),
     ComponentType("ic-qfp32", "quad", 168, 168, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "STM8S", 8),

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
+import cv2
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
-from agent.demo.rendering.canvas import SUPERSAMPLING, font
+from agent.demo.rendering.canvas import font
 from agent.demo.rendering.components import COMPONENTS, OK, ComponentType, Detector
-from agent.demo.rendering.parts import GOLD, SILK, draw_part
+from agent.demo.rendering.packages import GOLD, SILK
+from agent.demo.rendering.parts import Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,23 +51,21 @@ class Site:
 
 @cache
 def product_layout() -> tuple[Site, ...]:
-    """The one layout of the demo line's product: large parts first, small ones near them.
-
-    Parts without traces are placed last, where room is left, so that they change no other part's place.
-    """
+    """The one layout of the demo line's product: large parts first, small ones near them."""
     taken = np.zeros((BOARD_HEIGHT_PX // GRID_PX, BOARD_WIDTH_PX // GRID_PX), bool)
     edge, hole = EDGE_PX // GRID_PX, HOLE_PX // GRID_PX
     taken[:edge], taken[-edge:], taken[:, :edge], taken[:, -edge:] = True, True, True, True
     for rows in (slice(None, hole), slice(-hole, None)):
-        for columns in (slice(None, hole), slice(-hole, None)):
-            taken[rows, columns] = True
+        taken[rows, :hole], taken[rows, -hole:] = True, True
     taken[-edge - 4 :, 36:-36] = True  # of the printed name
-    sites: list[Site] = []
-    for is_wired, seed in ((True, 20), (False, 21)):
-        rng = np.random.default_rng(seed)
-        parts = [part for part in COMPONENTS if part.is_wired is is_wired for _ in range(part.quantity)]
-        spots = [(part, place(part, taken, rng)) for part in sorted(parts, key=lambda part: -part.window_px)]
-        sites += named([(part, x, y, int(rng.integers(4))) for part, (x, y) in spots])
+    rng = np.random.default_rng(20)
+    parts = sorted((part for part in COMPONENTS for _ in range(part.quantity)), key=lambda part: -part.window_px)
+    spots = [(part, *place(part, taken, rng), int(rng.integers(4))) for part in parts]
+    counts: Counter[str] = Counter()
+    sites = []
+    for part, x, y, turns in sorted(spots, key=lambda spot: (spot[2] // 120, spot[1])):  # from the upper left
+        counts[part.prefix] += 1
+        sites.append(Site(f"{part.prefix}{counts[part.prefix]}", part, x, y, turns))
     return tuple(sites)
 
 
@@ -84,16 +84,6 @@ def place(part: ComponentType, taken: np.ndarray, rng: np.random.Generator) -> t
     row, column = int(rows[best]), int(columns[best])
     taken[row : row + side, column : column + side] = True
     return column * GRID_PX + side * GRID_PX // 2, row * GRID_PX + side * GRID_PX // 2
-
-
-def named(spots: Sequence[tuple[ComponentType, int, int, int]]) -> list[Site]:
-    """Sites with the names that a schematic would give them, counted from the upper left."""
-    counts: Counter[str] = Counter()
-    sites = []
-    for part, x, y, turns in sorted(spots, key=lambda spot: (spot[2] // 120, spot[1])):
-        counts[part.prefix] += 1
-        sites.append(Site(f"{part.prefix}{counts[part.prefix]}", part, x, y, turns))
-    return sites
 
 
 def panels(parts: Sequence[tuple[ComponentType, str]], rng: np.random.Generator) -> list[list[tuple[Site, str]]]:
@@ -137,20 +127,17 @@ class RenderedBoard:
     placements: tuple[Placement, ...]
 
 
-def render_board(
-    seed: int, defect_rate: float = 0.06, name: str | None = None, measured_defect_rate: float | None = None
-) -> RenderedBoard:
+def render_board(seed: int, name: str, defect_rate: float, measured_defect_rate: float) -> RenderedBoard:
     """One board of the demo line's product; each part is defective with this probability, all its defects alike.
 
-    ``measured_defect_rate``: of parts with an anomaly expert, by default the same.
+    ``measured_defect_rate``: of parts with an anomaly expert.
     """
-    measured_rate = defect_rate if measured_defect_rate is None else measured_defect_rate
     rng = np.random.default_rng([seed, 1])
-    labels = []
-    for site, chance in zip(product_layout(), chances(product_layout(), rng), strict=True):
-        rate = measured_rate if site.component.measured else defect_rate
-        labels.append(str(chance.choice(site.component.labels[1:])) if chance.random() < rate else OK)
-    return assemble(name or f"board-{seed:04d}", product_layout(), labels, bare_product(), rng)
+    parts = []
+    for site in product_layout():
+        rate = measured_defect_rate if site.component.measured else defect_rate
+        parts.append((site, str(rng.choice(site.component.labels[1:])) if rng.random() < rate else OK))
+    return assemble(name, parts, bare_product().copy(), rng)
 
 
 def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads: int = 1) -> Iterator[RenderedBoard]:
@@ -161,35 +148,25 @@ def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads
 
     def render(numbered: tuple[int, list[tuple[Site, str]]]) -> RenderedBoard:
         number, panel = numbered
-        sites, labels = zip(*panel, strict=True)
         rng = np.random.default_rng([seed, 3, number])
-        return assemble(f"panel-{number:03d}", sites, labels, draw_bare_board(sites, rng), rng)
+        return assemble(f"panel-{number:03d}", panel, draw_bare_board([site for site, _ in panel], rng), rng)
 
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(render, enumerate(panels(parts, np.random.default_rng([seed, 2]))))
 
 
-def crop(board: RenderedBoard, placement: Placement) -> Image.Image:
+def crop(board: RenderedBoard, placement: Placement) -> NDArray[np.uint8]:
+    """The part's upright picture, (CROP_PX, CROP_PX, 3)."""
     upright = board.image.crop(placement.window).rotate(90 * placement.quarter_turns)
-    return upright.resize((CROP_PX, CROP_PX), Image.Resampling.BICUBIC)
+    return np.array(upright.resize((CROP_PX, CROP_PX), Image.Resampling.BICUBIC))
 
 
 def assemble(
-    name: str, sites: Sequence[Site], labels: Sequence[str], bare: NDArray[np.float32], rng: np.random.Generator
+    name: str, parts: Sequence[tuple[Site, str]], bare: NDArray[np.float32], rng: np.random.Generator
 ) -> RenderedBoard:
-    """Put a part with the wanted label on each site of a bare board and take the picture."""
-    picture = bare.copy()
-    placements = tuple(
-        mount(picture, site, label, chance)
-        for site, label, chance in zip(sites, labels, chances(sites, rng), strict=True)
-    )
-    return RenderedBoard(name, photograph(picture, rng), placements)
-
-
-def chances(sites: Sequence[Site], rng: np.random.Generator) -> list[np.random.Generator]:
-    """The random source of each site. Parts without traces have one apart, and so change no other part."""
-    apart = rng.spawn(1)[0]
-    return [rng if site.component.is_wired else apart for site in sites]
+    """Put a part with the wanted label on each site of a bare board, which is drawn over, and take the picture."""
+    placements = tuple(mount(bare, site, label, rng) for site, label in parts)
+    return RenderedBoard(name, photograph(bare, rng), placements)
 
 
 def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> tuple[float, float, float]:
@@ -215,54 +192,40 @@ def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> t
 
 
 def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.Generator) -> Placement:
-    part = draw_part(site.component, label, rng)
-    body = part.body.moved(*pose_of(site.component, label, rng))
-    side = part.body.side_px
+    """Draw a part on its site: its window and somewhat more lie within the picture."""
+    layers, turns = Part(site.component, label, rng).layers, site.quarter_turns
+    side = layers["body"].side_px
     left, top = site.x_px - side // 2, site.y_px - side // 2
-    rows = slice(max(top, 0), min(top + side, picture.shape[0]))
-    columns = slice(max(left, 0), min(left + side, picture.shape[1]))
-    target = picture[rows, columns]
-    inside = slice(rows.start - top, rows.stop - top), slice(columns.start - left, columns.stop - left)
-
-    def turned(layer: NDArray[np.float32]) -> NDArray[np.float32]:
-        return np.rot90(layer, -site.quarter_turns)
-
-    blend(target, turned(reduced(part.footprint.moved(0, 0, 0)))[inside])
-    layer = reduced(body)
-    target *= 1.0 - 0.45 * shadow(turned(layer[..., 3]))[inside][..., None]
-    blend(target, turned(layer)[inside])
-    if part.cover.image.getbbox() is not None:
-        blend(target, turned(reduced(part.cover.moved(0, 0, 0)))[inside])
+    target = picture[:, top : top + side, left : left + side]
+    blend(target, layers["footprint"].seen(turns))
+    body = layers["body"].seen(turns, *pose_of(site.component, label, rng))
+    cast_shadow(target, body[..., 3])
+    blend(target, body)
+    blend(target, layers["cover"].seen(turns))
     half = site.component.window_px // 2
     window = (site.x_px - half, site.y_px - half, site.x_px + half, site.y_px + half)
-    return Placement(site.ref, site.component.name, label, window, site.quarter_turns, extent(layer[..., 3], half))
+    body_box = extent(np.rot90(body[..., 3], turns), half)
+    return Placement(site.ref, site.component.name, label, window, turns, body_box)
 
 
-def blend(target: NDArray[np.float32], layer: NDArray[np.float32]) -> None:
+def blend(target: NDArray[np.float32], layer: NDArray[np.uint8]) -> None:
     """Lay a premultiplied layer over a part of the board."""
-    target *= 1.0 - layer[..., 3:]
-    target += layer[..., :3]
+    left, top, width, height = cv2.boundingRect(layer[..., 3])
+    rows, columns = slice(top, top + height), slice(left, left + width)
+    planes = np.moveaxis(layer[rows, columns], 2, 0).astype(np.float32, order="C")
+    target[:, rows, columns] *= 1.0 - planes[3] / 255.0
+    target[:, rows, columns] += planes[:3]
 
 
-def shadow(alpha: NDArray[np.float32]) -> NDArray[np.float32]:
+def cast_shadow(target: NDArray[np.float32], alpha: NDArray[np.uint8]) -> None:
     """Shadow of a layer on the board: light comes from the upper left, however the part is turned."""
-    cover = Image.fromarray((alpha * 255).astype(np.uint8))
-    soft = np.asarray(cover.filter(ImageFilter.GaussianBlur(2.5)), np.float32) / 255.0
-    cast = np.zeros_like(soft)
-    cast[4:, 3:] = soft[:-4, :-3]
-    return cast
+    soft = cv2.GaussianBlur(alpha, (0, 0), 2.5)
+    target[:, 4:, 3:] *= 1.0 - np.float32(0.45 / 255.0) * soft[:-4, :-3]
 
 
-def reduced(image: Image.Image) -> NDArray[np.float32]:
-    """A premultiplied layer at the board's resolution: float, (side, side, 4), colour 0 to 255, alpha 0 to 1."""
-    small = np.array(image.reduce(SUPERSAMPLING), np.float32)
-    small[..., 3] /= 255.0
-    return small
-
-
-def extent(alpha: NDArray[np.float32], half_px: int) -> Fractions | None:
+def extent(alpha: NDArray[np.uint8], half_px: int) -> Fractions | None:
     """The bounding box of what a layer covers, as fractions of the window of this half side around its centre."""
-    rows, columns = np.nonzero(alpha.max(1) > 0.5)[0], np.nonzero(alpha.max(0) > 0.5)[0]
+    rows, columns = np.nonzero(alpha.max(1) > 127)[0], np.nonzero(alpha.max(0) > 127)[0]
     if not len(rows):
         return None
     start = alpha.shape[0] / 2 - half_px
@@ -277,11 +240,11 @@ def bare_product() -> NDArray[np.float32]:
 
 
 def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Solder mask, traces from part to part, vias, holes and print: float (height, width, 3), 0 to 255."""
+    """Solder mask, traces from part to part, vias, holes and print: float (3, height, width), 0 to 255."""
     image = Image.new("RGB", (BOARD_WIDTH_PX, BOARD_HEIGHT_PX), (16, 18, 20))
     draw = ImageDraw.Draw(image)
     draw.rounded_rectangle((6, 6, BOARD_WIDTH_PX - 7, BOARD_HEIGHT_PX - 7), radius=26, fill=MASK)
-    draw_traces(draw, [site for site in sites if site.component.is_wired], rng)
+    draw_traces(draw, sites, rng)
     for x, y in rng.uniform((30, 30), (BOARD_WIDTH_PX - 30, BOARD_HEIGHT_PX - 30), (150, 2)):
         draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=(44, 128, 78))
         draw.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=(12, 40, 26))
@@ -298,7 +261,7 @@ def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[
     draw.text(
         (BOARD_WIDTH_PX / 2, BOARD_HEIGHT_PX - 30), "COSERVE DEMO BOARD  REV C", font=font(22), fill=SILK, anchor="mm"
     )
-    return np.asarray(image, np.float32)
+    return np.moveaxis(np.asarray(image), 2, 0).astype(np.float32, order="C")
 
 
 def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random.Generator) -> None:
@@ -318,18 +281,18 @@ def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random
 
 
 def photograph(picture: NDArray[np.float32], rng: np.random.Generator) -> Image.Image:
-    """The camera's picture: light falling off to one side, white balance, a little blur, noise."""
-    height, width = picture.shape[:2]
+    """The camera's picture: light falling off to one side, white balance, a little blur, noise. Changes its input."""
+    height, width = picture.shape[1:]
     x = np.linspace(-1, 1, width, dtype=np.float32)[None, :]
     y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
-    angle = rng.uniform(0, 2 * np.pi)
-    slope = np.float32(rng.uniform(0.03, 0.12))
-    light = np.float32(rng.uniform(0.92, 1.08)) * (
-        1 + slope * (np.float32(np.cos(angle)) * x + np.float32(np.sin(angle)) * y)
-    )
-    light = light * (1 - np.float32(0.06) * (x * x + y * y))
-    balance = rng.normal(1.0, 0.02, 3).astype(np.float32)
-    lit = np.clip(picture * light[..., None] * balance, 0, 255).astype(np.uint8)
-    blurred = Image.fromarray(lit).filter(ImageFilter.GaussianBlur(float(rng.uniform(0.3, 0.8))))
-    noise = rng.standard_normal((height, width, 1), np.float32) * np.float32(rng.uniform(2.0, 4.0))
-    return Image.fromarray(np.clip(np.asarray(blurred, np.float32) + noise, 0, 255).astype(np.uint8))
+    angle, slope = rng.uniform(0, 2 * np.pi), rng.uniform(0.03, 0.12)
+    across, down = np.float32(slope * np.cos(angle)), np.float32(slope * np.sin(angle))
+    light = np.float32(rng.uniform(0.92, 1.08)) * (1 + across * x + down * y) * (1 - np.float32(0.06) * (x * x + y * y))
+    balance, blur, grain = rng.normal(1.0, 0.02, 3), float(rng.uniform(0.3, 0.8)), rng.uniform(2.0, 4.0)
+    noise = rng.standard_normal((height, width), np.float32) * np.float32(grain)
+    planes = []
+    for plane, factor in zip(picture, balance, strict=True):
+        plane *= light * np.float32(factor)
+        blurred = cv2.GaussianBlur(np.minimum(plane, 255, out=plane), (5, 5), blur)
+        planes.append(np.clip(blurred + noise, 0, 255).astype(np.uint8))
+    return Image.fromarray(cv2.merge(planes))

@@ -218,10 +218,7 @@ def letters_of(tokenizer: Tokenizer) -> Tensor:
 
 
 def train_pair(
-    subjects: Mapping[str, Questions],
-    tokenizer: Tokenizer,
-    seed: int,
-    progress: Callable[[str, int, int], None],
+    subjects: Mapping[str, Questions], tokenizer: Tokenizer, seed: int, progress: Callable[[str, int, int], None]
 ) -> dict[str, TextNetwork]:
     """A network for each subject; tensors outside ``own_names`` are the same in all of them."""
     generator = torch.Generator().manual_seed(seed)

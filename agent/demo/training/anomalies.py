@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agent.demo.training.crops import LabelledCrop
 
 REGULARISATION = 0.01  # of each covariance's diagonal, as in the paper
-SHIFTS_PX = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))  # copies of each good part: cameras do not stand still
+SHIFTS_PX = ((0, 0), (1, 1), (-1, -1))  # copies of each good part: cameras do not stand still
 DIMENSIONS = 80
 THRESHOLD_FRACTION = 0.5  # of the good parts, kept back from training for the threshold
 FALSE_ALARMS = 0.01  # rate among them that the threshold may allow

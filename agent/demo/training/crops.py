@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agent.demo.rendering.components import OK, ComponentType
+from agent.demo.rendering.components import OK, ComponentType, Detector
 from agent.demo.rendering.render import crop, render_panels
 from experts.errors import ConfigError
 
@@ -62,10 +61,7 @@ def render_crops(
     threads: int,
     progress: Callable[[str, int, int], None],
 ) -> tuple[LabelledCrop, ...]:
-    """Crops of each component in each state, ordered by component, label and file.
-
-    Parts without traces are rendered apart, so that the crops of the others do not depend on them.
-    """
+    """Crops of each component in each state, ordered by component, label and file."""
     parts = [
         (component, label)
         for component in components
@@ -74,20 +70,17 @@ def render_crops(
     ]
     counts: Counter[tuple[str, str]] = Counter()
     crops = []
-    groups = [[part for part in parts if part[0].is_wired is wired] for wired in (True, False)]
-    for board in chain.from_iterable(render_panels(group, seed, threads) for group in groups if group):
-        for placement in board.placements:
-            kind = (placement.component, placement.label)
-            crops.append(
-                LabelledCrop(*kind, f"{counts[kind]:04d}.png", np.array(crop(board, placement)), placement.body)
-            )
+    for board in render_panels(parts, seed, threads):
+        for place in board.placements:
+            kind = (place.component, place.label)
+            crops.append(LabelledCrop(*kind, f"{counts[kind]:04d}.png", crop(board, place), place.body))
             counts[kind] += 1
         progress("render", len(crops), len(parts))
     return tuple(sorted(crops, key=PLACE))
 
 
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
-    fraction = CHIP_FRACTION if component.package == "chip" else 1.0
+    fraction = CHIP_FRACTION if component.detector is Detector.ALIGNMENT else 1.0
     relative = MEASURED_GOOD if component.measured and label == OK else RELATIVE_COUNTS.get(label, 1.0)
     return max(round(crops_per_label * fraction * relative), LEAST_COUNTS.get(label, MIN_CROPS_PER_LABEL))
 

@@ -97,7 +97,7 @@ def test_a_stored_result_comes_back_with_its_measurement(stored, maps, found):
 
 
 def test_files_of_a_board_are_named_for_the_inbox():
-    board = render_board(seed=2, defect_rate=0.3, name="B7")
+    board = render_board(2, "B7", 0.3, 0.3)
     crops = crops_of(board)
     named = [(f"B7_{place.component}_{place.ref}.png", place.label) for place in board.placements]
     assert [(each.file, each.label) for each in crops] == named

@@ -10,7 +10,7 @@ from experts.expert import Anomaly, AnomalyMap, Verdict
 
 @pytest.fixture(scope="module")
 def board():
-    return render_board(seed=9, defect_rate=0.0)
+    return render_board(9, "B9", 0.0, 0.0)
 
 
 def colour_at_edge(picture, placement):

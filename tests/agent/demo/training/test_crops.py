@@ -38,13 +38,9 @@ def test_rendered_crops_are_what_is_read_back(tmp_path):
         assert np.array_equal(one.pixels, other.pixels)
 
 
-def test_crops_of_a_part_without_traces_change_no_other():
-    named = {each.name: each for each in COMPONENTS}
-    chip, shield = named["resistor-0402"], named["shield-can"]
-    alone, both = (render_crops(each, 5, 0, 1, lambda *step: None) for each in ([chip], [shield, chip]))
-    others = [crop for crop in both if crop.component == chip.name]
-    assert all(np.array_equal(one.pixels, other.pixels) for one, other in zip(alone, others, strict=True))
-    counts = Counter(crop.label for crop in both if crop.component == shield.name)
+def test_measured_parts_have_more_good_crops():
+    shield = next(each for each in COMPONENTS if each.measured)
+    counts = Counter(crop.label for crop in render_crops([shield], 5, 0, 1, lambda *step: None))
     assert counts.pop(OK) > 5 * max(counts.values())  # half of the good ones are trained on, half vouch for a threshold
 
 
