@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
-CROPS_PER_LABEL = 8  # the stored network has seen others of each component
+CROPS_PER_LABEL = 5  # the stored network has seen others of each component
 HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
 MEASURED_DEFECT_RATE = 0.35  # of the two shields of a board: so few of them tell nothing of an expert otherwise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agent.demo.rendering.components import OK, ComponentType, Detector
+from agent.demo.rendering.components import OK, ComponentType
 from agent.demo.rendering.render import crop, render_panels
 from experts.errors import ConfigError
 
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
     from agent.demo.rendering.render import Fractions
 
-RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
-MEASURED_GOOD = 25.6  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
-CHIP_FRACTION = 0.6  # chips look so much alike that each one's crops help all
-LEAST_COUNTS = {"shifted": 19}  # the detector's head, which is not stored, learns from these
+MEASURED_GOOD = 41.0  # of good measured parts: half are trained on, and 100 others warrant 1 % of false alarms
+DETECTED = 3.0  # of both states of a detector's parts: its head, which is not stored, learns from these
+HARD = {OK: 2.0, "bridge": 2.0, "bent-pin": 2.0}
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
 PLACE = attrgetter("component", "label", "file")
 
@@ -80,9 +79,13 @@ def render_crops(
 
 
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
-    fraction = CHIP_FRACTION if component.detector is Detector.ALIGNMENT else 1.0
-    relative = MEASURED_GOOD if component.measured and label == OK else RELATIVE_COUNTS.get(label, 1.0)
-    return max(round(crops_per_label * fraction * relative), LEAST_COUNTS.get(label, MIN_CROPS_PER_LABEL))
+    if component.measured and label == OK:
+        relative = MEASURED_GOOD
+    elif component.detector and label in {OK, component.detector.defect}:
+        relative = DETECTED
+    else:
+        relative = HARD.get(label, 1.0)
+    return max(round(crops_per_label * relative), MIN_CROPS_PER_LABEL)
 
 
 def save_crops(directory: Path, crops: Iterable[LabelledCrop]) -> None:

@@ -34,7 +34,7 @@ from agent.demo.training.network import (
     resnet,
     varied,
 )  # fmt: skip
-from agent.demo.training.trunk import Descent, all_labels, stored_network, target, train_jointly
+from agent.demo.training.trunk import Descent, all_labels, batches_of, stored_network, target, train_jointly
 from experts.expert import Expert, InputSpec
 from experts.graph import RouteStep
 
@@ -152,11 +152,7 @@ def train_classifier(
             logits = network.fc(network.layer4(features[picked]).mean((2, 3))).float()
         return functional.cross_entropy(logits, targets[picked])
 
-    batches = [
-        picked
-        for _ in plan.sides_px
-        for picked in torch.randperm(len(crops), generator=generator).split(plan.batch_size)
-    ]
+    batches = [picked for _ in plan.sides_px for picked in batches_of(len(crops), plan, generator)]
     descend([*network.layer4.parameters(), *network.fc.parameters()], batches, loss, plan.learning_rate)
     name = f"cls/{crops[0].component}"
     file = folder / f"{name}.safetensors"

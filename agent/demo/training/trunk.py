@@ -93,13 +93,7 @@ def train_jointly(
     generator = torch.Generator().manual_seed(seed)
     images = pictures(crops)
     masks, targets = masks_and_targets(crops, labels, network.labels)
-    size = min(plan.batch_size, len(crops))
-    batches = [
-        (side_px, picked)
-        for side_px in plan.sides_px
-        for picked in torch.randperm(len(crops), generator=generator).split(size)
-        if len(picked) == size
-    ]
+    batches = [(side_px, picked) for side_px in plan.sides_px for picked in batches_of(len(crops), plan, generator)]
     network.train()
 
     def loss(batch: tuple[int, tuple[int, Tensor]]) -> Tensor:
@@ -112,6 +106,12 @@ def train_jointly(
 
     descend(network.parameters(), list(enumerate(batches)), loss, plan.learning_rate)
     return network.eval()
+
+
+def batches_of(count: int, plan: Descent, generator: torch.Generator) -> list[Tensor]:
+    """Rows of an epoch's batches, in random order. All batches are full: what is left over waits for another epoch."""
+    size = min(plan.batch_size, count)
+    return [picked for picked in torch.randperm(count, generator=generator).split(size) if len(picked) == size]
 
 
 def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:

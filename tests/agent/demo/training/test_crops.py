@@ -28,7 +28,7 @@ def test_rendered_crops_are_what_is_read_back(tmp_path):
     crops = render_crops(components, 5, 0, 1, lambda *step: steps.append(step))
     assert steps[-1] == ("render", len(crops), len(crops))
     kinds = Counter((crop.component, crop.label) for crop in crops)
-    more = {OK: 6, "shifted": 19}  # of chips: 5 x 0.6 x 2; the rest is held up at a least count
+    more = {OK: 15, "shifted": 15}  # a detector learns from these
     assert kinds == {(each.name, label): more.get(label, 5) for each in components for label in each.labels}
     assert {crop.pixels.shape for crop in crops} == {(64, 64, 3)}
     assert all((crop.body is None) == (crop.label == "missing") for crop in crops)

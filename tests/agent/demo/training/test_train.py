@@ -67,7 +67,7 @@ def test_every_component_gets_a_classifier_and_its_detector_or_an_anomaly_expert
     assert steps["shield-can"] == [("ano/shield-can", 0.0)]
     assert trained.seconds.keys() == {"trunk", "classifiers", "detectors", "anomaly expert"}
     (shield,) = trained.anomalies
-    assert [shield.samples[each] for each in ("training", "good", "bad")] == [39, 38, 20]
+    assert [shield.samples[each] for each in ("training", "good", "bad")] == [62, 61, 20]
 
 
 def test_classifiers_share_the_trunk_and_own_the_rest(line):
