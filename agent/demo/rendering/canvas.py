@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 SUPERSAMPLING = 2
 LIT = 160
 Point: TypeAlias = "tuple[float, float]"
-Box: TypeAlias = "tuple[float, float, float, float]"  # left, top, right, bottom
 
 
 @cache
@@ -38,17 +37,18 @@ class Canvas:
         self.image = Image.new("RGBX", (side_px * SUPERSAMPLING, side_px * SUPERSAMPLING))
 
     def stamp(
-        self,
-        half: Point,
-        places: Sequence[Point],
-        colour: Colour,
-        shade: str,
-        draw_mask: Callable[[ImageDraw.ImageDraw, Box], None],
+        self, form: str, half: Point, places: Sequence[Point], colour: Colour, shade: str = "flat", radius: float = 0.0
     ) -> None:
-        """One shape of these half sides around each of the places. ``draw_mask`` fills it into a box with 255."""
+        """A box with round corners, disc or segment of these half sides around each of the places."""
         width, height = (max(round(2 * side * SUPERSAMPLING), 1) for side in half)
         mask = Image.new("L", (width, height))
-        draw_mask(ImageDraw.Draw(mask), (0, 0, width - 1, height - 1))
+        draw, box = ImageDraw.Draw(mask), (0, 0, width - 1, height - 1)
+        if form == "box":
+            draw.rounded_rectangle(box, radius=radius * SUPERSAMPLING, fill=255)
+        elif form == "disc":
+            draw.ellipse(box, fill=255)
+        else:
+            draw.chord(box, -54, 54, fill=255)
         ink = shaded(colour, width, height, shade)
         for x, y in places:
             left, top = self._pixel((x - half[0], y - half[1]))

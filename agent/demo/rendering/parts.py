@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.demo.rendering.canvas import SUPERSAMPLING, Canvas
+from agent.demo.rendering.canvas import Canvas
 from agent.demo.rendering.packages import PACKAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from PIL import ImageDraw
-
-    from agent.demo.rendering.canvas import Box, Point
+    from agent.demo.rendering.canvas import Point
     from agent.demo.rendering.components import Colour, ComponentType
     from agent.demo.rendering.packages import Shape
 
@@ -84,9 +82,8 @@ def terms(words: str) -> list[tuple[float, str]]:
 
 def draw_stamped(part: Part, canvas: Canvas, shape: Shape) -> None:
     x, y = part.lengths(shape.size)
-    mask, radius = MASKS[shape.form], part.length(shape.radius) * SUPERSAMPLING
-    colour = part.tinted(shape.colour, shape.spread)
-    canvas.stamp((x, y), part.places(shape.at), colour, shape.shade, lambda draw, box: mask(draw, box, radius))
+    colour, radius = part.tinted(shape.colour, shape.spread), part.length(shape.radius)
+    canvas.stamp(shape.form, (x, y), part.places(shape.at), colour, shape.shade, radius)
 
 
 def draw_polygon(part: Part, canvas: Canvas, shape: Shape) -> None:
@@ -138,10 +135,8 @@ def draw_dent(part: Part, canvas: Canvas, shape: Shape) -> None:
     """A dark hollow with a bright slope."""
     (place,) = part.places("~.55w ~.35h")
     x, y = np.multiply(part.lengths(shape.size), part.rng.uniform(0.86, 1.14)).tolist()
-    ellipse = MASKS["disc"]
-    canvas.stamp((x, y), [place], part.tinted(shape.colour, 0.0), "flat", lambda draw, box: ellipse(draw, box, 0.0))
-    slope = (place[0] + 2.5, place[1] + 2.5)
-    canvas.stamp((0.67 * x, 0.69 * y), [slope], (228, 230, 232), "flat", lambda draw, box: ellipse(draw, box, 0.0))
+    canvas.stamp("disc", (x, y), [place], part.tinted(shape.colour, 0.0))
+    canvas.stamp("disc", (0.67 * x, 0.69 * y), [(place[0] + 2.5, place[1] + 2.5)], (228, 230, 232))
 
 
 def draw_blot(part: Part, canvas: Canvas, shape: Shape) -> None:
@@ -160,27 +155,19 @@ def draw_bridge(part: Part, canvas: Canvas, shape: Shape) -> None:
     thick = part.rng.uniform(0.045, 0.055) * part.type.window_px
     half = abs(second[0] - first[0]) / 2 + thick, abs(second[1] - first[1]) / 2 + thick
     middle = (first[0] + second[0]) / 2, (first[1] + second[1]) / 2
-    canvas.stamp(
-        half, [middle], part.tinted(shape.colour, shape.spread), shape.shade,
-        lambda draw, box: MASKS["box"](draw, box, thick * SUPERSAMPLING),
-    )  # fmt: skip
+    canvas.stamp("box", half, [middle], part.tinted(shape.colour, shape.spread), shape.shade, thick)
 
 
 def draw_bent_pin(part: Part, canvas: Canvas, shape: Shape) -> None:
     """A pin that lies askew across the others; its socket is empty."""
     places, (long, width) = part.places(shape.at), part.lengths(shape.size)
     place = places[part.rng.integers(len(places))]
-    canvas.stamp((13, 13), [place], (20, 20, 22), "flat", lambda draw, box: MASKS["box"](draw, box, 4.0))
+    canvas.stamp("box", (13, 13), [place], (20, 20, 22), radius=2.0)
     canvas.line([place, part.around(place, long)], part.tinted(shape.colour, shape.spread), width)
 
 
-MASKS: dict[str, Callable[[ImageDraw.ImageDraw, Box, float], None]] = {
-    "box": lambda draw, box, radius: draw.rounded_rectangle(box, radius=radius, fill=255),
-    "disc": lambda draw, box, _: draw.ellipse(box, fill=255),
-    "segment": lambda draw, box, _: draw.chord(box, -54, 54, fill=255),
-}
 FORMS: dict[str, Callable[[Part, Canvas, Shape], None]] = {
-    **dict.fromkeys(MASKS, draw_stamped),
+    **dict.fromkeys(("box", "disc", "segment"), draw_stamped),
     "polygon": draw_polygon,
     "text": draw_text,
     "cross": draw_cross,

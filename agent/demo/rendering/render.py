@@ -225,13 +225,13 @@ def cast_shadow(target: NDArray[np.float32], alpha: NDArray[np.uint8]) -> None:
 
 def extent(alpha: NDArray[np.uint8], half_px: int) -> Fractions | None:
     """The bounding box of what a layer covers, as fractions of the window of this half side around its centre."""
-    rows, columns = np.nonzero(alpha.max(1) > 127)[0], np.nonzero(alpha.max(0) > 127)[0]
-    if not len(rows):
+    left, top, width, height = cv2.boundingRect((alpha > 127).astype(np.uint8, order="C"))
+    if not width:
         return None
     start = alpha.shape[0] / 2 - half_px
-    edges = ((int(edge) - start) / (2 * half_px) for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
-    left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
-    return left, top, right, bottom
+    edges = (np.array((left, top, left + width, top + height)) - start) / (2 * half_px)
+    least_x, least_y, most_x, most_y = np.clip(edges, 0.0, 1.0).tolist()
+    return least_x, least_y, most_x, most_y
 
 
 @cache

@@ -90,7 +90,7 @@ def train_experts(
         yield
         seconds[stage] = time.monotonic() - started
 
-    detectors, strange = (DETECTORS, MEASURED) if are_rendered else ({}, frozenset[str]())
+    detectors, measured = (DETECTORS, MEASURED) if are_rendered else ({}, frozenset[str]())
     parts: defaultdict[str, list[LabelledCrop]] = defaultdict(list)
     for crop in crops:
         parts[crop.component].append(crop)
@@ -98,14 +98,12 @@ def train_experts(
     routes: dict[str, tuple[RouteStep, ...]] = {}
     for name, own in parts.items():
         detector = detectors.get(name)
-        if name in strange:
+        if name in measured:
             routes[name] = (RouteStep(f"ano/{name}", frozenset({OK})),)
             continue
-        defects = {crop.label for crop in own} - {OK, detector and detector.defect}
-        labels[name] = (OK, *sorted(defects))
-        routes[name] = (RouteStep(f"cls/{name}", frozenset({OK}), MIN_SCORE),)
-        if detector:
-            routes[name] += (RouteStep(f"det/{detector}", frozenset({detector.labels[0]})),)
+        labels[name] = (OK, *sorted({crop.label for crop in own} - {OK, detector and detector.defect}))
+        shared = (RouteStep(f"det/{detector}", frozenset({detector.labels[0]})),) if detector else ()
+        routes[name] = (RouteStep(f"cls/{name}", frozenset({OK}), MIN_SCORE), *shared)
     experts: list[Expert] = []
     seen: list[CropFeatures] = []
     with torch_threads(threads), torch.random.fork_rng(devices=[]):
@@ -132,7 +130,9 @@ def train_experts(
         with timed("detectors"):
             experts += train_detectors(joint, seen, folder, seed) if are_rendered else []
         with timed("anomaly expert"):
-            anomalies = tuple(train_anomaly(joint, own, folder, seed) for name, own in parts.items() if name in strange)
+            anomalies = tuple(
+                train_anomaly(joint, own, folder, seed) for name, own in parts.items() if name in measured
+            )
     return TrainedLine((*experts, *(each.expert for each in anomalies)), routes, seconds, anomalies)
 
 
