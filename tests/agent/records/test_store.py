@@ -51,7 +51,7 @@ def test_every_field_of_a_result_comes_back(store):
     full = result(
         "k", Verdict.NG, image="r.png", finished_at=NOON + timedelta(seconds=1), seconds=0.5, board="b1",
         board_type="main", ref="R1", label="burnt", score=0.25, reason="why", experts=("cls/a", "det/b"),
-        detail={"steps": [1, {"x": None}]}, arrived_at=early,
+        detail={"steps": [1, {"x": None}], "box": [1, 2, 30, 40]}, box=(1, 2, 30, 40), arrived_at=early,
     )  # fmt: skip
     store.record(full)
     store.record(changed(BARE, key="bare"))

@@ -164,13 +164,15 @@ def test_who_asks_to_be_left_alone_is(stage):
 
 def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(stage):
     one = stage()
+    one.receiver.down_until_s = 10.0
 
     def drop():
-        if len(one.receiver.tries_s) == 1:
+        if one.runner.get_loop().time() > 100.0 and len(one.receiver.tries_s) == 6:
             one.receiver.drop.set()
-        return len(one.receiver.tries_s) == 2
+        return len(one.receiver.tries_s) == 7
 
     one.run(drop)
+    assert one.receiver.tries_s[-1] < 101.0, "at once, after more than a minute of connection"
     assert one.pump.alarm == "gone"
     one.store.record(image(1))
     settled(one.store)
