@@ -4,7 +4,7 @@ Its head has a row for each label of any component, and each crop is judged amon
 that has seen all components needs few crops of each, and is trained once.
 
 Guarantees: ``stored_network`` answers the network that ``python -m agent.demo.training.trunk`` wrote, by its hash. That
-command renders other crops than any demo does, trains on them for about half an hour and prints the hash.
+command renders other crops than any demo does, trains on them for a quarter of an hour of one core and prints the hash.
 
 The file has 6 MB at most: weights are int8 with one scale for each row, and each 3x3 convolution of ``layer4`` is the
 product of two narrow matrices. Each component's own ``layer4`` starts from there and is trained in full.
