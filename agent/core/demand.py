@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 from agent.core import turns
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, EvictionCandidate, victims
-from agent.core.performance import SSD
+from agent.core.performance import SSD, tier_of
 from agent.core.policy import Evicting
 from agent.core.state import Load, ServedLine, State, Wish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.pool import ModelPool, PoolEntry
@@ -101,7 +101,8 @@ class Answer(Enum):
 def _upcoming(state: State) -> Iterator[Wish]:
     """Missing copies of the groups behind each head, by position, then by executor."""
     pools = state.pools
-    fronts = [(queue, pools[queue.spec.pool], head) for queue in state.queues if (head := queue.front) is not None]
+    heads = ((queue, queue.front) for queue in state.touched_queues)
+    fronts = [(queue, pools[queue.spec.pool], head) for queue, head in heads if head is not None]
     for _ in range(PREFETCH_GROUPS):
         fronts = [(queue, pool, group.next) for queue, pool, group in fronts if group.next is not None]
         for queue, pool, group in fronts:
@@ -110,8 +111,8 @@ def _upcoming(state: State) -> Iterator[Wish]:
 
 
 def _heads(state: State, since_s: Callable[[Group], float]) -> list[tuple[float, int, ExecutorQueue, Group]]:
-    """Heads of all queues, oldest first, then by executor."""
-    heads = [(queue, head) for queue in state.queues if (head := queue.front) is not None]
+    """Heads of queues, oldest first, then by executor."""
+    heads = [(queue, head) for queue in state.touched_queues if (head := queue.front) is not None]
     return sorted((since_s(head), queue.spec.id, queue, head) for queue, head in heads)
 
 
@@ -139,7 +140,8 @@ def initial_placement(
 
 
 def place(state: State, expert: str, spec: ExecutorSpec) -> None:
-    state.placements.append(_spare_wish(state, spec, expert))
+    state.placements[state.pools[spec.pool].spec.worker].append(_spare_wish(state, spec, expert))
+    state.touch(state.queue_of[spec.id])
 
 
 def place_pinned(state: State, expert: str) -> bool:
@@ -165,13 +167,18 @@ def change_line(state: State, line: ServedLine) -> None:
     """Wish for new and newly pinned experts; drop the wishes for experts that left the line."""
     before, state.line = state.line, line
     pin_copies(state)
-    for waiting in (state.placements, state.speculations):
+    for waiting in (*state.placements.values(), state.speculations):
         staying = [wish for wish in waiting if wish.expert not in line.retired]
         waiting.clear()
         waiting.extend(staying)
     if not state.is_draining:
         old = before.graph.experts - (line.homes.keys() - before.homes.keys())
-        state.placements.extend(wish for wish in first_wishes(state) if wish.expert not in old)
+        wish_for(state, (wish for wish in first_wishes(state) if wish.expert not in old))
+
+
+def wish_for(state: State, wishes: Iterable[Wish]) -> None:
+    for wish in wishes:
+        state.placements[state.pools[wish.spec.pool].spec.worker].append(wish)
 
 
 def pin_copies(state: State) -> None:
@@ -206,7 +213,12 @@ def first_wishes(state: State) -> Iterator[Wish]:
         yield _spare_wish(state, spec, expert)
     if state.policy.placing:
         usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in line.graph.placed - line.retired}
-        for spec, expert in initial_placement(usage, executors, line.matrix.experts):
+        planned = {expert: state.limits.placement[expert] for expert in usage.keys() & state.limits.placement.keys()}
+        for expert in sorted(planned, key=lambda name: (-usage[name], name)):
+            for spec in {spec.pool: spec for spec, _ in state.rows_of(expert) if spec.pool in planned[expert]}.values():
+                yield _spare_wish(state, spec, expert)
+        others = {expert: share for expert, share in usage.items() if expert not in planned}
+        for spec, expert in initial_placement(others, executors, line.matrix.experts):
             yield _spare_wish(state, spec, expert)
 
 
@@ -233,7 +245,7 @@ def claim_overdue(state: State) -> None:
         answer = _claim_one(state, wish, OVERDUE)
         if answer in (Answer.NO_ROOM, Answer.BUSY):
             state.full.add(pool.name)
-            state.kept_free[_source_of(state, pool, copy)] += 1
+            state.kept_free[_link(pool, _source_of(state, pool, copy))] += 1
         if answer is Answer.NO_ROOM and is_first:
             heads = _spared_heads(state, pool, wish, OVERDUE)
             copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.copy not in heads)
@@ -259,7 +271,7 @@ def claim(state: State) -> None:
 def switch_s(state: State, spec: ExecutorSpec, profile: ExpertProfile) -> float:
     """Predicted seconds until a copy could run on an executor; 0 when it is resident."""
     pool = state.pools[spec.pool]
-    return 0.0 if pool.is_resident(profile.copy) else profile.load_s[_source_of(state, pool, profile.copy)]
+    return 0.0 if pool.is_resident(profile.copy) else profile.load_s[tier_of(_source_of(state, pool, profile.copy))]
 
 
 def executors_to_spare(state: State, expert: str) -> set[int]:
@@ -319,11 +331,13 @@ def _prefetch(state: State) -> None:
 
 def _may_prefetch(state: State) -> bool:
     """True if a link for a later group is free: the SSD's, or that of a cache whose device has room."""
-    if not _is_busy(state, SSD):
-        return True
     lacking = state.full | state.short
-    caches = (pool.spec.cache for pool in state.pools.values() if pool.name not in lacking)
-    return any(cache is not None and not _is_busy(state, cache) for cache in caches)
+    return any(
+        not _is_busy(state, pool.spec.drive)
+        or (pool.spec.cache is not None and pool.name not in lacking and not _is_busy(state, pool.spec.cache))
+        for pool in state.pools.values()
+        if pool.spec.worker in state.touched
+    )
 
 
 def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
@@ -337,17 +351,23 @@ def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
 
 def _load_placements(state: State) -> None:
     """Load placements while room and a link are free; a pinned expert may evict others, and waits for room."""
-    for _ in range(len(state.placements)):
-        wish = state.placements.popleft()
+    for worker in state.queues_at:
+        if worker in state.touched:
+            _load_placed(state, state.placements[worker])
+
+
+def _load_placed(state: State, placements: deque[Wish]) -> None:
+    for _ in range(len(placements)):
+        wish = placements.popleft()
         if not _may_load(state, wish.expert):
             continue
         is_pinned = wish.expert in state.line.homes
         answer = _take_spare(state, wish, PINNED if is_pinned else SPARE)
         if answer is Answer.BUSY:
-            state.placements.appendleft(wish)
+            placements.appendleft(wish)
             return
         if answer in (Answer.NO_ROOM, Answer.WAIT) and is_pinned:
-            state.placements.append(wish)
+            placements.append(wish)
 
 
 def _take_spare(state: State, wish: Wish, claim: Claim) -> Answer:
@@ -385,7 +405,8 @@ def _bring(state: State, wish: Wish, claim: Claim) -> Answer:
 
 def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim) -> Answer:
     copy = wish.profile.copy
-    if _is_busy(state, source):
+    link = _link(pool, source)
+    if _is_busy(state, link):
         return Answer.BUSY
     setback = state.setbacks.get((pool.name, copy))
     if setback is not None and state.now < setback.pause.until_s:
@@ -399,7 +420,7 @@ def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim)
     if claim is IDLE:
         pool.mark_spare(copy)
     else:
-        state.in_flight[source] += 1
+        state.in_flight[link] += 1
     state.last_load += 1
     state.loads[state.last_load] = Load(copy, wish.expert, source, pool.name, claim is IDLE)
     state.counts[f"{source}_{pool.name}"] += 1
@@ -411,14 +432,22 @@ def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim)
 
 def load_over(state: State, load: Load) -> None:
     """Free the load's place on the link, and its source's copy."""
+    pool = state.pools[load.pool]
     if not load.is_idle:
-        state.in_flight[load.source] -= 1
+        state.in_flight[_link(pool, load.source)] -= 1
     if load.source != SSD:
         state.pools[load.source].end_use(load.copy)
+    if len(state.queues_at) > 1:
+        state.touched.update(each.spec.worker for each in state.pools.values() if each.spec.drive == pool.spec.drive)
 
 
-def _is_busy(state: State, source: str) -> bool:
-    return state.in_flight[source] + state.kept_free[source] >= state.limits.loads_in_flight
+def _link(pool: ModelPool, source: str) -> str:
+    """Link of a load into a memory: of its drive, or of the memory that the copy comes from."""
+    return pool.spec.drive if source == SSD else source
+
+
+def _is_busy(state: State, link: str) -> bool:
+    return state.in_flight[link] + state.kept_free[link] >= state.limits.loads_in_flight
 
 
 def _source_of(state: State, pool: ModelPool, copy: str) -> str:
@@ -585,6 +614,7 @@ def discard(state: State, expert: str) -> None:
         for entry in [entry for entry in pool.entries() if entry.expert == expert]:
             if entry.uses == 0 and entry.is_resident:
                 _evict(state, pool, entry, EvictionDecision(entry.copy, 0, ()), STAGE_BY_RANK)
+                state.touched.add(pool.spec.worker)
 
 
 def discard_if_gone(state: State, expert: str) -> None:

@@ -50,9 +50,10 @@ class Prepare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Release a request's prepared image, except the form that a running batch uses."""
+    """Release a request's image that ``worker`` prepared, except the form that a running batch uses."""
 
     request: int
+    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,16 @@ class FellBack:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorsChanged:
+    """Executors were lost or joined; ``requests`` are assigned anew. Only recorded."""
+
+    executors: tuple[int, ...]
+    requests: int
+    reason: str
+    is_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetChanged:
     """New budget for the weights in a memory: lower after a shortage of memory, or raised again."""
 
@@ -177,5 +188,5 @@ class Fail:
 
 Effect = (
     StartLoad | StartBatch | Prepare | Forget | Preempt | Evict | Assigned | StandingChanged | FellBack
-    | BudgetChanged | LeasesChanged | Complete | Fail
+    | ExecutorsChanged | BudgetChanged | LeasesChanged | Complete | Fail
 )  # fmt: skip

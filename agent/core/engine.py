@@ -12,6 +12,7 @@ Guarantees, for any events in any order:
     equal events at equal times give equal effects;
     overlapping policy: no executor is idle while it has a request whose expert is resident, unless an overdue head
     waits for the room of that expert, or the request cannot have its lease yet;
+    executors may be lost, with their memories, and join, at any time: loads and batches of lost ones have no answer;
     bounded policy: the head whose oldest request has waited longest, for ``max_overtake_s`` or more, gets the next free
     room and the next place on the link. No request whose expert is resident and that could begin is
     overtaken by one that came ``max_overtake_s`` or more after it, except by the batch of images after a quantum.
@@ -26,12 +27,11 @@ from typing import TYPE_CHECKING
 
 from agent.core import demand, events, failures, requests, running, turns
 from agent.core.effects import Fail
-from agent.core.performance import footprints_in, pinned_homes
-from agent.core.pool import ModelPool, misfits
+from agent.core.performance import pinned_homes
+from agent.core.pool import ModelPool
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Outcome, Precedence, Rejected
 from agent.core.scheduler import Scheduler
 from agent.core.state import ServedLine, State, Ticket, check_invariants, statistics
-from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -65,23 +65,36 @@ class Engine:
             lambda spec, profile: demand.switch_s(self._state, spec, profile),
             lambda expert: failures.barred(self._state, expert),
         )
+        scheduler.planned = limits.placement
+        if limits.transfer_s:
+            scheduler.distance_s = lambda spec, worker: _distance_s(self._state, spec, worker)
         homes = pinned_homes(limits.pinned, [queue.spec for queue in scheduler.queues], matrix.experts)
-        line = ServedLine(graph, matrix, homes)
-        self._state = State(policy, limits, line, scheduler, {spec.name: ModelPool(spec) for spec in limits.pools})
+        line = ServedLine(graph, matrix, limits.pinned, homes)
+        pools = {spec.name: ModelPool(spec) for spec in limits.pools}
+        self._state: State = State(policy, limits, line, scheduler, pools)
         demand.pin_copies(self._state)
-        _refuse_misfits(self._state)
+        lacking = failures.lacking(self._state)
+        if lacking is not None:
+            raise lacking
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Effects of an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
         state = self._state
         before, state.now, state.effects = state.now, max(state.now, now), []
+        state.touched.clear()
+        if len(state.queues_at) < 2 or type(event) not in _LOCAL:
+            state.touch()
         transition = _TRANSITIONS.get(type(event))
         may_move = _unexpected(state) if transition is None else transition(state, event)
         if state.setbacks and any(before < setback.pause.until_s <= state.now for setback in state.setbacks.values()):
+            state.touch()
             demand.place_due(state, before)
             may_move = True
         if state.lowered and failures.relieve(state):
+            state.touch()
             may_move = True
+        if state.stranded:
+            failures.end_absence(state)
         if may_move:
             if state.leases.is_any:
                 turns.look_again(state)
@@ -112,7 +125,7 @@ class Engine:
 
 
 def _started(state: State, _: events.Started) -> bool:
-    state.placements.extend(demand.first_wishes(state))
+    demand.wish_for(state, demand.first_wishes(state))
     return True
 
 
@@ -218,6 +231,8 @@ def _cancelled(state: State, event: events.Cancelled) -> bool:
     ticket = state.tickets.get(event.request)
     if ticket is None:
         return _unexpected(state)
+    if event.request in state.stranded:
+        return requests.fail(state, event.request, CANCELLED)
     if ticket.group is None:
         ticket.is_cancelled = True  # the answer of its batch ends it
         return False
@@ -260,8 +275,8 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     homes = pinned_homes(event.pinned, [queue.spec for queue in state.queues], event.matrix.experts)
     state.scheduler.matrix = event.matrix
     state.laters.clear()
-    demand.change_line(state, ServedLine(event.graph, event.matrix, homes, event.retired))
-    _guarantee_workspaces(state)
+    demand.change_line(state, ServedLine(event.graph, event.matrix, event.pinned, homes, event.retired))
+    failures.guarantee_workspaces(state)
     failures.raise_budgets(state)
     failures.forget_all_but(state, event.graph.experts)
     for expert in sorted(event.retired):
@@ -269,9 +284,18 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     return True
 
 
+def _executors_lost(state: State, event: events.ExecutorsLost) -> bool:
+    return failures.executors_lost(state, event) or _unexpected(state)
+
+
+def _executors_joined(state: State, event: events.ExecutorsJoined) -> bool:
+    return failures.executors_joined(state, event) or _unexpected(state)
+
+
 def _drained(state: State, _: events.Drain) -> bool:
     state.is_draining = True
-    state.placements.clear()
+    for placements in state.placements.values():
+        placements.clear()
     state.speculations.clear()
     requests.end_idle(state, GAVE_WAY)
     return False
@@ -294,32 +318,21 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.Preempted: _preempted,
     **dict.fromkeys((events.Quarantined, events.Wanted, events.Unwanted), _expert_named),
     events.LineChanged: _line_changed,
+    events.ExecutorsLost: _executors_lost,
+    events.ExecutorsJoined: _executors_joined,
     events.Tick: lambda *_: True,
     events.Drain: _drained,
 }
 
-
-# -- room that every expert needs --
-
-
-def _refuse_misfits(state: State) -> None:
-    for name, pool in state.pools.items():
-        users = [queue.spec for queue in state.users[name]]
-        footprints = footprints_in(name, users, state.line.matrix.experts, state.line.homes)
-        needs = misfits(footprints, pool.spec.expert_bytes)
-        if needs:
-            expert = max(needs, key=lambda each: needs[each])
-            raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
-    _guarantee_workspaces(state)
-    for name, pool in state.pools.items():
-        owed = sum(pool.guaranteed_workspace.values())
-        if owed > pool.spec.workspace_bytes:
-            raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
+# Events whose effects start batches and loads only at the workers that they touch.
+_LOCAL = frozenset(
+    (
+        events.Arrived, events.Loaded, events.LoadFailed, events.Finished, events.Progressed, events.BatchFailed,
+        events.Cancelled, events.Preempted,
+    )
+)  # fmt: skip
 
 
-def _guarantee_workspaces(state: State) -> None:
-    """Guarantee each executor the workspace of one image of each of its experts."""
-    for queue in state.queues:
-        profiles = state.line.matrix.experts[queue.spec.processor].values()
-        largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
-        state.pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
+def _distance_s(state: State, spec: ExecutorSpec, worker: str) -> float:
+    """Predicted seconds to send an image from the worker that has it."""
+    return 0.0 if state.pools[spec.pool].spec.worker == worker else state.limits.transfer_s

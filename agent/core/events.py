@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agent.core.request import IMAGE, Precedence
 
 if TYPE_CHECKING:
-    from agent.core.performance import PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from agent.core.request import Rejected, Work
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
@@ -134,6 +134,26 @@ class LineChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorsLost:
+    """Executors ended without answers; their memories go with the last executor that runs or loads from them.
+
+    They use no remaining memory. ``may_return``: the shell tries to bring them back.
+    """
+
+    executors: frozenset[int]
+    reason: str
+    may_return: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorsJoined:
+    """Executors are ready, new ones or lost ones; ``pools``: their memories that the Engine has not got."""
+
+    executors: tuple[ExecutorSpec, ...]
+    pools: tuple[PoolSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: check deadlines."""
 
@@ -145,5 +165,5 @@ class Drain:
 
 Event = (
     Started | Arrived | Loaded | LoadFailed | Finished | Progressed | BatchFailed | Cancelled | Preempted
-    | Quarantined | Wanted | Unwanted | LineChanged | Tick | Drain
+    | Quarantined | Wanted | Unwanted | LineChanged | ExecutorsLost | ExecutorsJoined | Tick | Drain
 )  # fmt: skip

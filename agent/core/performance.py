@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 SSD, HOST, DEVICE = "ssd", "host", "device"  # sources of weights: the drive; memories have names
 
 
+def tier_of(memory: str) -> str:
+    """Tier of a memory: "host" for the host memory of each worker, as "w1/host"."""
+    return memory.rpartition("/")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
     """Weights that several experts share: a memory holds them once, while any of the experts is in it."""
@@ -94,7 +99,7 @@ class ExpertProfile:
     copy: str
     performance: Performance
     footprint: Footprint
-    load_s: Mapping[str, float]  # by source (SSD or a pool), into this processor's memory
+    load_s: Mapping[str, float]  # by tier of the source, into this processor's memory
     family: str | None = None
     prepared: PreparedForm | None = None
 
@@ -124,7 +129,8 @@ class PoolSpec:
     """One memory. Weights, workspaces of running batches and leases of begun requests have separate shares of it.
 
     ``cache``: the memory in front of it, which loads faster than the SSD (split memory). ``is_one_piece``: allocated
-    whole at the start, so an eviction frees no memory outside of it.
+    whole at the start, so an eviction frees no memory outside of it. ``worker``: process that owns it; "" is the agent.
+    ``drive``: its SSD, which other memories may share.
     """
 
     name: str
@@ -133,11 +139,17 @@ class PoolSpec:
     cache: str | None = None
     is_one_piece: bool = False
     lease_bytes: int = 0
+    worker: str = ""
+    drive: str = SSD
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the core. ``loads_in_flight`` counts per source (the SSD, the host's copies)."""
+    """Bounds of the core. ``loads_in_flight`` counts per source (an SSD, the copies in a memory).
+
+    ``prepared_bytes``: in each worker. ``placement``: memories that a plan gives an expert; its requests go there while
+    such a memory has executors. ``transfer_s``: predicted seconds to send an image to a worker that has not got it.
+    """
 
     pools: tuple[PoolSpec, ...]
     max_overtake_s: float = 5.0
@@ -146,6 +158,9 @@ class Limits:
     lone_quantum_s: float | None = None  # of begun texts on a line without images; None: equal to quantum_s
     prepared_bytes: int = 0  # of images prepared ahead of their batches; 0: prepared when the batch starts
     pinned: frozenset[str] = frozenset()
+    placement: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    transfer_s: float = 0.0
+    absence_s: float = 300.0  # requests wait so long for lost executors that nothing replaces
 
 
 def pinned_homes(

@@ -17,6 +17,7 @@ pool counts the uses of a copy.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -401,7 +402,7 @@ class Leases:
     def __init__(self, pools: Mapping[str, ModelPool], max_overtake_s: float) -> None:
         self._pools = pools
         self._max_overtake_s = max_overtake_s
-        self._queues: dict[str, list[LeaseWish]] = {name: [] for name in pools}  # oldest first
+        self._queues: defaultdict[str, list[LeaseWish]] = defaultdict(list)  # memory -> oldest first
         self._waiting: dict[int, tuple[str, LeaseWish]] = {}  # request -> memory
         self._begun: dict[int, str] = {}  # request -> memory
 
@@ -449,6 +450,10 @@ class Leases:
             self._stop_waiting(request)
         elif request in self._begun:
             self._pools[self._begun.pop(request)].return_lease(request)
+
+    def lose(self, pool: str) -> None:
+        """Forget a memory without requests."""
+        self._queues.pop(pool, None)
 
     def check_invariants(self) -> None:
         for name, pool in self._pools.items():

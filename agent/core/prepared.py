@@ -1,10 +1,10 @@
 """PreparedImages: order in which images are decoded and normalised before their batches start.
 
-Preparation begins when a request is queued, in order of predicted start, within a budget. The budget covers
-images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of every
-queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
+Preparation begins when a request is queued, in order of predicted start, within a budget for each worker. The budget
+covers images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of
+every queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
 
-Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started. A
+Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started. A
 second Prepare for a step only keeps less, or follows a Forget. A request's bytes are free once it has its outcome;
 forms that the rest of its route does not need are released when a step ends. O(queues) per event and O(log n) per
 request. Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
@@ -12,7 +12,7 @@ request. Assumes: at Forget, Complete and Fail the shell releases a request's im
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 from agent.core.effects import Forget, Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from agent.core.effects import Effect
     from agent.core.performance import PerformanceMatrix, PreparedForm
     from agent.core.queue import ExecutorQueue, Group
+    from agent.core.request import Batch
     from experts.graph import ExpertGraph
 
 FAR_SHARE = 0.75  # of the budget, at most, for requests behind the first batches; arbitrary
@@ -34,7 +35,10 @@ LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one reques
 
 @dataclass(frozen=True, slots=True)
 class PreparedStatistics:
-    """Images prepared ahead: bytes now, and counts since the start. ``begun_late``: not before the batch started."""
+    """Images prepared ahead: bytes now, and counts since the start. ``begun_late``: not before the batch started.
+
+    Bytes are of all workers.
+    """
 
     budget_bytes: int = 0
     used_bytes: int = 0
@@ -64,6 +68,7 @@ class _Place:
 
     group: Group
     queue: ExecutorQueue
+    worker: str
     due_s: float  # predicted start of its next batch
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     begun: int = 0
@@ -86,7 +91,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Image:
-    """Prepared forms of a request's image.
+    """Prepared forms of a request's image, at one worker.
 
     ``own_bytes`` count while the request is queued, ``later`` while it is in flight. ``wanted``: forms to keep for
     later steps if there is room. ``form``: the begun form, or None. ``place``: None in a batch.
@@ -94,6 +99,7 @@ class _Image:
 
     expert: str
     wanted: Later
+    worker: str
     place: _Place | None = None
     form: str | None = None
     own_bytes: int = 0
@@ -111,17 +117,24 @@ class _Image:
 class PreparedImages:
     """Images of one Engine. Methods append to ``effects``."""
 
-    def __init__(self, queues: Sequence[ExecutorQueue], budget_bytes: int) -> None:
-        self._queues = {queue.spec.id: queue for queue in queues}
-        self._waiting: dict[int, list[tuple[int, int, _Place]]] = {executor: [] for executor in self._queues}  # heaps
+    def __init__(self, budget_bytes: int) -> None:
+        self._queues: dict[int, tuple[ExecutorQueue, str]] = {}
+        self._waiting: dict[str, dict[int, list[tuple[int, int, _Place]]]] = {}  # worker -> executor -> heap
         self._budget_bytes = budget_bytes
         self._far_bytes = int(budget_bytes * FAR_SHARE)
-        self._used_bytes = self._later_bytes = 0
+        self._used_bytes = Counter[str]()  # by worker
+        self._later_bytes = 0
         self._images: dict[int, _Image] = {}
         self._places: dict[Group, _Place] = {}
         self._number = count()
-        self._has_changed = False
+        self._changed: set[str] = set()  # workers with new images, or new room
         self._begun_ahead = self._begun_late = 0
+
+    def connect(self, queues: Mapping[int, tuple[ExecutorQueue, str]]) -> None:
+        """Know the executors, each with its queue and its worker. Lost executors have no images left."""
+        before, self._queues, self._waiting = self._waiting, dict(queues), {}
+        for executor, (_, worker) in queues.items():
+            self._waiting.setdefault(worker, {})[executor] = before.get(worker, {}).get(executor, [])
 
     @property
     def is_on(self) -> bool:
@@ -145,14 +158,17 @@ class PreparedImages:
 
     def queued(self, request: int, group: Group, later: Later, now: tuple[int, float], effects: list[Effect]) -> None:
         """A request joined a queue. ``now``: (executor, time)."""
+        (queue, worker), now_s = self._queues[now[0]], now[1]
         form, image = group.profile.prepared, self._images.get(request)
+        if image is not None and image.worker != worker:
+            self.forget(request, effects)
+            image = None
         if form is None or form.size_bytes > self._budget_bytes:
-            self._forget(request, effects)
+            self.forget(request, effects)
             return
         place = self._places.get(group)
         if place is None:
-            queue = self._queues[now[0]]
-            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now[1]))
+            place = self._places[group] = _Place(group, queue, worker, self._predicted_s(group, queue, now_s))
         if image is not None and image.gives(form) and self._reuse(image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later
@@ -160,15 +176,15 @@ class PreparedImages:
             place.begun += 1
         else:
             if image is not None:
-                self._forget(request, effects)
-            self._images[request] = _Image(group.expert, later, place)
+                self.forget(request, effects)
+            self._images[request] = _Image(group.expert, later, worker, place)
             place.waiting[request] = None
             if not place.is_listed:
                 place.is_listed = True
-                heappush(self._waiting[now[0]], (group.order, next(self._number), place))
+                heappush(self._waiting[worker][now[0]], (group.order, next(self._number), place))
             least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
-            if self._used_bytes + least_bytes <= self._far_bytes or place.is_near:
-                self._has_changed = True
+            if self._used_bytes[worker] + least_bytes <= self._far_bytes or place.is_near:
+                self._changed.add(worker)
 
     def left(self, request: int) -> None:
         """A request left its queue."""
@@ -176,41 +192,41 @@ class PreparedImages:
         if image is not None and image.place is not None:
             self._leave(request, image)
 
-    def started(self, requests: Iterable[int], now: float, effects: list[Effect]) -> None:
+    def started(self, batch: Batch, now: float, effects: list[Effect]) -> None:
         """A batch starts: its requests' own forms leave the budget. Prepares images that are not begun."""
-        for request in requests:
+        for request in batch.requests:
             image = self._images.get(request)
             if image is None:
                 continue
             place = self._leave(request, image)
             if image.form is None:
                 self._begun_late += 1
-                has_room = self._used_bytes + image.wanted.size_bytes <= self._budget_bytes
+                has_room = self._used_bytes[image.worker] + image.wanted.size_bytes <= self._budget_bytes
                 self._keep(image, place.form.name, 0, image.wanted if has_room else NOTHING_LATER)
                 effects.append(self._prepare(request, image, place, now))
             else:
                 self._keep(image, image.form, 0, image.later)
             place.due_s = place.queue.next_start_s(now)  # the others run after this batch
-        self._has_changed = True
+        self._changed.add(self._queues[batch.executor][1])
 
     def are_begun(self, requests: Iterable[int]) -> bool:
         images = (self._images.get(request) for request in requests)
         return all(image is not None and image.form is not None for image in images)
 
-    def queued_ahead(self, requests: Iterable[int], now: float) -> None:
+    def queued_ahead(self, batch: Batch, now: float) -> None:
         """A batch is queued behind the running one; its images still count."""
-        for request in requests:
+        for request in batch.requests:
             place = self._leave(request, self._images[request])
             place.due_s = place.queue.next_start_s(now)
-        self._has_changed = True
+        self._changed.add(self._queues[batch.executor][1])
 
-    def run(self, requests: Iterable[int]) -> None:
+    def run(self, batch: Batch) -> None:
         """A batch that was queued ahead starts."""
-        for request in requests:
+        for request in batch.requests:
             image = self._images[request]
             assert image.form is not None  # a batch is queued ahead once its images are begun
             self._keep(image, image.form, 0, image.later)
-        self._has_changed = True
+        self._changed.add(self._queues[batch.executor][1])
 
     def ended(self, request: int) -> None:
         """A request has its outcome; the shell releases its image."""
@@ -221,14 +237,16 @@ class PreparedImages:
 
     def advance(self, effects: list[Effect]) -> None:
         """Begin images in order of predicted start, while there is room."""
-        if not self._has_changed:
-            return
-        self._has_changed = False
-        firsts = [(place.next_due_s, each, place) for each in self._waiting if (place := self._first_waiting(each))]
+        for worker in sorted(self._changed) if len(self._changed) > 1 else tuple(self._changed):
+            self._advance(self._waiting.get(worker, {}), effects)
+        self._changed.clear()
+
+    def _advance(self, heaps: Mapping[int, list[tuple[int, int, _Place]]], effects: list[Effect]) -> None:
+        firsts = [(place.next_due_s, each, place) for each, heap in heaps.items() if (place := _first_waiting(heap))]
         heapify(firsts)
         while firsts:
             due_s, executor, place = firsts[0]
-            following = self._first_waiting(executor) if self._begin(place, due_s, effects) else None
+            following = _first_waiting(heaps[executor]) if self._begin(place, due_s, effects) else None
             if following is None:
                 heappop(firsts)
             else:
@@ -236,16 +254,20 @@ class PreparedImages:
 
     def statistics(self) -> PreparedStatistics:
         return PreparedStatistics(
-            self._budget_bytes, self._used_bytes, self._later_bytes, self._begun_ahead, self._begun_late
-        )
+            self._budget_bytes * len(self._waiting), self._used_bytes.total(), self._later_bytes,
+            self._begun_ahead, self._begun_late,
+        )  # fmt: skip
 
     def check_invariants(self, in_flight: Collection[int], ahead: Collection[int]) -> None:
         """``ahead``: requests in batches that are queued ahead."""
         images = self._images
         assert images.keys() <= set(in_flight), "an image is kept for a request that has its outcome"
-        assert self._used_bytes == sum(image.size_bytes for image in images.values()), "prepared bytes miscounted"
+        used_bytes = Counter[str]()
+        for image in images.values():
+            used_bytes[image.worker] += image.size_bytes
+        assert +self._used_bytes == +used_bytes, "prepared bytes miscounted"
         assert self._later_bytes == sum(image.later.size_bytes for image in images.values()), "later bytes miscounted"
-        assert 0 <= self._used_bytes <= self._budget_bytes, "more is prepared than there is room for"
+        assert all(0 <= each <= self._budget_bytes for each in used_bytes.values()), "more is prepared than has room"
         for request, image in images.items():
             place = image.place
             if place is None:
@@ -268,11 +290,11 @@ class PreparedImages:
         image, form = self._images[request], place.form
         most_bytes = self._budget_bytes if place.is_near else self._far_bytes
         later = image.wanted
-        own_bytes = _own_bytes(form, later)
-        free_bytes = most_bytes - self._used_bytes if place.is_near else most_bytes
+        own_bytes, used_bytes = _own_bytes(form, later), self._used_bytes[place.worker]
+        free_bytes = most_bytes - used_bytes if place.is_near else most_bytes
         if own_bytes + later.size_bytes > free_bytes:  # a far image waits for room for both, unless they never fit
             own_bytes, later = form.size_bytes, NOTHING_LATER
-        if self._used_bytes + own_bytes + later.size_bytes > most_bytes:
+        if used_bytes + own_bytes + later.size_bytes > most_bytes:
             return False
         del place.waiting[request]
         place.begun += 1
@@ -286,7 +308,7 @@ class PreparedImages:
         form = place.form
         kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER
         own_bytes = _own_bytes(form, kept)
-        if self._used_bytes - image.size_bytes + own_bytes + kept.size_bytes > self._budget_bytes:
+        if self._used_bytes[image.worker] - image.size_bytes + own_bytes + kept.size_bytes > self._budget_bytes:
             return False
         image.place = place
         self._keep(image, form.name, own_bytes, kept)
@@ -294,32 +316,24 @@ class PreparedImages:
 
     def _keep(self, image: _Image, form: str | None, own_bytes: int, later: Later) -> None:
         more_bytes = own_bytes + later.size_bytes - image.size_bytes
-        self._used_bytes += more_bytes
-        self._has_changed |= more_bytes < 0
+        self._used_bytes[image.worker] += more_bytes
+        if more_bytes < 0:
+            self._changed.add(image.worker)
         self._later_bytes += later.size_bytes - image.later.size_bytes
         image.form, image.own_bytes, image.later = form, own_bytes, later
 
     def _release(self, image: _Image) -> None:
         self._keep(image, None, 0, NOTHING_LATER)
-        self._has_changed = True
+        self._changed.add(image.worker)
 
-    def _forget(self, request: int, effects: list[Effect]) -> None:
+    def forget(self, request: int, effects: list[Effect]) -> None:
+        """Release the image of a request that is in no queue."""
         image = self._images.pop(request, None)
         if image is not None and image.form is not None:
             self._release(image)
-            effects.append(Forget(request))
+            effects.append(Forget(request, image.worker))
 
     # -- places --
-
-    def _first_waiting(self, executor: int) -> _Place | None:
-        heap = self._waiting[executor]
-        while heap:
-            place = heap[0][2]
-            if place.waiting:
-                return place
-            place.is_listed = False
-            heappop(heap)
-        return None
 
     def _leave(self, request: int, image: _Image) -> _Place:
         place, image.place = image.place, None
@@ -346,6 +360,16 @@ class PreparedImages:
             return max(group.starts_s, now)
         performance = before.profile.performance
         return earlier.due_s + performance.B_s + performance.K_s * len(before.requests)
+
+
+def _first_waiting(heap: list[tuple[int, int, _Place]]) -> _Place | None:
+    while heap:
+        place = heap[0][2]
+        if place.waiting:
+            return place
+        place.is_listed = False
+        heappop(heap)
+    return None
 
 
 def _own_bytes(form: PreparedForm, later: Later) -> int:

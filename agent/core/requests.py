@@ -12,6 +12,7 @@ from agent.core import demand
 from agent.core.effects import Complete, Fail, Preempt
 from agent.core.prepared import NOTHING_LATER
 from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, Rejected, StepResult
+from agent.core.scheduler import Placing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
 
 
-def enqueue(state: State, request: int, expert: str, home: int | None = None) -> bool:
-    """Queue the rest of a request's step, on ``home`` if able. True if a batch or load may start now."""
+def enqueue(state: State, request: int, expert: str, home: int | None = None, *, alone: bool = False) -> bool:
+    """Queue the rest of a request's step, on ``home`` if able. True if a batch or load may start now.
+
+    ``alone``: it joins no other request. A request that only lost executors can run is stranded.
+    """
     ticket = state.tickets[request]
     probation, refused = state.probations.get(expert), standing_reason(state, expert)
     may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
@@ -38,8 +42,12 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
         unable = state.queue_of.keys() - demand.executors_to_spare(state, expert)
     if home is not None and home not in unable:
         unable = state.queue_of.keys() - {home}
-    placed = state.scheduler.place(request, expert, state.now, work, unable)
+    placed = state.scheduler.place(Placing(request, expert, work, unable, ticket.worker, alone), state.now)
     if placed is None:
+        if request != state.idle_request and _is_able_away(state, expert, work):
+            state.stranded[request] = expert
+            ticket.queued_s = state.now
+            return False
         return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
     if probation is not None:
         probation.trial = request
@@ -56,6 +64,7 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
     """Record a request's place in a group: it waits for its lease, or its image is prepared."""
     ticket = state.tickets[request]
     ticket.queue, ticket.group = queue, group
+    state.touch(queue)
     performance = group.profile.performance
     if performance.runs_in_quanta:
         state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
@@ -73,6 +82,12 @@ def _later(state: State, ticket: Ticket) -> Later:
     return later
 
 
+def _is_able_away(state: State, expert: str, work: Work) -> bool:
+    """True if a lost executor that may return can run the expert. Texts do not wait for one."""
+    columns = state.line.matrix.experts
+    return work is IMAGE and any(expert in columns[spec.processor] for spec in state.away.values())
+
+
 def standing_reason(state: State, expert: str) -> str | None:
     """Reason why requests may not use an expert; None while it serves."""
     if expert in state.quarantined:
@@ -86,7 +101,7 @@ def _unplaced(state: State, request: int, expert: str, *, is_able: bool) -> str:
         return NO_SPARE_ROOM
     if request == state.idle_request or not is_able:
         return f"no executor of this box can run {expert}"
-    largest = max(pool.lease_bytes for pool in state.pools.values())
+    largest = max((pool.lease_bytes for pool in state.pools.values()), default=0)
     return (
         f"{expert}: {state.tickets[request].left.most} tokens need more memory than any that it could run from has for "
         f"texts (the largest share is {largest} bytes) - ask for fewer tokens"
@@ -110,7 +125,7 @@ def step_done(state: State, request: int, expert: str, result: Prediction | Reje
         fail(state, request, CANCELLED)
     elif judgement.next_expert is not None:
         ticket.step += 1
-        ticket.attempts = ticket.moves = 0
+        ticket.attempts = ticket.moves = ticket.losses = 0
         ticket.left = ticket.work.at(judgement.next_expert)
         enqueue(state, request, judgement.next_expert)
     elif judgement.verdict is not None:
@@ -127,6 +142,7 @@ def fail(state: State, request: int, reason: str) -> bool:
 def _end(state: State, effect: Complete | Fail) -> None:
     request = effect.request
     del state.tickets[request]
+    state.stranded.pop(request, None)
     state.images.ended(request)
     expert = state.trials.pop(request, None)
     if expert is not None:
@@ -151,6 +167,7 @@ def leave_queue(state: State, request: int) -> None:
     assert ticket.queue is not None
     assert ticket.group is not None
     ticket.queue.remove(ticket.group, request)
+    state.touch(ticket.queue)
     state.images.left(request)
     ticket.queue = ticket.group = None
     state.leases.end(request)

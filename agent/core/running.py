@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def start_batches(state: State) -> None:
     """Start the next batch of every idle executor."""
-    for queue in state.queues:
+    for queue in state.touched_queues:
         if queue.spec.id not in state.running and queue.head is not None:
             group, pool = turns.next_group(state, queue), state.pools[queue.spec.pool]
             free_bytes = pool.workspace_for(queue.spec.id)  # lacking only after a reload raised the guaranteed bytes
@@ -38,7 +38,7 @@ def start_batches(state: State) -> None:
 
 def queue_batches_ahead(state: State) -> None:
     """Queue a batch ahead on running executors, where that costs nothing."""
-    for queue in state.queues:
+    for queue in state.touched_queues:
         running = state.running_batch(queue.spec.id)
         if running is None or queue.spec.id in state.queued_ahead or state.idle_request in running.requests:
             continue
@@ -53,6 +53,7 @@ def end(state: State, batch: Batch) -> list[tuple[Portion, ExpertProfile]]:
     for copy in batch.copies:
         pool.end_use(copy)
     queue.unfinished_s = 0.0
+    state.touch(queue)
     del state.batches[batch.id]
     number = state.queued_ahead.pop(batch.executor, None)
     if number is None:
@@ -66,7 +67,7 @@ def end(state: State, batch: Batch) -> list[tuple[Portion, ExpertProfile]]:
         queue.ahead_s, queue.ahead_requests = 0.0, 0
         queue.is_overtaken = False
         state.running[batch.executor] = number
-        state.images.run(following.requests)
+        state.images.run(following)
     return state.parts.pop(batch.id)
 
 
@@ -87,7 +88,7 @@ def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
     queue.is_overtaken = not is_front
     state.running[executor] = batch.id
     if batch.quantum_s is None and state.images.is_on:
-        state.images.started(batch.requests, state.now, state.effects)
+        state.images.started(batch, state.now, state.effects)
     state.effects.append(StartBatch(batch))
     for portion in batch.all_portions:
         speculate(state, queue.spec, portion.expert)
@@ -96,6 +97,7 @@ def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
 def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> float:
     """Register a new batch, and use its copies until it ends; returns the predicted seconds of its tokens."""
     pool, is_idle = state.pool_of(batch.executor), state.idle_request in batch.requests
+    worker = pool.spec.worker
     for copy in batch.copies:
         pool.start_use(copy, is_spare=is_idle)
     state.counts["idle_batches"] += is_idle
@@ -106,6 +108,7 @@ def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> f
         tickets = [state.tickets[request] for request in portion.requests]
         for ticket in tickets:
             ticket.queue = ticket.group = None
+            ticket.worker = worker
         tokens_s += sum(profile.performance.tokens_s(each.left) for each in tickets if each.left is not IMAGE)
     return tokens_s
 
@@ -134,7 +137,7 @@ def _queue_ahead(state: State, queue: ExecutorQueue, size: int) -> None:
     queue.ahead_s = group.profile.performance.latency_s(size) + _enter(state, batch, (group.profile,))
     queue.ahead_requests = size
     state.queued_ahead[batch.executor] = batch.id
-    state.images.queued_ahead(batch.requests, state.now)
+    state.images.queued_ahead(batch, state.now)
     state.effects.append(StartBatch(batch))
     state.images.advance(state.effects)
     speculate(state, queue.spec, batch.expert)

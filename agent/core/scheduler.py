@@ -16,7 +16,7 @@ from agent.core.queue import ExecutorQueue
 from agent.core.request import IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix
     from agent.core.policy import Policy
@@ -34,10 +34,25 @@ class _Option(NamedTuple):
     load_s: float = 0.0
 
 
+class Placing(NamedTuple):
+    """Request to assign.
+
+    ``unable``: executors that cannot take it. ``worker``: has its image. ``alone``: it joins no group.
+    """
+
+    request: int
+    expert: str
+    work: Work = IMAGE
+    unable: Collection[int] = ()
+    worker: str = ""
+    alone: bool = False
+
+
 class Scheduler:
     """Assigns requests to queues. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``barred(expert)``: executors to avoid while others can run it.
+    ``barred(expert)``: executors to avoid while others can run it. ``distance_s(executor, worker)``: seconds to send an
+    image from that worker.
     """
 
     def __init__(
@@ -49,31 +64,33 @@ class Scheduler:
         switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
         barred: Callable[[str], Collection[int]] = lambda _: (),
     ) -> None:
-        used = executors[:1] if policy.assigning is Assigning.FIRST else executors
-        self.queues = tuple(ExecutorQueue(spec) for spec in used)
+        self.queues: tuple[ExecutorQueue, ...] = ()
         self.matrix = matrix
+        self.planned: Mapping[str, frozenset[str]] = {}  # expert -> memories that a plan gives it
+        self.distance_s: Callable[[ExecutorSpec, str], float] | None = None
         self._policy = policy
         self._max_overtake_s = max_overtake_s
         self._switch_s = switch_s
         self._barred = barred
         self._turn = 0
+        self.join(executors)
 
-    def place(
-        self, request: int, expert: str, now: float, work: Work = IMAGE, unable: Collection[int] = ()
-    ) -> tuple[Group, Assigned] | None:
+    def join(self, executors: Sequence[ExecutorSpec]) -> None:
+        """Add executors; a policy with a single executor takes the first, if it has none."""
+        if self._policy.assigning is Assigning.FIRST:
+            executors = () if self.queues else executors[:1]
+        self.queues = (*self.queues, *(ExecutorQueue(spec) for spec in executors))
+
+    def lose(self, executors: Collection[int]) -> None:
+        """Remove executors, whose queues are empty."""
+        self.queues = tuple(queue for queue in self.queues if queue.spec.id not in executors)
+
+    def place(self, placing: Placing, now: float) -> tuple[Group, Assigned] | None:
         """Queue a request: its group and the decision. None if no executor outside ``unable`` can run the expert."""
-        options = [
-            self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
-            for queue in self.queues
-            if (profile := self.matrix.experts[queue.spec.processor].get(expert)) is not None
-        ]
-        if unable:
-            options = [option for option in options if option.queue.spec.id not in unable]
+        request, expert = placing.request, placing.expert
+        options = self._options(placing, now)
         if not options:
             return None
-        barred = self._barred(expert)
-        if barred:
-            options = [option for option in options if option.queue.spec.id not in barred] or options
         candidates = tuple(
             AssignmentCandidate(option.queue.spec.id, option.queue.length_s(now), option.addition_s)
             for option in options
@@ -83,9 +100,34 @@ class Scheduler:
         if group is None:
             profile = self.matrix.experts[chosen.queue.spec.processor][expert]
             group = chosen.queue.open(expert, profile, request, now, chosen.load_s, chosen.tokens_s)
+            group.alone = placing.alone
         else:
             chosen.queue.join(group, request, now, chosen.tokens_s)
         return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
+
+    def _options(self, placing: Placing, now: float) -> list[_Option]:
+        """Executors that can take a request: those of its plan that are not barred, else those not barred, else any."""
+        expert, unable = placing.expert, placing.unable
+        able = [
+            (queue, profile)
+            for queue in self.queues
+            if (profile := self.matrix.experts[queue.spec.processor].get(expert)) is not None
+            and not (unable and queue.spec.id in unable)
+        ]
+        barred = self._barred(expert)
+        if barred:
+            able = [each for each in able if each[0].spec.id not in barred] or able
+        pools = self.planned.get(expert)
+        if pools is not None:
+            able = [each for each in able if each[0].spec.pool in pools] or able
+        options = []
+        for queue, profile in able:
+            tokens_s = 0.0 if placing.work is IMAGE else profile.performance.tokens_s(placing.work)
+            option = self._option(queue, expert, profile, now, tokens_s, alone=placing.alone)
+            if self.distance_s is not None:
+                option = option._replace(addition_s=option.addition_s + self.distance_s(queue.spec, placing.worker))
+            options.append(option)
+        return options
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
         if self._policy.assigning is not Assigning.MAKESPAN:
@@ -94,11 +136,11 @@ class Scheduler:
         return shortest_makespan(candidates)
 
     def _option(
-        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float
+        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float, *, alone: bool
     ) -> _Option:
         """Cost of the request in this queue: its work, plus B and the switch if it opens a group."""
         performance = profile.performance
-        group = self._group_to_join(queue, expert, now)
+        group = None if alone else self._group_to_join(queue, expert, now)
         work_s = performance.K_s + tokens_s
         if group is not None:
             return _Option(queue, group, work_s, tokens_s)
@@ -175,6 +217,9 @@ class BatchSplitter:
         before = self._limits.get((expert, executor))
         patience = FIRST_PATIENCE if before is None else min(before.patience * 2, LONGEST_PATIENCE)
         self._limits[expert, executor] = ProvenLimit(max(batch_size // 2, 1), patience)
+
+    def forget(self, executors: Collection[int]) -> None:
+        self._limits = {each: limit for each, limit in self._limits.items() if each[1] not in executors}
 
     def ran(self, expert: str, executor: int, batch_size: int, max_batch: int) -> None:
         proven = self._limits.get((expert, executor))

@@ -7,7 +7,7 @@ Decisions append to ``State.effects``, which the Engine returns to the shell at 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,10 +36,14 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 
 @dataclass(frozen=True, slots=True)
 class ServedLine:
-    """``homes``: executor of each pinned expert. ``retired``: experts of earlier lines, which requests may need."""
+    """``homes``: executor of each pinned expert. ``retired``: experts of earlier lines, which requests may need.
+
+    ``pinned``: experts to pin. One is not pinned while it would leave too little room for others.
+    """
 
     graph: ExpertGraph
     matrix: PerformanceMatrix
+    pinned: frozenset[str]
     homes: Mapping[str, ExecutorSpec]
     retired: frozenset[str] = frozenset()
 
@@ -60,6 +64,8 @@ class Ticket:
     queued_s: float = 0.0
     attempts: int = 0  # of its step, on this executor
     moves: int = 0  # of its step, to other executors
+    losses: int = 0  # executors that were lost while they ran it
+    worker: str = ""  # the worker that has its image
     is_cancelled: bool = False
     work: Work = IMAGE
     left: Work = IMAGE  # of its work, in the present step
@@ -138,6 +144,8 @@ class State:
     overtake_s: float = field(init=False)  # bound on overtaking; infinity for a policy without one
     tickets: dict[int, Ticket] = field(default_factory=dict)
     idle_request: int | None = None  # of idle precedence: queued, or in a batch
+    stranded: dict[int, str] = field(default_factory=dict)  # request -> expert, which only lost executors can run
+    away: dict[int, ExecutorSpec] = field(default_factory=dict)  # lost executors that may return
     leases: Leases = field(init=False)
     images: PreparedImages = field(init=False)
     laters: dict[tuple[ExpertGraph, str, int], Later] = field(default_factory=dict)  # by routes, component and step
@@ -145,6 +153,8 @@ class State:
     # batches
     queues: tuple[ExecutorQueue, ...] = field(init=False)
     queue_of: dict[int, ExecutorQueue] = field(init=False)  # executor -> queue
+    queues_at: dict[str, tuple[ExecutorQueue, ...]] = field(init=False)  # worker -> queues
+    touched: set[str] = field(default_factory=set)  # workers where this event may start a batch or a load
     splitter: BatchSplitter = field(default_factory=BatchSplitter)
     batches: dict[int, Batch] = field(default_factory=dict)
     parts: dict[int, list[tuple[Portion, ExpertProfile]]] = field(default_factory=dict)  # by batch
@@ -159,13 +169,14 @@ class State:
     presence: Counter[str] = field(default_factory=Counter)  # expert -> copies loading or resident, over all memories
     loads: dict[int, Load] = field(default_factory=dict)
     last_load: int = 0
-    in_flight: Counter[str] = field(default_factory=Counter)  # source -> loads
-    kept_free: Counter[str] = field(default_factory=Counter)  # source -> places kept for overdue claims
+    in_flight: Counter[str] = field(default_factory=Counter)  # link -> loads
+    kept_free: Counter[str] = field(default_factory=Counter)  # link -> places kept for overdue claims
     reserved: dict[str, frozenset[str]] = field(default_factory=dict)  # memory -> copies reserved for an overdue claim
     all_queued: set[str] = field(default_factory=set)  # memories where a STAGE claim found nothing in this round
     full: set[str] = field(default_factory=set)  # memories where an overdue claim waits for room
     short: set[str] = field(default_factory=set)  # memories where a claim that is not overdue found no room
-    placements: deque[Wish] = field(default_factory=deque)  # wanted as soon as there is room
+    placements: defaultdict[str, deque[Wish]] = field(default_factory=lambda: defaultdict(deque))  # by worker; wanted
+    # as soon as there is room
     speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
 
     # failures
@@ -179,12 +190,36 @@ class State:
 
     def __post_init__(self) -> None:
         self.overtake_s = self.limits.max_overtake_s if self.policy.bounded else math.inf
+        self.leases = Leases(self.pools, self.overtake_s)
+        self.images = PreparedImages(self.limits.prepared_bytes)
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect queues and memories, after any of them came or went."""
         self.queues = self.scheduler.queues
         self.queue_of = {queue.spec.id: queue for queue in self.queues}
         self.users = {name: tuple(q for q in self.queues if q.spec.pool == name) for name in self.pools}
         self.fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
-        self.leases = Leases(self.pools, self.overtake_s)
-        self.images = PreparedImages(self.queues, self.limits.prepared_bytes)
+        self.queues_at = {pool.spec.worker: () for pool in self.pools.values()}
+        for queue in self.queues:
+            self.queues_at[self.worker_of(queue)] += (queue,)
+        self.images.connect({queue.spec.id: (queue, self.worker_of(queue)) for queue in self.queues})
+
+    def worker_of(self, queue: ExecutorQueue) -> str:
+        return self.pools[queue.spec.pool].spec.worker
+
+    def touch(self, queue: ExecutorQueue | None = None) -> None:
+        """Let this event start batches and loads at a queue's worker; None: at all workers."""
+        if queue is None:
+            self.touched.update(self.queues_at)
+        elif len(self.queues_at) > 1:
+            self.touched.add(self.worker_of(queue))
+
+    @property
+    def touched_queues(self) -> tuple[ExecutorQueue, ...]:
+        if len(self.queues_at) <= 1 or self.touched.issuperset(self.queues_at):
+            return self.queues
+        return tuple(queue for worker, queues in self.queues_at.items() if worker in self.touched for queue in queues)
 
     def pool_of(self, executor: int) -> ModelPool:
         return self.pools[self.queue_of[executor].spec.pool]
@@ -217,6 +252,11 @@ class State:
 
     def is_awaited(self, expert: str) -> bool:
         return any(queue.first_group(expert) is not None for queue in self.queues)
+
+    def is_planned(self, spec: ExecutorSpec, expert: str) -> bool:
+        """True if the plan gives the expert to this executor's memory, or has no place for it."""
+        pools = self.limits.placement.get(expert)
+        return pools is None or spec.pool in pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +293,8 @@ class EngineStatistics:
     pools: tuple[PoolStatistics, ...]
     prepared: PreparedStatistics = NOTHING_PREPARED
     serves_earlier_lines: bool = False  # a request accepted under earlier routes is in flight
+    stranded: int = 0  # requests that wait for lost executors
+    away: tuple[int, ...] = ()  # lost executors that may return
 
 
 def statistics(state: State) -> EngineStatistics:
@@ -282,6 +324,8 @@ def statistics(state: State) -> EngineStatistics:
         pools=tuple(pool.statistics() for pool in pools),
         prepared=state.images.statistics(),
         serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
+        stranded=len(state.stranded),
+        away=tuple(state.away),
     )
 
 
@@ -302,10 +346,10 @@ def check_invariants(state: State) -> None:
 
 
 def _check_requests(state: State) -> None:
-    """Each request is in one queue or in one batch."""
+    """Each request is in one queue, in one batch, or stranded."""
     queued = [request for queue in state.queues for group in queue.groups() for request in group.requests]
     running = [request for batch in state.batches.values() for request in batch.requests]
-    everywhere = Counter(queued) + Counter(running)
+    everywhere = Counter([*queued, *running, *state.stranded])
     assert set(everywhere) == set(state.tickets), "a request is lost, or stands where none should"
     assert all(count == 1 for count in everywhere.values()), "a request stands in two places"
     for queue in state.queues:

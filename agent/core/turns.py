@@ -45,7 +45,7 @@ class Share:
 
 def look_again(state: State) -> None:
     """Mark the groups that are passed over, after a change of leases, residency or groups."""
-    for queue in state.queues:
+    for queue in state.touched_queues:
         pool = state.pools[queue.spec.pool]
         for group in queue.ongoing.values():
             group.is_passed_over = pool.is_resident(group.profile.copy)

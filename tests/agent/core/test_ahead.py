@@ -227,7 +227,7 @@ def first(images):
         (lambda images: images._images.update({9: images._images[1]}), "an image is kept for a request that has its"),
         (lambda images: setattr(images, "_used_bytes", 9), "^prepared bytes miscounted$"),
         (lambda images: setattr(images, "_later_bytes", 9), "^later bytes miscounted$"),
-        (lambda images: setattr(images, "_budget_bytes", 0), "^more is prepared than there is room for$"),
+        (lambda images: setattr(images, "_budget_bytes", 0), "^more is prepared than has room$"),
         (lambda images: images._places.update(dict.fromkeys(images._places)), "^a place is lost$"),
         (lambda images: setattr(first(images), "begun", 2), "^begun images are miscounted$"),
         (lambda images: setattr(first(images), "is_listed", False), "^a place with waiting images is not listed$"),

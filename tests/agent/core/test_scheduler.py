@@ -5,7 +5,7 @@ import pytest
 from agent.core.effects import Assigned, AssignmentCandidate
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.policy import PRESETS
-from agent.core.scheduler import Scheduler, shortest_makespan
+from agent.core.scheduler import Placing, Scheduler, shortest_makespan
 
 LOAD_S = {"host": 10.0, "device": 1.0}
 
@@ -30,32 +30,32 @@ def build(policy="coserve", processors=("cpu", "gpu"), max_overtake_s=5.0):
 
 def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():
     scheduler = build()
-    group, assigned = scheduler.place(7, "a", 0.0)
+    group, assigned = scheduler.place(Placing(7, "a"), 0.0)
     weighed = (AssignmentCandidate(0, 0.0, 16.0), AssignmentCandidate(1, 0.0, 1.75))
     assert assigned == Assigned(7, "a", executor=1, joined=False, candidates=weighed)
     assert group is scheduler.queues[1].head
     assert (tuple(group.requests), group.profile, group.fixed_s) == ((7,), GPU["a"], 1.25)
-    group, assigned = scheduler.place(8, "a", 0.0)
+    group, assigned = scheduler.place(Placing(8, "a"), 0.0)
     weighed = (AssignmentCandidate(0, 0.0, 16.0), AssignmentCandidate(1, 1.75, 0.5))
     assert assigned == Assigned(8, "a", executor=1, joined=True, candidates=weighed)
     assert tuple(group.requests) == (7, 8)
     assert scheduler.queues[1].length_s(0.0) == 2.25
-    scheduler.place(9, "a", 0.5)
+    scheduler.place(Placing(9, "a"), 0.5)
     assert group.requests == {7: 0.0, 8: 0.0, 9: 0.5}
 
 
 def test_only_executors_that_can_run_the_expert_are_weighed():
     scheduler = build()
-    _, assigned = scheduler.place(0, "c", 0.0)
+    _, assigned = scheduler.place(Placing(0, "c"), 0.0)
     assert assigned.candidates == (AssignmentCandidate(0, 0.0, 16.0),)
-    assert build(processors=("gpu",)).place(0, "c", 0.0) is None
+    assert build(processors=("gpu",)).place(Placing(0, "c"), 0.0) is None
 
 
 def test_a_request_whose_expert_is_awaited_already_opens_its_group_without_a_switch():
     scheduler = build(policy="none", processors=("cpu",))  # first come, first served
     for number, expert in enumerate("ab"):
-        scheduler.place(number, expert, 0.0)
-    group, assigned = scheduler.place(2, "a", 0.0)
+        scheduler.place(Placing(number, expert), 0.0)
+    group, assigned = scheduler.place(Placing(2, "a"), 0.0)
     assert assigned == Assigned(2, "a", 0, joined=False, candidates=(AssignmentCandidate(0, 32.0, 6.0),))
     assert group.fixed_s == 2.0
     assert [each.expert for each in scheduler.queues[0].groups()] == ["a", "b", "a"]
@@ -63,20 +63,20 @@ def test_a_request_whose_expert_is_awaited_already_opens_its_group_without_a_swi
 
 def test_round_robin_takes_one_executor_after_the_other_however_long_their_queues_are():
     scheduler = build(policy="none", processors=("cpu", "gpu", "gpu"))
-    taken = [scheduler.place(number, "a", 0.0)[1].executor for number in range(5)]
+    taken = [scheduler.place(Placing(number, "a"), 0.0)[1].executor for number in range(5)]
     assert taken == [0, 1, 2, 0, 1]
 
 
 def test_a_policy_of_one_executor_has_one_queue():
     scheduler = build(policy="samba", processors=("gpu", "cpu"))
     assert [queue.spec.id for queue in scheduler.queues] == [0]
-    assert [scheduler.place(number, "a", 0.0)[1].executor for number in range(3)] == [0, 0, 0]
+    assert [scheduler.place(Placing(number, "a"), 0.0)[1].executor for number in range(3)] == [0, 0, 0]
 
 
 def test_nobody_joins_what_was_given_back_to_run_alone():
     scheduler = build(processors=("cpu",))
     scheduler.queues[0].give_back("a", CPU["a"], {1: 0.0, 2: 0.0}, now=0.0)
-    group, assigned = scheduler.place(3, "a", 0.0)
+    group, assigned = scheduler.place(Placing(3, "a"), 0.0)
     assert not assigned.joined
     assert [tuple(each.requests) for each in scheduler.queues[0].groups()] == [(1, 2), (3,)]
     assert group.fixed_s == 2.0
@@ -86,22 +86,22 @@ def test_nobody_joins_what_was_given_back_to_run_alone():
 def test_only_an_arranging_policy_lets_a_request_join_ahead_of_others(policy, joins):
     scheduler = build(policy, processors=("cpu",))
     for number, expert in enumerate("ab"):
-        scheduler.place(number, expert, 0.0)
-    assert scheduler.place(2, "a", 4.9)[1].joined is joins
+        scheduler.place(Placing(number, expert), 0.0)
+    assert scheduler.place(Placing(2, "a"), 4.9)[1].joined is joins
 
 
 def test_the_bound_on_overtaking_counts_from_when_the_next_group_was_opened():
     scheduler = build(processors=("cpu",), max_overtake_s=5.0)
     for number, (expert, at_s) in enumerate([("a", 0.0), ("b", 3.0), ("c", 3.5)]):
-        scheduler.place(number, expert, at_s)
-    assert scheduler.place(3, "a", 7.75)[1].joined
-    assert not scheduler.place(4, "a", 8.0)[1].joined
+        scheduler.place(Placing(number, expert), at_s)
+    assert scheduler.place(Placing(3, "a"), 7.75)[1].joined
+    assert not scheduler.place(Placing(4, "a"), 8.0)[1].joined
 
 
 def test_the_tail_may_always_grow():
     scheduler = build(processors=("cpu",), max_overtake_s=5.0)
-    scheduler.place(0, "a", 0.0)
-    assert scheduler.place(1, "a", 1000.0)[1].joined
+    scheduler.place(Placing(0, "a"), 0.0)
+    assert scheduler.place(Placing(1, "a"), 1000.0)[1].joined
 
 
 @pytest.mark.parametrize(
