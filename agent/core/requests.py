@@ -46,6 +46,7 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None, *,
     if placed is None:
         if request != state.idle_request and _is_able_away(state, expert, work):
             state.stranded[request] = expert
+            state.images.forget(request, state.effects)
             ticket.queued_s = state.now
             return False
         return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))

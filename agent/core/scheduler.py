@@ -79,7 +79,8 @@ class Scheduler:
         """Add executors; a policy with a single executor takes the first, if it has none."""
         if self._policy.assigning is Assigning.FIRST:
             executors = () if self.queues else executors[:1]
-        self.queues = (*self.queues, *(ExecutorQueue(spec) for spec in executors))
+        queues = (*self.queues, *(ExecutorQueue(spec) for spec in executors))
+        self.queues = tuple(sorted(queues, key=lambda queue: queue.spec.id)) if self.queues else queues
 
     def lose(self, executors: Collection[int]) -> None:
         """Remove executors, whose queues are empty."""
