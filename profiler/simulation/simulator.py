@@ -5,6 +5,8 @@ after another; a load ends after its bytes arrived, and at the earliest after it
 source serves one load after another, each for its profiled time. On a processor with speedups, m batches at once each
 go at ``speedups[m - 1] / m`` of their speed alone; on any other, batches are independent. With known decoding times a
 batch computes once its images are prepared (``decoders``); else images are ready at once. Quanta: see ``quanta``.
+Each worker has links and processors of its own. Executors may be lost and join (``changes``): loads and batches of lost
+ones have no answer.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Complete, Fail, Forget, Preempt, Prepare, StartBatch, StartLoad
-from agent.core.events import Arrived, Finished, Loaded, Progressed, Started, Tick
+from agent.core.events import Arrived, ExecutorsLost, Finished, Loaded, Progressed, Started, Tick
+from agent.core.performance import SSD, tier_of
 from agent.core.request import IMAGE
 from experts.expert import Prediction
 from profiler.simulation.decoders import Decoders
 from profiler.simulation.quanta import run_quantum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.engine import Engine
-    from agent.core.events import Event
-    from agent.core.performance import ExpertProfile
+    from agent.core.events import Event, ExecutorsJoined
+    from agent.core.performance import ExpertProfile, PoolSpec
     from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
     from profiler.simulation.decoders import ImageTimes
@@ -94,6 +97,11 @@ class SharedProcessor:
         self._done_s, _, answer = heapq.heappop(self._ends)
         return answer
 
+    def drop(self, batches: Container[int]) -> None:
+        """Forget the batches of lost executors."""
+        self._ends = [each for each in self._ends if each[2].batch not in batches]
+        heapq.heapify(self._ends)
+
     def _pace(self) -> float:
         running = len(self._ends)
         return self.speedups[min(running, len(self.speedups)) - 1] / running
@@ -103,7 +111,7 @@ class SharedProcessor:
 class Simulator:
     """Runs a new Engine once. ``predict(request, expert)``: an expert's prediction. For the others see the module.
 
-    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``).
+    ``link_bytes_per_s`` by tier of the source, ``speedups`` by processor (as ``StoredProfile.speedups``), of each worker.
     Raises MemoryExceeded for memories that are too small.
     """
 
@@ -118,8 +126,10 @@ class Simulator:
     _ticket: count[int] = field(default_factory=count)
     _start_s: float = 0.0
     _link_free_s: dict[str, float] = field(default_factory=dict)
-    _shared: dict[str, SharedProcessor] = field(init=False)
+    _shared: dict[tuple[str, str], SharedProcessor] = field(default_factory=dict)  # by worker and processor
     _processors: dict[int, str] = field(init=False)
+    _pools: dict[str, PoolSpec] = field(init=False)
+    _loads: dict[int, str] = field(default_factory=dict)  # load -> memory
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
     _running: dict[int, int] = field(default_factory=dict)  # batch by executor
     _ahead: dict[int, Batch] = field(default_factory=dict)  # batch queued ahead, by executor
@@ -136,19 +146,34 @@ class Simulator:
             if bytes_per_s <= 0.0:
                 raise ValueError(f"the link from {source} has {bytes_per_s} bytes/s - give more than 0")
         self.engine = self.setup.engine()
-        self._shared = {name: SharedProcessor(each) for name, each in self.speedups.items()}
         self._processors = {spec.id: spec.processor for spec in self.setup.executors}
+        self._pools = {pool.name: pool for pool in self.setup.limits.pools}
+        for spec in self.setup.executors:
+            if spec.processor in self.speedups:
+                key = self._pools[spec.pool].worker, spec.processor
+                self._shared[key] = SharedProcessor(self.speedups[spec.processor])
         if self.images is not None:
             self._decoders = Decoders(self.images, self.setup.executors, self.setup.matrix)
 
-    def run(self, trace: Sequence[TracedArrival], *, warm_s: float | None = None) -> Simulation:
-        """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done."""
+    def run(
+        self,
+        trace: Sequence[TracedArrival],
+        *,
+        warm_s: float | None = None,
+        changes: Sequence[tuple[float, ExecutorsLost | ExecutorsJoined]] = (),
+    ) -> Simulation:
+        """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done.
+
+        ``changes``: executors lost and joined, with the seconds since the trace's start.
+        """
         self._post(0.0, Started())
         self._start_s = self._play(until_s=warm_s)
         for number, arrival in enumerate(trace):
             if arrival.work is not IMAGE:
                 self._work[number] = arrival.work
             self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert, arrival.work))
+        for at_s, change in changes:
+            self._post(self._start_s + at_s, change)
         seconds = self._play(until_s=None) - self._start_s
         return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 
@@ -173,11 +198,32 @@ class Simulator:
             if self._decoders is not None:
                 self._decoders.computes(self._computing.pop(event.batch), -1, now)
             self._start_ahead(event.batch, now)
+        elif isinstance(event, ExecutorsLost):
+            self._lose(event.executors)
         for effect in self.engine.handle(event, now):
             self._log.append((now, effect))
             self._carry_out(effect, now)
         if self.check_every_step:
             self.engine.check_invariants()
+
+    def _lose(self, executors: Container[int]) -> None:
+        """Drop the answers of lost executors, and of loads into memories that no other executor uses."""
+        lost = {each for each in self._processors if each in executors}
+        batches = {self._running.pop(each) for each in lost & self._running.keys()}
+        for executor in lost:
+            self._ahead.pop(executor, None)
+        used = {spec.pool for spec in self.setup.executors if spec.id not in lost}
+        used |= {cache for name in used if (cache := self._pools[name].cache) is not None}
+
+        def is_gone(event: Event) -> bool:
+            if isinstance(event, Loaded):
+                return self._loads[event.load] not in used
+            return isinstance(event, Finished | Progressed) and event.batch in batches
+
+        self._agenda = [each for each in self._agenda if not is_gone(each[2])]
+        heapq.heapify(self._agenda)
+        for shared in self._shared.values():
+            shared.drop(batches)
 
     def _next_s(self) -> float:
         posted_s = self._agenda[0][0] if self._agenda else math.inf
@@ -196,6 +242,7 @@ class Simulator:
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         if isinstance(effect, StartLoad):
+            self._loads[effect.load] = effect.pool
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
             if effect.batch.executor in self._running:
@@ -240,7 +287,8 @@ class Simulator:
         if self._decoders is not None:
             self._computing[batch.id] = processor
             self._decoders.computes(processor, 1, now)
-        shared = self._shared.get(processor)
+        worker = self._pools[next(each.pool for each in self.setup.executors if each.id == batch.executor)].worker
+        shared = self._shared.get((worker, processor))
         if shared is None:
             self._post(now + work_s, answer)
         else:
@@ -259,14 +307,16 @@ class Simulator:
         return quantum.seconds, Progressed(batch.id, tuple(results.items()), tuple(quantum.unfinished.items()))
 
     def _load_end_s(self, effect: StartLoad, now: float) -> float:
-        takes_s = self._row(effect).load_s[effect.source]
-        starts_s = max(now, self._link_free_s.get(effect.source, 0.0))
-        bytes_per_s = self.link_bytes_per_s.get(effect.source)
+        tier = tier_of(effect.source)
+        takes_s = self._row(effect).load_s[tier]
+        link = self._pools[effect.pool].drive if effect.source == SSD else effect.source
+        starts_s = max(now, self._link_free_s.get(link, 0.0))
+        bytes_per_s = self.link_bytes_per_s.get(tier)
         if bytes_per_s is None:
-            self._link_free_s[effect.source] = starts_s + takes_s
+            self._link_free_s[link] = starts_s + takes_s
             return starts_s + takes_s
         arrives_s = starts_s + effect.size_bytes / bytes_per_s
-        self._link_free_s[effect.source] = arrives_s
+        self._link_free_s[link] = arrives_s
         return max(arrives_s, now + takes_s)
 
     def _row(self, effect: StartLoad) -> ExpertProfile:
@@ -278,11 +328,11 @@ class Simulator:
         if key not in self._rows:
             users = {spec.processor for spec in self.setup.executors if spec.pool == effect.pool}
             rows = [
-                (processor not in users, effect.pool in row.load_s, number, row)
+                (processor not in users, tier_of(effect.pool) in row.load_s, number, row)
                 for number, (processor, column) in enumerate(self.setup.matrix.experts.items())
                 if (row := column.get(effect.expert)) is not None
                 and row.copy == effect.copy
-                and effect.source in row.load_s
+                and tier_of(effect.source) in row.load_s
             ]
             self._rows[key] = min(rows, key=lambda each: each[:3])[3]
         return self._rows[key]
