@@ -111,7 +111,8 @@ class SharedProcessor:
 class Simulator:
     """Runs a new Engine once. ``predict(request, expert)``: an expert's prediction. For the others see the module.
 
-    ``link_bytes_per_s`` by tier of the source, ``speedups`` by processor (as ``StoredProfile.speedups``), of each worker.
+    ``link_bytes_per_s`` by tier of the source, ``speedups`` by processor (as ``StoredProfile.speedups``).
+    Each worker has its own.
     Raises MemoryExceeded for memories that are too small.
     """
 

@@ -1,0 +1,423 @@
+"""Executors that are lost and join: every request ends once, budgets hold, and nothing moves where nobody is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
+from hypothesis import strategies as st
+
+from agent.core import events
+from agent.core.effects import (
+    Assigned,
+    Complete,
+    Evict,
+    ExecutorsChanged,
+    Fail,
+    Preempt,
+    Prepare,
+    StartBatch,
+    StartLoad,
+)
+from agent.core.engine import Engine
+from agent.core.failures import LOSSES
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+    PreparedForm,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import IMAGE, Work
+from experts.expert import Prediction, Verdict
+from experts.graph import ExpertGraph, RouteStep
+
+OK = frozenset({"ok"})
+TEXT = Work(2, 3, 5)
+EXPERTS = ("a", "b", "c", "d")
+SPEED = Performance(0.01, 0.02, 4, 1)
+TEXTS = replace(SPEED, K_prompt_s=0.001, K_output_s=0.01, lease_bytes=1)
+ROUTES = {"A": ("a",), "B": ("b", "d"), "C": ("c", "d"), "T": ("t",)}
+SPLIT = {"cpu": "host", "gpu": "device"}
+
+
+def matrix(sizes, unable=()):
+    def column(processor, load_s):
+        rows = {
+            name: ExpertProfile(f"{name}@fp32", SPEED, Footprint(sizes[name]), load_s, prepared=PreparedForm("form", 1))
+            for name in EXPERTS
+            if (processor, name) not in unable
+        }
+        return rows | {"t": ExpertProfile("t@fp32", TEXTS, Footprint(1), load_s)}
+
+    columns = {"cpu": column("cpu", {SSD: 0.2}), "gpu": column("gpu", {SSD: 0.3, "host": 0.05})}
+    return PerformanceMatrix(columns, dict.fromkeys(EXPERTS, 0.25))
+
+
+def memories(worker, expert_bytes, *, has_own_drive=True, lease_bytes=20):
+    prefix = f"{worker}/" if worker else ""
+    drive = f"{prefix}{SSD}" if has_own_drive else SSD
+    host = PoolSpec(f"{prefix}host", expert_bytes, 16, lease_bytes=lease_bytes, worker=worker, drive=drive)
+    return host, replace(host, name=f"{prefix}device", cache=host.name, is_one_piece=True)
+
+
+@dataclass
+class Cluster:
+    """The shell of an Engine with workers; ``present``: executors, ``resident``: copies by memory."""
+
+    engine: Engine
+    pools: dict[str, PoolSpec]
+    executors: dict[int, ExecutorSpec]
+    now: float = 0.0
+    loads: dict[int, StartLoad] = field(default_factory=dict)
+    batches: dict[int, StartBatch] = field(default_factory=dict)
+    resident: dict[str, set[str]] = field(default_factory=dict)
+    present: set[int] = field(default_factory=set)
+    arrived: dict[int, Work] = field(default_factory=dict)
+    outcomes: dict = field(default_factory=dict)
+    ran: Counter = field(default_factory=Counter)  # request -> executors lost under it
+    effects: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.present = set(self.executors)
+        self.resident = {name: set() for name in self.pools}
+
+    def handle(self, event):
+        if currently_in_test_context():
+            note((self.now, event))
+        effects = self.engine.handle(event, self.now)
+        self.effects += effects
+        for effect in effects:
+            self.take(effect)
+        self.engine.check_invariants()
+        assert {pool.name for pool in self.engine.statistics().pools} == self.resident.keys()
+        self.check_nobody_idles()
+        return effects
+
+    def take(self, effect):
+        if isinstance(effect, StartLoad):
+            assert effect.copy not in self.resident[effect.pool]
+            assert effect.source == SSD or effect.copy in self.resident[effect.source]
+            self.loads[effect.load] = effect
+        elif isinstance(effect, Evict):
+            self.resident[effect.pool].remove(effect.copy)
+        elif isinstance(effect, StartBatch):
+            batch = effect.batch
+            assert batch.executor in self.present
+            assert set(batch.copies) <= self.resident[self.executors[batch.executor].pool]
+            self.batches[batch.id] = effect
+        elif isinstance(effect, Assigned | Prepare):
+            assert effect.executor in self.present
+        elif isinstance(effect, Complete | Fail):
+            assert effect.request not in self.outcomes
+            assert effect.request in self.arrived
+            self.outcomes[effect.request] = effect.outcome
+
+    def check_nobody_idles(self):
+        busy = {each.batch.executor for each in self.batches.values()}
+        for queue in self.engine.statistics().queues:
+            waits = queue.requests and queue.executor not in busy and not self.loads
+            assert not waits or self.engine.next_wakeup_s() is not None
+
+    def arrive(self, component, work=IMAGE):
+        number = len(self.arrived)
+        self.arrived[number] = work
+        return self.handle(events.Arrived(number, component, work=work))
+
+    def lose(self, executors, *, may_return=True):
+        self.present -= executors
+        first = {}
+        for number, started in sorted(self.batches.items()):
+            if started.batch.executor in executors:
+                first.setdefault(started.batch.executor, number)
+                del self.batches[number]
+                if first[started.batch.executor] == number:
+                    self.ran.update(started.batch.requests)
+        used = {self.executors[each].pool for each in self.present}
+        used |= {self.pools[name].cache for name in used}
+        lost = {self.executors[each].pool for each in executors}
+        for name in (lost | {self.pools[each].cache for each in lost}) - used - {None}:
+            self.resident.pop(name, None)
+        self.loads = {number: load for number, load in self.loads.items() if load.pool in self.resident}
+        return self.handle(events.ExecutorsLost(frozenset(executors), "unplugged", may_return))
+
+    def join(self, executors):
+        specs = tuple(self.executors[each] for each in sorted(executors))
+        wanted = {spec.pool for spec in specs}
+        wanted |= {self.pools[name].cache for name in wanted} - {None}
+        missing = sorted(wanted - self.resident.keys())
+        self.resident |= {name: set() for name in missing}
+        self.present |= executors
+        return self.handle(events.ExecutorsJoined(specs, tuple(self.pools[name] for name in missing)))
+
+    @property
+    def running(self):
+        """Numbers of batches that run: the first of each executor."""
+        first = {}
+        for number, started in sorted(self.batches.items()):
+            first.setdefault(started.batch.executor, number)
+        return list(first.values())
+
+    def answer(self, choose=lambda options: options[0]):
+        """Answer a load or a batch, or let the time of the next wake-up come; False if there is nothing to wait for."""
+        options = [*(("load", number) for number in self.loads), *(("batch", number) for number in self.running)]
+        if not options:
+            wakeup_s = self.engine.next_wakeup_s()
+            if wakeup_s is None:
+                return False
+            self.now = max(self.now, wakeup_s)
+            self.handle(events.Tick())
+            return True
+        kind, number = choose(options)
+        if kind == "load":
+            load = self.loads.pop(number)
+            self.resident[load.pool].add(load.copy)
+            self.handle(events.Loaded(number))
+            return True
+        batch = self.batches.pop(number).batch
+        self.handle(events.Finished(number, (Prediction("ok", 1.0),) * len(batch.requests)))
+        return True
+
+    def finish(self):
+        while self.answer():
+            self.now += 0.01
+
+
+def cluster(
+    workers, *, sizes=None, expert_bytes=12, policy="coserve", unable=(), shares_drive=False, boxes=SPLIT, **chosen
+):
+    sizes = sizes or dict.fromkeys(EXPERTS, 3)
+    pools, executors = [], []
+    for worker in workers:
+        here = memories(worker, expert_bytes, has_own_drive=not shares_drive)
+        used = [pool for pool in here if len(boxes) > 1 or pool.cache is None]
+        pools += used
+        for processor, memory in boxes.items():
+            name = next(pool.name for pool in used if pool.name.endswith(memory))
+            executors.append(ExecutorSpec(len(executors), processor, name))
+    routes = {name: tuple(RouteStep(expert, OK) for expert in steps) for name, steps in ROUTES.items()}
+    graph = ExpertGraph([*EXPERTS, "t"], routes)
+    engine = Engine(graph, matrix(sizes, unable), executors, PRESETS[policy], Limits(tuple(pools), 1.0, **chosen))
+    made = Cluster(engine, {pool.name: pool for pool in pools}, {spec.id: spec for spec in executors})
+    made.handle(events.Started())
+    return made
+
+
+@st.composite
+def clusters(draw):
+    workers = draw(st.sampled_from([("",), ("", "w1"), ("w1", "w2"), ("w1", "w2", "w3")]))
+    sizes = {name: draw(st.integers(1, 6)) for name in EXPERTS}
+    placement = {}
+    if draw(st.booleans()):
+        names = [f"{worker}/host".lstrip("/") for worker in workers]
+        placement = {each: frozenset(draw(st.sets(st.sampled_from(names), min_size=1))) for each in EXPERTS[:3]}
+    return cluster(
+        workers,
+        sizes=sizes,
+        expert_bytes=draw(st.integers(12, 30)),
+        policy=draw(st.sampled_from(("coserve", "coserve", "paper", "none", "samba-parallel"))),
+        unable=draw(st.sets(st.sampled_from([("gpu", "a"), ("cpu", "b"), ("gpu", "c")]))),
+        shares_drive=draw(st.booleans()),
+        boxes=draw(st.sampled_from((SPLIT, {"cpu": "host"}))),
+        prepared_bytes=draw(st.sampled_from((0, 3, 20))),
+        pinned=frozenset(draw(st.sets(st.sampled_from(EXPERTS), max_size=1))),
+        placement=placement,
+        transfer_s=draw(st.sampled_from((0.0, 0.005))),
+        absence_s=5.0,
+    )
+
+
+@st.composite
+def choosing(draw):
+    return draw
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@given(clusters(), choosing())
+def test_every_request_ends_once_whatever_leaves_and_comes(made, draw):
+    def choose(options):
+        return options[draw(st.integers(0, len(options) - 1))]
+
+    def step():
+        away = set(made.executors) - made.present
+        kind = draw(st.sampled_from(["arrive"] * 6 + ["answer"] * 6 + ["lose", "join", "cancel", "late"]))
+        if kind == "arrive":
+            component = draw(st.sampled_from(sorted(ROUTES)))
+            made.arrive(component, TEXT if component == "T" else IMAGE)
+        elif kind == "answer":
+            made.answer(choose)
+        elif kind == "lose" and made.present:
+            worker = choose(sorted({made.pools[made.executors[each].pool].worker for each in made.present}))
+            here = {each for each in made.present if made.pools[made.executors[each].pool].worker == worker}
+            lost = here if draw(st.booleans()) else {choose(sorted(here))}
+            made.lose(lost, may_return=draw(st.booleans()))
+        elif kind == "join" and away:
+            made.join(away if draw(st.booleans()) else {choose(sorted(away))})
+        elif kind == "cancel" and made.arrived:
+            made.handle(events.Cancelled(choose(list(made.arrived))))
+        elif kind == "late":
+            unknown = events.ExecutorsLost(frozenset({99}), "")
+            made.handle(choose([events.Loaded(10**6), events.Finished(10**6, ()), unknown]))
+        made.now += draw(st.sampled_from((0.0, 0.01, 0.4)))
+
+    for _ in range(draw(st.integers(1, 60))):
+        step()
+    if draw(st.booleans()) and made.present != set(made.executors):
+        made.join(set(made.executors) - made.present)
+    made.finish()
+    assert made.outcomes.keys() == made.arrived.keys()
+    statistics = made.engine.statistics()
+    assert statistics.completed + statistics.failed == statistics.arrived == len(made.arrived)
+    assert max(made.ran.values(), default=0) <= LOSSES * len(ROUTES["B"])
+
+
+def test_a_lost_worker_s_requests_run_elsewhere_and_its_batch_s_one_by_one():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"})
+    made.finish()
+    for _ in range(8):
+        made.arrive("A")
+    started = next(each for each in made.batches.values() if each.batch.executor == 0)
+    ran = set(started.batch.requests)
+    (changed,) = [each for each in made.lose({0}) if isinstance(each, ExecutorsChanged)]
+    assert (changed.executors, changed.is_lost) == ((0,), True)
+    while ran - made.outcomes.keys():
+        for each in made.batches.values():
+            assert not ran & set(each.batch.requests) or len(each.batch.requests) == 1
+        made.answer()
+        made.now += 0.01
+    made.finish()
+    assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
+
+
+def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
+    made = cluster(["w1", "w2", "w3"], boxes={"cpu": "host"})
+    made.finish()
+    made.arrive("A")
+    for _ in range(LOSSES):
+        while not made.batches:
+            made.answer()
+        (started,) = made.batches.values()
+        made.lose({started.batch.executor})
+    assert made.outcomes[0].verdict is Verdict.UNKNOWN
+    assert made.outcomes[0].reason == "a: 3 executors were lost while they ran it, last: unplugged"
+
+
+def test_requests_wait_for_lost_executors_and_end_when_nobody_comes_back():
+    made = cluster(["w1"], boxes={"cpu": "host"}, absence_s=30.0)
+    made.finish()
+    made.lose({0})
+    made.arrive("A")
+    assert made.engine.statistics().stranded == 1
+    assert made.engine.next_wakeup_s() == made.now + 30.0
+    made.join({0})
+    made.finish()
+    assert made.outcomes[0].verdict is Verdict.OK
+    made.lose({0})
+    made.arrive("A")
+    made.arrive("B")
+    made.handle(events.Cancelled(2))
+    assert made.outcomes[2].reason == "cancelled"
+    made.finish()
+    assert made.outcomes[1].reason == "a: no executor could run it for 30 s"
+
+
+def test_executors_that_never_return_leave_no_request_waiting():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"})
+    made.lose({0, 1})
+    made.arrive("A")
+    made.handle(events.ExecutorsLost(frozenset({0}), "given up", may_return=False))
+    assert not made.outcomes
+    made.handle(events.ExecutorsLost(frozenset({1}), "given up", may_return=False))
+    assert made.outcomes[0].reason == "no executor of this box can run a"
+
+
+def test_waiting_requests_are_shared_with_executors_that_join():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"})
+    made.finish()
+    made.lose({1})
+    for _ in range(40):
+        made.arrive("A")
+    made.join({1})
+    queued = {queue.executor: queue.requests for queue in made.engine.statistics().queues}
+    assert queued[1] >= 10
+
+
+def test_a_pinned_expert_moves_where_it_fits_and_comes_home():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"}, pinned=frozenset("a"))
+    made.finish()
+    made.lose({0})
+    made.finish()
+    assert "a@fp32" in made.resident["w2/host"]
+    made.join({0})
+    made.finish()
+    assert "a@fp32" in made.resident["w1/host"]
+
+
+def test_a_pinned_expert_that_leaves_too_little_room_elsewhere_is_loaded_on_demand():
+    made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
+    made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, worker="w2", drive="w2/ssd")
+    made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
+    made.join({1})
+    made.lose({0})
+    for component in "ABCA":
+        made.arrive(component)
+    made.finish()
+    assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
+
+
+def test_executors_with_too_little_memory_do_not_join():
+    made = cluster(["w1"], boxes={"cpu": "host"})
+    small = replace(made.pools["w1/host"], name="w2/host", expert_bytes=2, worker="w2")
+    before = made.engine.statistics()
+    assert made.engine.handle(events.ExecutorsJoined((ExecutorSpec(1, "cpu", "w2/host"),), (small,)), 0.0) == []
+    after = made.engine.statistics()
+    assert (after.pools, after.unexpected_events) == (before.pools, before.unexpected_events + 1)
+
+
+def test_by_a_plan_each_expert_loads_once_and_requests_go_where_it_is():
+    placement = {"a": frozenset({"w1/host"}), "b": frozenset({"w2/host"}), "c": frozenset({"w1/host", "w2/host"})}
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"}, placement=placement)
+    made.finish()
+    assert {"a@fp32", "c@fp32"} <= made.resident["w1/host"]
+    assert {"b@fp32", "c@fp32"} <= made.resident["w2/host"]
+    for _ in range(20):
+        made.arrive("A")
+    assert {each.executor for each in made.effects if isinstance(each, Assigned)} == {0}
+    made.lose({0})
+    made.finish()
+    assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
+
+
+def test_a_route_goes_on_where_its_image_is():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"}, transfer_s=1.0, expert_bytes=30)
+    made.finish()
+    for _ in range(6):
+        made.arrive("B")
+    made.finish()
+    taken = {}
+    for each in made.effects:
+        if isinstance(each, Assigned):
+            taken.setdefault(each.request, []).append(each.executor)
+    assert all(len(set(executors)) == 1 for executors in taken.values())
+
+
+def test_a_text_that_has_begun_is_read_again_elsewhere():
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"}, expert_bytes=30)
+    made.finish()
+    made.arrive("T", TEXT)
+    while not made.batches:
+        made.answer()
+    (started,) = made.batches.values()
+    left = events.Progressed(started.batch.id, (), ((0, Work(0, 2, 5, None, 3)),))
+    made.batches.clear()
+    made.handle(left)
+    lost = made.lose({started.batch.executor})
+    assert [each.request for each in lost if isinstance(each, Preempt)] == [0]
+    made.finish()
+    assert made.outcomes[0].verdict is Verdict.OK
