@@ -344,10 +344,11 @@ class DeviceLost(CoServeError):
 
 
 class WorkOverdue(CoServeError):
-    """``work``: in words."""
+    """``work``: in words. ``pool``: memory that a load goes to, or that a batch runs from."""
 
-    def __init__(self, work: str, age_s: float, advice: str, *, is_batch: bool) -> None:
+    def __init__(self, work: str, age_s: float, advice: str, pool: str, *, is_batch: bool) -> None:
         super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
+        self.pool = pool
         self.is_batch = is_batch
 
 

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from agent.core.performance import SSD
+from agent.core.performance import SSD, tier_of
 from experts.errors import WorkOverdue
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class OpenWork:
         ssd_bytes_per_s: float | None = None,
     ) -> None:
         self._limits = limits
-        self._processors = {spec.id: spec.processor for spec in executors}
+        self._specs = {spec.id: spec for spec in executors}
         self._columns = matrix.experts
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self.batches: dict[int, OpenedWork[Batch]] = {}
@@ -83,10 +83,13 @@ class OpenWork:
     def predict_by(self, matrix: PerformanceMatrix) -> None:
         self._columns = matrix.experts
 
+    def know_executors(self, executors: Sequence[ExecutorSpec]) -> None:
+        self._specs |= {spec.id: spec for spec in executors}
+
     def open_batch(self, batch: Batch, now: float) -> None:
         """Record a batch. Predicted time: by section 4.2, or the quantum, at least one iteration; 0 if unknown."""
         described = f"the batch of {len(batch.requests)} for {batch.expert} on executor {batch.executor}"
-        row = self._columns[self._processors[batch.executor]].get(batch.expert)
+        row = self._columns[self._specs[batch.executor].processor].get(batch.expert)
         batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
         predicted_s = max(batch_s, batch.quantum_s or 0.0)
         self.batches[batch.id] = OpenedWork(batch, described, DEVICE_ADVICE, now, predicted_s)
@@ -98,7 +101,7 @@ class OpenWork:
         described = f"the load of {effect.expert} from {effect.source} to {effect.pool}"
         advice = DRIVE_ADVICE if effect.source == SSD else DEVICE_ADVICE
         rows = (column.get(effect.expert) for column in self._columns.values())
-        predicted_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
+        predicted_s = max((row.load_s.get(tier_of(effect.source), 0.0) for row in rows if row is not None), default=0.0)
         if effect.source == SSD and self._ssd_bytes_per_s is not None:  # after all loads on the link
             waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
             predicted_s = max(predicted_s, waiting_bytes / self._ssd_bytes_per_s)
@@ -121,7 +124,8 @@ class OpenWork:
             age_s = now - opened.opened_at_s
             if opened.logged_at_s is not None:
                 is_batch = opened in self.batches.values()
-                raise WorkOverdue(opened.described, age_s, opened.advice, is_batch=is_batch)
+                pool = self._specs[opened.work.executor].pool if is_batch else opened.work.pool
+                raise WorkOverdue(opened.described, age_s, opened.advice, pool, is_batch=is_batch)
             opened.logged_at_s = now
             logger.error(
                 "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",

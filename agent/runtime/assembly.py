@@ -5,9 +5,11 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from agent.core.performance import tier_of
 from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.images.preparation import Preparation
-from agent.runtime.loop import AgentLoop, Workshop
+from agent.runtime.local_worker import LocalWorker
+from agent.runtime.loop import AgentLoop
 from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.machine.device_loss import watch_of
 from agent.runtime.machine.memories import HostMemory, memory_for
@@ -35,27 +37,40 @@ def assemble(
     options: LoopOptions,
 ) -> AgentLoop:
     """Build a loop; call ``start``, and ``stop`` once. Raises BackendUnavailable."""
-    box, inbox = plan.box, SimpleQueue[Any]()
+    inbox = SimpleQueue[Any]()
+    worker = local_worker(plan.at(""), segments, inbox.put, options)
+    return AgentLoop(engine, plan, worker, inbox, on_outcome, options)
+
+
+def local_worker(
+    plan: AgentPlan, segments: SegmentStore, post: Callable[[Any], None], options: LoopOptions
+) -> LocalWorker:
+    """The worker that is this process, with the executors and memories of the plan. ``post`` takes its answers.
+
+    Raises BackendUnavailable.
+    """
+    box = plan.box
     drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s))
     shelf = SkeletonShelf(segments)
     stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
     operator_threads, watch = threads_per_executor(box, plan.executors), watch_of(box)
     loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
-    transfers = Transfers(drive, stores, plan.copies, inbox.put, load_threads(loads, operator_threads), watch)
+    transfers = Transfers(drive, stores, plan.copies, post, load_threads(loads, operator_threads), watch)
     preparation = Preparation(box.cores, options.scaled)
     engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
-    shared, team = Shared(preparation, inbox.put, texts, watch), teams(plan.executors, operator_threads)
+    shared, team = Shared(preparation, post, texts, watch), teams(plan.executors, operator_threads)
     executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in plan.executors}
-    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, executors, texts, engines, inbox)
-    workshop.bind_where_they_run(plan.matrix)
-    return AgentLoop(engine, plan, workshop, on_outcome, options)
+    worker = LocalWorker(stores, shelf, transfers, preparation, executors, texts, engines, plan.copies)
+    worker.know(plan.copies, plan.matrix)
+    return worker
 
 
 def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads) -> dict[str, SlotStore]:
     stores = {}
     for spec in plan.limits.pools:
-        memory = memory_for(plan.box, spec.name, spec.expert_bytes, spec.workspace_bytes)
+        memory = memory_for(plan.box, tier_of(spec.name), spec.expert_bytes, spec.workspace_bytes)
         devices = sorted({torch_device(each.processor) for each in plan.executors if each.pool == spec.name})
         stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
+        stores[spec.name].pool = spec.name
     return stores

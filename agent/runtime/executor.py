@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from agent.core.events import BatchFailed, Finished, Progressed
+from agent.core.performance import tier_of
 from agent.core.request import Rejected
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
@@ -112,6 +113,11 @@ class BatchExecutor:
     @property
     def is_on_cpu(self) -> bool:
         return self._device == "cpu"
+
+    @property
+    def is_on_plain_cpu(self) -> bool:
+        """False for an executor of a device, also of an emulated one."""
+        return tier_of(self.spec.processor) == "cpu"
 
     def start(self) -> None:
         self._thread.start()

@@ -1,37 +1,36 @@
 """AgentLoop: the thread that owns the Engine. Events arrive in an inbox, effects are carried out in order.
 
 Guarantees: the outcome of every submitted request is delivered once while the loop runs; its image or text is kept
-until then; other threads read frozen snapshots. Assumes: ``on_outcome`` returns soon and does not raise: it runs on
-this thread. An error of ``on_outcome`` or of the Engine, a lost device, or work past its age limits crashes the loop:
-requests in flight have no outcome, ``wait_until_idle`` and ``stop`` raise AgentCrashed, and the next agent runs these
-requests again.
+until then; other threads read frozen snapshots. Executors of a lost or hung worker are reported to the Engine, and so
+are those of a lost or hung device if other executors can run every expert of the line. Assumes: ``on_outcome`` returns
+soon and does not raise: it runs on this thread. An error of ``on_outcome`` or of the Engine, any other lost device, or
+any other work past its age limits crashes the loop: requests in flight have no outcome, ``wait_until_idle`` and
+``stop`` raise AgentCrashed, and the next agent runs these requests again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.effect_log import log_effect
-from agent.runtime.images.preparation import Order, unwatched
-from agent.runtime.images.sources import image_name
-from agent.runtime.machine.box import torch_device
+from agent.runtime.images.preparation import unwatched
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.threads import end_team
 from agent.runtime.texts import TextSource, expert_name
-from experts.errors import AgentCrashed
+from agent.runtime.worker import WorkerLost, WorkerStatistics
+from experts.errors import AgentCrashed, DeviceLost, WorkOverdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,17 +38,18 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.core.request import Batch, Outcome
     from agent.core.state import EngineStatistics
-    from agent.runtime.executor import BatchExecutor, ExecutorStatistics, RequestSource
+    from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.images.preparation import Preparation
+    from agent.runtime.images.sources import ImageSource
+    from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
-    from agent.runtime.text_engines import TextEngines
-    from agent.runtime.texts import RunningTexts, TextProgress
-    from agent.runtime.weights.slots import SkeletonShelf, SlotStatistics, SlotStore
-    from agent.runtime.weights.transfer import Transfers, TransferStatistics
+    from agent.runtime.texts import TextProgress
+    from agent.runtime.weights.slots import SlotStatistics
+    from agent.runtime.weights.transfer import TransferStatistics
+    from agent.runtime.worker import Worker
     from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)
@@ -84,17 +84,21 @@ class LoopOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
+    """Snapshot. ``lost``: devices and workers without executors, each with the reason."""
+
     engine: EngineStatistics
     transfers: TransferStatistics
     slots: tuple[SlotStatistics, ...]
     executors: tuple[ExecutorStatistics, ...]
     skeletons_constructed: int
     requests_in_flight: int
+    lost: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Callbacks on the loop's thread: a batch's requests start (``begun``), or have their answer (``ended``).
+    """Callbacks on the loop's thread: a batch's requests start in this process (``begun``), or have their answer there
+    (``ended``).
 
     ``given``: before the executor receives the batch. ``preparing``: a context, on any thread, around the preparation
     of an image ahead of its batch. ``ran``: a batch was answered, with its seconds. ``idle``: no work is under way.
@@ -119,37 +123,16 @@ class AgentPlan:
     matrix: PerformanceMatrix
     routes: ExpertGraph
 
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """Threads and memories that carry out effects, and answer to ``inbox``."""
-
-    stores: tuple[SlotStore, ...]
-    shelf: SkeletonShelf
-    transfers: Transfers
-    preparation: Preparation
-    executors: Mapping[int, BatchExecutor]
-    texts: RunningTexts
-    text_engines: TextEngines
-    inbox: SimpleQueue[Message]
-
-    def bind_where_they_run(self, matrix: PerformanceMatrix) -> None:
-        """Bind each copy only on devices of executors with a row for it."""
-        runs_on: dict[str, set[tuple[str, str]]] = {}
-        for executor in self.executors.values():
-            spec = executor.spec
-            for row in matrix.experts[spec.processor].values():
-                runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
-        self.text_engines.runs_on = runs_on
-        for store in self.stores:
-            devices: defaultdict[str, list[str]] = defaultdict(list)
-            for copy, places in runs_on.items():
-                devices[copy] = sorted(device for pool, device in places if pool == store.pool)
-            store.devices_of = devices.__getitem__
+    def at(self, worker: str) -> AgentPlan:
+        """Part of one worker: its executors and memories."""
+        pools = tuple(pool for pool in self.limits.pools if pool.worker == worker)
+        names = {pool.name for pool in pools}
+        executors = [spec for spec in self.executors if spec.pool in names]
+        return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
 
 
 # A call runs on the loop's thread; None is the last message.
-Message: TypeAlias = "Event | Breakdown | Callable[[], None] | None"
+Message: TypeAlias = "Event | Breakdown | WorkerLost | Callable[[], None] | None"
 
 
 class AgentLoop:
@@ -159,18 +142,24 @@ class AgentLoop:
         self,
         engine: Decider,
         plan: AgentPlan,
-        workshop: Workshop,
+        worker: LocalWorker,
+        inbox: SimpleQueue[Message],
         on_outcome: Callable[[int, Outcome], None],
         options: LoopOptions,
     ) -> None:
         self._engine = engine
         self._clock = options.clock
-        self._workshop = workshop
+        self._here = worker
+        self._workers: dict[str, Worker] = {"": worker}
+        self._specs = {spec.id: spec for spec in plan.executors}
+        self._pools = {pool.name: pool for pool in plan.limits.pools}
+        self._lost: dict[str, str] = {}
+        self._images_at: dict[int, set[str]] = {}  # request -> other workers that have its image
         self._copies = plan.copies
-        self._experts = {expert_name(copy): copy.expert for copy in plan.copies.values()}
-        self._texts = workshop.texts
+        self._matrix = plan.matrix
+        self._texts = worker.texts
         self._routes = plan.routes
-        self._inbox = workshop.inbox
+        self._inbox = inbox
         self._on_outcome = on_outcome
         self._options = options
         self._sources: dict[int, RequestSource] = {}
@@ -192,7 +181,7 @@ class AgentLoop:
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
             effects.Prepare: self._prepare,
-            effects.Forget: lambda effect: self._workshop.preparation.forget(effect.request),
+            effects.Forget: self._forget,
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
             effects.BudgetChanged: self._change_budget,
@@ -205,19 +194,27 @@ class AgentLoop:
 
     def start(self) -> None:
         end_team()  # by the thread that prepared the start
-        for executor in self._workshop.executors.values():
-            executor.start()
+        for worker in self._workers.values():
+            worker.start()
         self._thread.start()
         self._heap_keeper.start()
 
     def watch_batches(self, watch: BatchWatch) -> None:
         """Watch every batch. Call before ``start``; callbacks return soon and do not raise."""
         self._watch = watch
-        self._workshop.preparation.watch = watch.preparing
+        self._here.preparation.watch = watch.preparing
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
         """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
-        self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
+        self._here.transfers.mend, self._here.transfers.distrust = mend, distrust
+
+    def employ(self, name: str, worker: Worker) -> None:
+        """Let another worker carry out what is decided for its executors. Call before ``start``."""
+        self._workers[name] = worker
+
+    def join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
+        """Add a worker that is ready, or has come back."""
+        self._call(lambda: self._join(name, worker, executors, pools))
 
     def submit(
         self,
@@ -246,22 +243,22 @@ class AgentLoop:
     def _begun_text(self, source: TextSource, component: str | None, expert: str | None) -> TextProgress:
         reached = self._routes.experts_of(component) if component is not None else (expert or "",)
         copies = [copy for name in reached for copy in self._copies_of(name)]
-        return self._texts.begin(source, self._workshop.text_engines.reached(copies))
+        return self._texts.begin(source, self._here.text_engines.reached(copies))
 
     def most_tokens(self, expert: str) -> int | None:
         """Tokens that one text of an expert may hold, alone in its memory; None: unknown."""
-        return self._workshop.text_engines.most_tokens(self._copies_of(expert))
+        return self._here.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
         return [copy for copy in self._copies.values() if expert_name(copy) == expert]
 
     @property
     def text_executors(self) -> Collection[int]:
-        return self._workshop.text_engines.by_executor.keys()
+        return self._here.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
         """Decode JPEGs smaller for these experts. Call before ``start``."""
-        self._workshop.preparation.scaled |= frozenset(experts)
+        self._here.preparation.scaled |= frozenset(experts)
 
     def cancel(self, request: int) -> None:
         """Cancel a request. Its outcome is still delivered, UNKNOWN if the request did not run."""
@@ -339,18 +336,13 @@ class AgentLoop:
             if self._crash is not None:
                 self._crash.leaves_threads |= self.leaves_threads
             if not self.leaves_threads:
-                for store in self._workshop.stores:
-                    ending.callback(store.close)
+                ending.callback(self._here.close)
 
     def _end_threads(self) -> bool:
-        workshop = self._workshop
-        deadline_s = time.monotonic() + STOP_S  # real clock, as running threads need real time
-        executors = [executor.stop for executor in workshop.executors.values()]
-        stops = [*executors, workshop.preparation.stop, workshop.transfers.stop]
-        have_ended = [stop(max(deadline_s - time.monotonic(), 0.0)) for stop in stops]
-        if not all(have_ended):
-            logger.error("threads_left_behind: a batch, load or image does not end; its memory ends with the process")
-        return all(have_ended)
+        deadline_s = time.monotonic() + STOP_S
+        workers = reversed(self._workers.values())  # this process last
+        have_ended = [worker.stop(max(deadline_s - time.monotonic(), 0.0)) for worker in workers]
+        return have_ended[-1]
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
@@ -376,13 +368,15 @@ class AgentLoop:
             self._look_around()
             while (message := self._next()) is not None:
                 if isinstance(message, Breakdown):
-                    raise message.error
-                if callable(message):
+                    self._break_down(message)
+                elif isinstance(message, WorkerLost):
+                    self._lose_worker(message)
+                elif callable(message):
                     message()
                 else:
                     self._handle(message)
                     self._look_around()
-                self._open.look(self._clock())
+                self._look_at_ages()
         except Exception as error:
             logger.exception("agent_loop_crashed")
             self._end(AgentCrashed(error))
@@ -423,82 +417,161 @@ class AgentLoop:
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         known = {**self._copies, **copies}
         self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
-        self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
-        self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # replaced by these copies
-        self._routes = change.graph
-        self._workshop.transfers.know(self._copies)
-        self._workshop.bind_where_they_run(change.matrix)
+        self._routes, self._matrix = change.graph, change.matrix
+        for worker in self._workers.values():
+            worker.know(self._copies, change.matrix)
         self._open.predict_by(change.matrix)
         self._handle(change)
 
+    def _worker_of(self, pool: str) -> Worker:
+        return self._workers[self._pools[pool].worker]
+
+    def _worker_at(self, executor: int) -> str:
+        return self._pools[self._specs[executor].pool].worker
+
     def _start_load(self, effect: effects.StartLoad) -> None:
         self._open.open_load(effect, self._clock())
-        self._workshop.transfers.start_load(effect)
+        self._worker_of(effect.pool).start_load(effect)
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
-        batch = effect.batch
-        self._watch.given(batch.requests)
+        batch, name = effect.batch, self._worker_at(effect.batch.executor)
+        if not name:
+            self._watch.given(batch.requests)
         if is_behind := self._open.runs_on(batch.executor):
             self._held[batch.executor] = effect
         else:
             self._begin_batch(effect)
-        executor = self._workshop.executors[batch.executor]
         if batch.quantum_s is not None:
-            copies = [self._copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
-            executor.start_quantum(batch, copies)
+            self._here.start_quantum(batch)
             return
-        images = [self._sources[request] for request in batch.requests]
-        executor.start_batch(batch, self._copies[batch.copy].expert, images)
-        if not is_behind:
-            executor.hurry(batch)
+        images = [self._image_for(request, name) for request in batch.requests]
+        self._workers[name].start_batch(batch, images, is_next=not is_behind)
+
+    def _image_for(self, request: int, worker: str) -> ImageSource:
+        if worker:
+            self._images_at.setdefault(request, set()).add(worker)
+        return cast("ImageSource", self._sources[request])  # an executor of this process rejects a text
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect.batch, self._clock())
-        self._watch.begun(effect.batch.requests)
+        if not self._worker_at(effect.batch.executor):
+            self._watch.begun(effect.batch.requests)
 
     def _prepare(self, effect: effects.Prepare) -> None:
-        source = self._sources[effect.request]
-        if isinstance(source, TextSource):
+        if isinstance(self._sources[effect.request], TextSource):
             return  # its batch rejects it
-        later = [self._experts[expert] for expert in effect.later]
-        gives_way = self._workshop.executors[effect.executor].is_on_cpu
-        order = Order(self._experts[effect.expert], later, effect.later_bytes, effect.due_s, gives_way)
-        self._workshop.preparation.prepare(effect.request, source, image_name(source, effect.request), order)
+        name = self._worker_at(effect.executor)
+        self._workers[name].prepare(effect, self._image_for(effect.request, name))
+
+    def _forget(self, effect: effects.Forget) -> None:
+        worker = self._workers.get(effect.worker)
+        if worker is not None:
+            worker.forget(effect.request)
 
     def _preempt(self, effect: effects.Preempt) -> None:
         self._texts.preempt(effect.request, effect.executor)
         log_effect(effect)
+
+    # -- workers and devices that are lost, and come back --
+
+    def _join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
+        self._workers[name] = worker
+        worker.start()
+        worker.know(self._copies, self._matrix)
+        self._specs |= {spec.id: spec for spec in executors}
+        self._pools |= {pool.name: pool for pool in pools}
+        self._open.know_executors(executors)
+        self._lost.pop(name, None)
+        self._handle(events.ExecutorsJoined(tuple(executors), tuple(pools)))
+
+    def _lose_worker(self, lost: WorkerLost) -> None:
+        executors = {each for each in self._specs if self._worker_at(each) == lost.worker}
+        self._workers.pop(lost.worker, None)
+        for workers in self._images_at.values():
+            workers.discard(lost.worker)
+        self._lose(lost.worker, executors, lost.reason, may_return=True)
+
+    def _lose(self, name: str, executors: set[int], reason: str, *, may_return: bool) -> None:
+        logger.error("executors_lost worker=%s executors=%s reason=%s", name or "-", sorted(executors), reason)
+        self._lost[name] = reason
+        for executor in executors:
+            self._held.pop(executor, None)
+        for batch in [each.work for each in self._open.batches.values() if each.work.executor in executors]:
+            self._open.close_batch(batch.id)
+            if not self._worker_at(batch.executor):
+                self._watch.ended(batch.requests)
+        self._handle(events.ExecutorsLost(frozenset(executors), reason, may_return))
+        left = {pool.name for pool in self._engine.statistics().pools}
+        for load in [each.work for each in self._open.loads.values() if each.work.pool not in left]:
+            self._open.close_load(load.load)
+        self._look_around()
+
+    def _break_down(self, breakdown: Breakdown) -> None:
+        """Lose this process's accelerator, if the other executors can run every expert. Raises the error else."""
+        if not (isinstance(breakdown.error, DeviceLost) and self._can_lose_device(str(breakdown.error))):
+            raise breakdown.error
+
+    def _can_lose_device(self, reason: str) -> bool:
+        """Lose the executors of this process's accelerator; False if an expert can run nowhere else."""
+        here = self._here.executors
+        devices = {number for number, each in here.items() if not each.is_on_plain_cpu}
+        executors = devices - self._here.lost
+        kept = [spec for number, spec in self._specs.items() if number not in executors | self._here.lost]
+        able = {expert for spec in kept for expert in self._matrix.experts[spec.processor]}
+        wanted = {expert for column in self._matrix.experts.values() for expert in column}
+        if not executors or not wanted <= able:
+            return False
+        self._here.lost |= executors
+        processors = sorted({self._specs[each].processor for each in executors})
+        self._lose(", ".join(processors), executors, reason, may_return=False)
+        return True
+
+    def _look_at_ages(self) -> None:
+        """Lose a worker or a device whose work is overdue. Raises WorkOverdue for any other overdue work."""
+        try:
+            self._open.look(self._clock())
+        except WorkOverdue as overdue:
+            name = self._pools[overdue.pool].worker
+            if not (self._workers[name].lose(str(overdue)) or (overdue.is_batch and self._can_lose_overdue(overdue))):
+                raise
+
+    def _can_lose_overdue(self, overdue: WorkOverdue) -> bool:
+        executors = self._here.executors.values()
+        is_device = any(each.spec.pool == overdue.pool and not each.is_on_plain_cpu for each in executors)
+        return is_device and self._can_lose_device(str(overdue))
+
+    # -- answers --
 
     def _batch_answered(self, batch: int) -> None:
         closed = self._open.close_batch(batch)
         if closed is None:
             return
         answered = closed.work
-        held = self._held.pop(answered.executor, None)
+        held, name = self._held.pop(answered.executor, None), self._worker_at(answered.executor)
         if held is not None:
-            self._workshop.executors[answered.executor].hurry(held.batch)
-        self._watch.ended(answered.requests)
+            self._workers[name].hurry(held.batch)
+        if not name:
+            self._watch.ended(answered.requests)
         self._watch.ran(answered, self._clock() - closed.opened_at_s)
         if held is not None:
             self._begin_batch(held)
 
     def _evict(self, effect: effects.Evict) -> None:
-        self._workshop.transfers.evict(effect)
+        self._worker_of(effect.pool).evict(effect)
         log_effect(effect)
 
     def _change_budget(self, effect: effects.BudgetChanged) -> None:
-        for store in self._workshop.stores:
-            if store.pool == effect.pool:
-                store.set_budget(effect.after_bytes)
+        self._worker_of(effect.pool).set_budget(effect.pool, effect.after_bytes)
         log_effect(effect)
 
     def _change_leases(self, effect: effects.LeasesChanged) -> None:
-        self._workshop.text_engines.set_budget(effect.pool, effect.after_bytes)
+        self._here.text_engines.set_budget(effect.pool, effect.after_bytes)
         log_effect(effect)
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
-        self._texts.forget(effect.request)
-        self._workshop.preparation.forget(effect.request)
+        self._here.end(effect.request)
+        for name in self._images_at.pop(effect.request, ()):
+            self._workers[name].end(effect.request)
         self._on_outcome(effect.request, effect.outcome)
         del self._sources[effect.request]
         if effect.request == self._idle_request:
@@ -523,20 +596,22 @@ class AgentLoop:
     def _check_invariants(self) -> None:
         self._engine.check_invariants()
         ledgers = {pool.name: pool.used_bytes for pool in self._engine.statistics().pools}
-        for store in self._workshop.stores:
-            held_bytes = store.statistics().used_bytes
-            assert held_bytes == ledgers[store.pool], (
-                f"memory {store.pool} holds {held_bytes} bytes, its ledger counts {ledgers[store.pool]}"
+        for name in self._here.stores.keys() & ledgers.keys():
+            held_bytes = self._here.stores[name].statistics().used_bytes
+            assert held_bytes == ledgers[name], (
+                f"memory {name} holds {held_bytes} bytes, its ledger counts {ledgers[name]}"
             )
-        assert not self._workshop.preparation.requests, "something is prepared for a request that has its outcome"
+        assert not self._here.preparation.requests, "something is prepared for a request that has its outcome"
+        assert not self._images_at, "a worker has the image of a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
-        workshop = self._workshop
+        all_of_them = WorkerStatistics.sum(worker.statistics() for worker in self._workers.values())
         return LoopStatistics(
             engine=self._engine.statistics(),
-            transfers=workshop.transfers.statistics(),
-            slots=tuple(store.statistics() for store in workshop.stores),
-            executors=tuple(executor.statistics() for executor in workshop.executors.values()),
-            skeletons_constructed=workshop.shelf.constructed,
+            transfers=all_of_them.transfers,
+            slots=all_of_them.slots,
+            executors=all_of_them.executors,
+            skeletons_constructed=all_of_them.skeletons_constructed,
             requests_in_flight=self.requests_in_flight,
+            lost=dict(self._lost),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import DEVICE, HOST
+from agent.core.performance import DEVICE, HOST, tier_of
 from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Box:
 
 def torch_device(processor: str) -> str:
     """Torch device of an executor. "integrated" is ``cpu:0``: the CPU for torch, but a separate device for bindings."""
-    return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(processor, "cpu")
+    return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(tier_of(processor), "cpu")
 
 
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:

@@ -245,7 +245,7 @@ class SlotStore:
         """
         with self._calm:
             if not self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)), MOVE_S):
-                raise WorkOverdue(f"moving {copy} in {self.pool}", MOVE_S, MOVE_ADVICE, is_batch=False)
+                raise WorkOverdue(f"moving {copy} in {self.pool}", MOVE_S, MOVE_ADVICE, self.pool, is_batch=False)
             slot = self._ready(copy, "evict")
             if slot.uses:
                 raise IllegalMove(copy, slot.state, "evict")

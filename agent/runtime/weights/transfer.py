@@ -28,7 +28,7 @@ from experts.daemon_threads import DaemonThreads
 from experts.packed.source_check import drop_if_stale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.expert_copy import ExpertCopy
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECK_WAITS_S = 1.0  # waits for loads, before hashing each piece of a source: arbitrary
+COUNTS = ("bytes_read", "bytes_copied", "failed", "in_flight")
 STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; one buffer per staged load
 
 
@@ -55,6 +56,19 @@ class TransferStatistics:
     bytes_copied: int
     failed: int
     in_flight: int
+
+    @classmethod
+    def sum(cls, each: Iterable[TransferStatistics]) -> TransferStatistics:
+        """Sum of the counters of several workers."""
+        every = tuple(each)
+        loads, of_experts, seconds = Counter[str](), Counter[tuple[str, str]](), defaultdict[str, float](float)
+        for one in every:
+            loads.update(one.loads)
+            of_experts.update(one.of_experts)
+            for path, path_s in one.seconds.items():
+                seconds[path] += path_s
+        counts = (sum(getattr(one, name) for one in every) for name in COUNTS)
+        return cls(dict(loads), dict(of_experts), dict(seconds), *counts)
 
 
 class Transfers:
@@ -118,7 +132,7 @@ class Transfers:
                 dict(self._loads),
                 dict(self._of_experts),
                 dict(self._seconds),
-                **{name: self._counts[name] for name in ("bytes_read", "bytes_copied", "failed", "in_flight")},
+                **{name: self._counts[name] for name in COUNTS},
             )
 
     def stop(self, timeout_s: float | None = None) -> bool:

@@ -1,0 +1,92 @@
+"""Contract of a worker: memories, loads and executors of one place, which carry out an Engine's effects.
+
+The agent's own process is a worker; others are processes of this box, or of another one (``agent.runtime.workers``).
+
+Guarantees: each load and each batch has one answer, posted as an event, unless the worker is lost. Then a WorkerLost is
+posted once, and nothing after it. No method waits for the work that it starts. An image is sent to a worker at most
+once for each request, until ``end``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from agent.runtime.weights.transfer import TransferStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.core.effects import Evict, Prepare, StartLoad
+    from agent.core.performance import PerformanceMatrix
+    from agent.core.request import Batch
+    from agent.runtime.executor import ExecutorStatistics
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.images.sources import ImageSource
+    from agent.runtime.weights.slots import SlotStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Statistics of a worker's loads, memories and executors since its start."""
+
+    transfers: TransferStatistics
+    slots: tuple[SlotStatistics, ...] = ()
+    executors: tuple[ExecutorStatistics, ...] = ()
+    skeletons_constructed: int = 0
+
+    @classmethod
+    def sum(cls, each: Iterable[WorkerStatistics]) -> WorkerStatistics:
+        every = tuple(each)
+        return cls(
+            TransferStatistics.sum(one.transfers for one in every),
+            tuple(slot for one in every for slot in one.slots),
+            tuple(executor for one in every for executor in one.executors),
+            sum(one.skeletons_constructed for one in every),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Posted by a worker that has ended, or was killed because it hung."""
+
+    worker: str
+    reason: str
+
+
+class Worker(Protocol):
+    """One worker. Its methods are called on the loop's thread, in the order of the Engine's effects."""
+
+    def start(self) -> None: ...
+
+    def start_load(self, effect: StartLoad) -> None: ...
+
+    def evict(self, effect: Evict) -> None: ...
+
+    def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
+        """Run a batch of images, in the order of its requests. ``is_next``: no other batch runs on its executor."""
+
+    def hurry(self, batch: Batch) -> None:
+        """Prepare a batch's images first: it is next, or runs."""
+
+    def prepare(self, effect: Prepare, image: ImageSource) -> None:
+        """Prepare a request's image ahead of its batch."""
+
+    def forget(self, request: int) -> None:
+        """Release what was prepared for a request."""
+
+    def end(self, request: int) -> None:
+        """Release all that is held for a request, which has its outcome."""
+
+    def set_budget(self, pool: str, size_bytes: int) -> None: ...
+
+    def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
+        """Serve these copies from now on, by name; earlier ones may still run."""
+
+    def statistics(self) -> WorkerStatistics: ...
+
+    def lose(self, reason: str) -> bool:
+        """Kill a worker that hangs, which posts WorkerLost; False for the agent's own process."""
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish running batches, cancel loads, and end; False if threads are left behind."""
