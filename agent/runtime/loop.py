@@ -154,6 +154,7 @@ class AgentLoop:
         self._specs = {spec.id: spec for spec in plan.executors}
         self._pools = {pool.name: pool for pool in plan.limits.pools}
         self._lost: dict[str, str] = {}
+        self._worker_lost: Callable[[str], None] = lambda _: None
         self._images_at: dict[int, set[str]] = {}  # request -> other workers that have its image
         self._copies = plan.copies
         self._matrix = plan.matrix
@@ -208,9 +209,13 @@ class AgentLoop:
         """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
         self._here.transfers.mend, self._here.transfers.distrust = mend, distrust
 
-    def employ(self, name: str, worker: Worker) -> None:
-        """Let another worker carry out what is decided for its executors. Call before ``start``."""
-        self._workers[name] = worker
+    def employ(self, workers: Mapping[str, Worker], lost: Callable[[str], None]) -> None:
+        """Let other workers carry out what is decided for their executors. Call before ``start``.
+
+        ``lost``: called on the loop's thread, with the name of a lost worker.
+        """
+        self._workers |= workers
+        self._worker_lost = lost
 
     def join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
         """Add a worker that is ready, or has come back."""
@@ -485,11 +490,13 @@ class AgentLoop:
         self._handle(events.ExecutorsJoined(tuple(executors), tuple(pools)))
 
     def _lose_worker(self, lost: WorkerLost) -> None:
+        if self._workers.pop(lost.worker, None) is None:
+            return
         executors = {each for each in self._specs if self._worker_at(each) == lost.worker}
-        self._workers.pop(lost.worker, None)
         for workers in self._images_at.values():
             workers.discard(lost.worker)
         self._lose(lost.worker, executors, lost.reason, may_return=True)
+        self._worker_lost(lost.worker)
 
     def _lose(self, name: str, executors: set[int], reason: str, *, may_return: bool) -> None:
         logger.error("executors_lost worker=%s executors=%s reason=%s", name or "-", sorted(executors), reason)

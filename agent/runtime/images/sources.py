@@ -53,19 +53,19 @@ class Frame:
     """
 
     def __init__(self, image: EncodedImage, size: tuple[int, int] | None) -> None:
-        self._image = image
-        self._size = size
+        self.image = image
+        self.size = size
         self._lock = threading.Lock()
         self._pixels: NDArray[np.uint8] | None = None
         self._error: ImageError | None = None
 
     @property
     def name(self) -> str:
-        return self._image.name
+        return self.image.name
 
     @property
     def stored_bytes(self) -> int:
-        return len(self._image.content) if self._pixels is None else 0
+        return len(self.image.content) if self._pixels is None else 0
 
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
         """uint8 RGB, (height, width, 3). Raises ImageError, the same object each time."""
@@ -81,10 +81,10 @@ class Frame:
             return self._pixels
 
     def _decoded(self, room_for: RoomFor) -> NDArray[np.uint8]:
-        image = self._image
+        image = self.image
         pixels = decode_image(image.content, image.name, image.max_pixels, room_for).turned(Orientation.EXIF)
-        if self._size is not None and pixels.shape[:2] != self._size:
-            (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self._size
+        if self.size is not None and pixels.shape[:2] != self.size:
+            (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self.size
             raise ImageUnreadable(
                 image.name, f"it is {width} x {height} pixels, and its layout is for {wanted_width} x {wanted_height}"
             )
