@@ -26,8 +26,7 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders and judge new images, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, service_manager
-    from agent.deployment.openmp import set_spinning
+    from agent.config import read_line, service_manager, set_spinning
     from agent.service.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_reported
 
@@ -75,7 +74,7 @@ def inspect(
                 access = AgentAccess(target, ca, token_file, certificate, key)
                 results = ask_to_inspect(config, access, images, component, progress, picture)
             else:
-                from agent.deployment.openmp import set_spinning
+                from agent.config import set_spinning
 
                 set_spinning()
                 from agent.commands.inspection import inspect_images  # loads torch
@@ -125,7 +124,7 @@ def demo(
     if llm and data is not None:
         raise typer.BadParameter("--data is for image experts - leave out --data or --llm")
     from agent.commands.progress import progress_on_stderr
-    from agent.deployment.openmp import set_spinning
+    from agent.config import set_spinning
 
     def show(text: str) -> None:
         if not as_json:

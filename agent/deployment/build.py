@@ -19,6 +19,7 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
+from agent.deployment.workforce import Workforce, places_of
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -91,6 +92,7 @@ class Agent:
     changes: int = 0  # of the line, since the start
     earlier_names: frozenset[str] = frozenset()  # of experts, in earlier line files
     alarms: tuple[str, ...] = ()  # why the device profile is not used, or not for all experts
+    workforce: Workforce | None = None  # workers beside this process
 
     def expert(self, name: str) -> str:
         return self.experts.get(name, name)
@@ -102,6 +104,8 @@ class Agent:
 
     def stop(self) -> None:
         """End; requests under way get no outcome. Raises AgentCrashed, after all threads have ended."""
+        if self.workforce is not None:
+            self.workforce.stop()
         try:
             self.loop.stop()
         finally:
@@ -127,8 +131,16 @@ def build_agent(
         copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         setup = measured_setup(ground, copies, segments, progress)
+        workforce = None
+        if config.cluster.workers:
+            workforce = Workforce(config, places_of(config), segments, options.loop.ssd_bytes_per_s)
+            on_failure.callback(workforce.close)
+            setup, theirs = workforce.employ(
+                ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)
+            )
+            by_name |= theirs
         templates = make_templates(
-            copies, segments, threads_per_executor(ground.box, setup.executors),
+            copies, segments, threads_per_executor(ground.box, ground.executors),
             lambda done, total: progress("templates", done, total),
         )  # fmt: skip
         loop = assemble(
@@ -138,6 +150,9 @@ def build_agent(
             on_outcome,
             replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
         )
+        if workforce is not None:
+            workforce.assemble(setup, by_name, scaled_experts(ground.profile))
+            workforce.serve(loop)
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
@@ -145,7 +160,7 @@ def build_agent(
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
         config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name,
-        alarms=ground.alarms,
+        alarms=ground.alarms, workforce=workforce,
     )  # fmt: skip
 
 
@@ -291,7 +306,7 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
     timed = PerformanceMatrix({}, ground.usage) if profile is None else _profiled(ground, profile, copies)
     untimed = _untimed(ground, timed, copies)
     probed = Probed(PerformanceMatrix({}), {})
-    if profile is None or any(untimed.values()):
+    if any(untimed.values()) or (profile is None and ground.executors):
         # refuses experts that cannot fit before the probe
         ground.setup(estimated_matrix(ground.box, untimed, ground.usage))
         progress("probe", 0, 1)

@@ -100,6 +100,8 @@ class Groundwork:
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The setup by these times. Raises ConfigError naming each expert that can never fit."""
         config = self.config
+        if not self.executors:
+            return EngineSetup(config.catalog.graph, config.policy, (), times, limits_of(config, ()))
         pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, self._allocation))
         limits = limits_of(config, pools)
         return EngineSetup(config.catalog.graph, config.policy, self.executors, times, limits, self.precisions, broken)

@@ -21,7 +21,11 @@ EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """Executors of a line on this box, the device's first. Raises ConfigError for a processor that the box lacks."""
+    """Executors of a line in the agent's process, the device's first; none beside workers, unless the line file names
+    some or has language models. Raises ConfigError for a processor that the box lacks."""
+    takes_texts = any(expert.takes_texts for expert in config.catalog.experts.values())
+    if config.executors is None and config.cluster.workers and not takes_texts:
+        return ()  # the workers have executors
     if config.executors is not None:
         counts = config.executors
     else:

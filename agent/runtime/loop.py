@@ -217,6 +217,10 @@ class AgentLoop:
         self._workers |= workers
         self._worker_lost = lost
 
+    def post(self, message: Message) -> None:
+        """Take an answer of a worker, from any thread."""
+        self._inbox.put(message)
+
     def join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
         """Add a worker that is ready, or has come back."""
         self._call(lambda: self._join(name, worker, executors, pools))

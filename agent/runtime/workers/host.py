@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from contextlib import closing, suppress
-from dataclasses import replace
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.local_worker import LocalWorker
-    from agent.runtime.machine.box import Box
     from agent.runtime.weights.templates import Templates
     from agent.runtime.workers.messages import Channel
 
@@ -56,7 +54,6 @@ class WorkerHost:
         self._channel = channel
         self._segments = SegmentStore(folder)
         self._files = FileReceiver(folder)
-        self._box: Box | None = None
         self._worker: LocalWorker | None = None
         self._templates: Templates | None = None  # held while skeletons may be made
         self._sources: dict[int, ImageSource] = {}  # by request
@@ -114,28 +111,25 @@ class WorkerHost:
 
     def _detect(self, wanted: messages.Detect) -> None:
         box = detect(wanted.device)
-        self._box = box if wanted.cores is None else replace(box, cores=wanted.cores)
         reasons = {name: form.why_absent() for name, form in FORMS.items() if form.is_cpu_only}
         absent = {str(name): reason for name, reason in reasons.items() if reason is not None}
-        self._send(messages.Detected(self._box, absent))
+        self._send(messages.Detected(box, absent))
 
     def _measure(self, wanted: messages.Measure) -> None:
-        assert self._box is not None, "the box is detected first"
-        threads = threads_per_executor(self._box, wanted.executors)
-        self._send(probe(self._box, wanted.copies, self._segments, wanted.usage, threads))
+        threads = threads_per_executor(wanted.box, wanted.executors)
+        self._send(probe(wanted.box, wanted.copies, self._segments, wanted.usage, threads))
         end_team()
 
     def _assemble(self, plan: messages.Assemble) -> None:
-        assert self._box is not None, "the box is detected first"
         copies = defaultdict(list)
         for spec in plan.executors:
             for row in plan.matrix.experts[spec.processor].values():
                 copies[tier_of(spec.processor)].append(plan.copies[row.copy])
-        threads = threads_per_executor(self._box, plan.executors)
+        threads = threads_per_executor(plan.box, plan.executors)
         self._templates = make_templates(copies, self._segments, threads, lambda *_: None)
         options = LoopOptions(ssd_bytes_per_s=plan.ssd_bytes_per_s, scaled=plan.scaled)
         routes = ExpertGraph((), {})
-        agent_plan = AgentPlan(self._box, plan.executors, plan.limits, plan.copies, plan.matrix, routes)
+        agent_plan = AgentPlan(plan.box, plan.executors, plan.limits, plan.copies, plan.matrix, routes)
         self._worker = local_worker(agent_plan, self._segments, self._post, options)
         self._worker.transfers.mend = self._ask_for_files
         end_team()
@@ -169,7 +163,7 @@ class WorkerHost:
             self._frame_of[given.request] = image.frame
             self._sources[given.request] = FramePart(self._frames[image.frame], image.box, image.name)
         else:
-            self._sources[given.request] = image
+            self._sources[given.request] = image  # type: ignore[assignment]  # a refusal is taken as an image is
 
     def _prepare(self, effect: effects.Prepare) -> None:
         self._working.prepare(effect, self._sources[effect.request])

@@ -65,10 +65,9 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Detect:
-    """Report the box, as this device, with ``cores`` of it. Answer Detected."""
+    """Report the box, as this device. Answer Detected."""
 
     device: str
-    cores: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,9 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure these copies, by processor. Answer Probed."""
+    """Measure these copies, by processor. ``box``: the worker's part of it. Answer Probed."""
 
+    box: Box
     copies: Mapping[str, tuple[ExpertCopy, ...]]
     usage: Mapping[str, float]
     executors: tuple[ExecutorSpec, ...]
@@ -120,8 +120,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Become ready to work: build memories, executors and templates. Answer Ready."""
+    """Become ready to work: build memories, executors and templates. ``box``: the worker's part. Answer Ready."""
 
+    box: Box
     executors: tuple[ExecutorSpec, ...]
     limits: Limits
     copies: Mapping[str, ExpertCopy]
@@ -312,4 +313,3 @@ def _record(plain: Any, contents: list[bytes]) -> Any:  # noqa: ANN401 - what wa
     if tag == "$p":
         return Path(value)
     raise ValueError(f"no value is tagged {tag}")
-

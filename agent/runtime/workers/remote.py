@@ -63,7 +63,7 @@ class RemoteWorker:
     def __init__(self, name: str, channel: messages.Channel, segments: SegmentStore) -> None:
         self.name = name
         self.executors: Sequence[ExecutorSpec] = ()  # set before ``start``
-        self.post: Callable[[object], None] = lambda _: None  # likewise
+        self.post: Callable[[Any], None] = lambda _: None  # likewise
         self._channel = channel
         self._segments = segments
         self._outbox: SimpleQueue[object | None] = SimpleQueue()

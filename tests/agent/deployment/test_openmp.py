@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from agent.deployment.openmp import SPINNING, VARIABLES, set_spinning
+from agent.config import SPINNING, SPINNING_VARIABLES, set_spinning
 from tests.agent.line_files import LineFile, expert, fake, route
 
 ROOT = Path(__file__).parents[3]
@@ -46,9 +46,9 @@ class Line(LineFile):
 
     def start(self, *arguments, ends_at_torch=True, **environment):
         """Environment of a command's process at its first import of torch; and its stderr."""
-        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        kept = {name: value for name, value in os.environ.items() if name not in SPINNING_VARIABLES}
         done = subprocess.run(
-            [sys.executable, "-c", WATCHED % (sorted(VARIABLES), ends_at_torch), *map(str, arguments)],
+            [sys.executable, "-c", WATCHED % (sorted(SPINNING_VARIABLES), ends_at_torch), *map(str, arguments)],
             cwd=ROOT,
             env=kept | environment,
             capture_output=True,
@@ -89,10 +89,10 @@ def test_every_command_that_runs_the_line_sets_it_before_torch_is_loaded(line, b
     assert line.start(*before.split(), line.file, *after)[0] == SPINNING
 
 
-@pytest.mark.parametrize("variable", sorted(VARIABLES))
+@pytest.mark.parametrize("variable", sorted(SPINNING_VARIABLES))
 def test_a_variable_of_the_environment_comes_first(monkeypatch, variable):
-    for name in VARIABLES:
+    for name in SPINNING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "1")
     set_spinning()
-    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == {variable: "1"}
+    assert {name: os.environ[name] for name in SPINNING_VARIABLES if name in os.environ} == {variable: "1"}

@@ -1,0 +1,94 @@
+"""Setup of one Engine over the agent's own executors and those of its workers. Pure functions of records.
+
+A worker's names begin with its own: processor "w1/cpu", memory "w1/host". Workers of one kind on equal boxes share the
+rows of their matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from agent.core.performance import SSD, PerformanceMatrix
+from agent.runtime.machine.box import Box, MemorySize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.deployment.engine_setup import EngineSetup
+    from agent.runtime.expert_copy import ExpertCopy
+
+TRANSFER_S = 0.002  # to send an encoded image to another process or box, with the cost of a message; arbitrary
+
+
+@dataclass(frozen=True, slots=True)
+class Hired:
+    """A worker before it has its part. ``found``: its whole box; ``setup``: as of an agent on its part ``box``.
+
+    ``node``: "" on the agent's box. ``copies``: by processor.
+    """
+
+    name: str
+    node: str
+    found: Box
+    box: Box
+    setup: EngineSetup
+    copies: Mapping[str, Sequence[ExpertCopy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Employment:
+    """A worker's part in the Engine's setup."""
+
+    hired: Hired
+    executors: tuple[ExecutorSpec, ...]
+    pools: tuple[PoolSpec, ...]
+
+
+def part_of(box: Box, sharers: int) -> Box:
+    """Part of a box for one of several workers, of which each has its own device."""
+    host = MemorySize(box.host.total_bytes, box.host.available_bytes // sharers)
+    return replace(box, cores=max(box.cores // sharers, 1), host=host)
+
+
+def employments(local: EngineSetup, hired: Sequence[Hired]) -> tuple[Employment, ...]:
+    numbers = count(max((spec.id for spec in local.executors), default=-1) + 1)
+    return tuple(_employment(each, numbers) for each in hired)
+
+
+def _employment(hired: Hired, numbers: count[int]) -> Employment:
+    prefix, drive = f"{hired.name}/", f"{hired.node}/{SSD}" if hired.node else SSD
+    pools = tuple(
+        replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, worker=hired.name, drive=drive)
+        for pool in hired.setup.pools
+    )
+    executors = tuple(
+        replace(spec, id=next(numbers), processor=prefix + spec.processor, pool=prefix + spec.pool)
+        for spec in hired.setup.executors
+    )
+    return Employment(hired, executors, pools)
+
+
+def joint_setup(local: EngineSetup, employed: Sequence[Employment]) -> EngineSetup:
+    """Setup over all executors. An expert is broken if no executor can run it."""
+    columns = dict(local.matrix.experts)
+    broken = dict(local.broken)
+    for each in employed:
+        rows = each.hired.setup.matrix.experts
+        columns |= {f"{each.hired.name}/{processor}": column for processor, column in rows.items()}
+        broken |= each.hired.setup.broken
+    able = {expert for column in columns.values() for expert in column}
+    pools = (*local.pools, *(pool for each in employed for pool in each.pools))
+    prepared_bytes = [each.hired.setup.limits.prepared_bytes for each in employed]
+    if local.executors:
+        prepared_bytes.append(local.limits.prepared_bytes)
+    limits = replace(local.limits, pools=pools, prepared_bytes=min(prepared_bytes), transfer_s=TRANSFER_S)
+    return replace(
+        local,
+        executors=(*local.executors, *(spec for each in employed for spec in each.executors)),
+        matrix=PerformanceMatrix(columns, local.matrix.usage),
+        limits=limits,
+        broken={expert: reason for expert, reason in broken.items() if expert not in able},
+    )

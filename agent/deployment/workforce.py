@@ -1,0 +1,233 @@
+"""Workforce: the workers beside the agent, from their sections of the line file to executors of one Engine.
+
+A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
+and has it measured, once for workers of one kind on equal boxes. Language models stay in the agent's process.
+
+Guarantees: a worker that is lost is started again after growing pauses, for as long as the agent runs; one that comes
+back on another kind of box is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event as Flag
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+from agent.config import PACKED
+from agent.deployment.engine_setup import Given, groundwork
+from agent.deployment.joint_setup import Employment, Hired, employments, joint_setup, part_of
+from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
+from agent.deployment.performance_matrix import matrix
+from agent.device_profile.identity import differences, identity_of
+from agent.runtime.measuring.probe import Probed
+from agent.runtime.workers import messages
+from agent.runtime.workers.processes import start_process
+from agent.runtime.workers.remote import RemoteWorker, share_of
+from experts.backends.forms import form_of
+from experts.backoff import Backoff
+from experts.errors import CoServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import PerformanceMatrix
+    from agent.deployment.engine_setup import EngineSetup, Groundwork
+    from agent.deployment.packed_copies import Precisions
+    from agent.device_profile.records import StoredProfile
+    from agent.line_file.cluster import WorkerSection
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.loop import AgentLoop
+    from agent.runtime.machine.box import Box
+    from experts.expert import Precision
+    from experts.packed.packing import PackingReport
+    from experts.packed.weights import SegmentStore
+
+    Pack = Callable[[LineConfig, Precisions], PackingReport]
+
+log = logging.getLogger(__name__)
+
+RESTARTS = Backoff(1.0, 60.0)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker to start. ``node``: of its box, "" for the agent's; ``sharers``: processes that share that box."""
+
+    name: str
+    kind: WorkerSection
+    start: Callable[[], messages.Channel]
+    node: str = ""
+    sharers: int = 1
+
+
+def places_of(config: LineConfig) -> tuple[Place, ...]:
+    """Where the workers of a line start. Raises ConfigError for a cluster that cannot be reached."""
+    cluster, folder = config.cluster, config.state / "workers"
+    sharers = len(cluster.names) + bool(config.executors)
+    return tuple(
+        Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, number)), "", sharers)
+        for number, (name, kind) in enumerate(zip(cluster.names, cluster.kinds, strict=True))
+    )
+
+
+def _environment(kind: WorkerSection, number: int) -> dict[str, str]:
+    """Variables of a worker's process: the GPU that it sees."""
+    return {"CUDA_VISIBLE_DEVICES": str(number)} if kind.device == "cuda" else {}
+
+
+class Workforce:
+    """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
+
+    def __init__(
+        self, config: LineConfig, places: Sequence[Place], segments: SegmentStore, ssd_bytes_per_s: float | None
+    ) -> None:
+        self._config = config
+        self._places = {place.name: place for place in places}
+        self._segments = segments
+        self._ssd_bytes_per_s = ssd_bytes_per_s
+        self._workers: dict[str, RemoteWorker] = {}
+        self._employed: tuple[Employment, ...] = ()
+        self._parts: dict[str, messages.Assemble] = {}
+        self._loop: AgentLoop | None = None
+        self._stopping = Flag()
+
+    def employ(self, ground: Groundwork, local: EngineSetup, pack: Pack) -> tuple[EngineSetup, dict[str, ExpertCopy]]:
+        """Start the workers; the setup of the Engine over all executors, and their copies by name.
+
+        Raises ConfigError for a worker that cannot run its part, WorkerBroken for one that does not start.
+        """
+        found = _all(self._places.values(), self._detect)
+        hired: list[Hired] = []
+        for place, detected in zip(self._places.values(), found, strict=True):
+            like = next((each for each in hired if self._are_alike(each, place, detected.box)), None)
+            hired.append(self._hire(place, detected, ground, pack) if like is None else replace(like, name=place.name))
+        self._employed = employments(local, hired)
+        copies = {copy.name: copy for each in hired for listed in each.copies.values() for copy in listed}
+        return joint_setup(local, self._employed), copies
+
+    def assemble(self, setup: EngineSetup, copies: Mapping[str, ExpertCopy], scaled: frozenset[str]) -> None:
+        """Make every worker ready. Raises WorkerBroken."""
+        for each in self._employed:
+            own, columns = share_of(each.executors, copies, setup.matrix)
+            limits = replace(setup.limits, pools=each.pools, placement={})
+            self._parts[each.hired.name] = messages.Assemble(
+                each.hired.box, each.executors, limits, own, columns, scaled, self._ssd_bytes_per_s
+            )
+        _all(self._employed, self._make_ready)
+
+    def serve(self, loop: AgentLoop) -> None:
+        """Work for a loop that has not started."""
+        self._loop = loop
+        for worker in self._workers.values():
+            worker.post = loop.post
+        loop.employ(self._workers, self._bring_back)
+
+    def stop(self) -> None:
+        """Bring back no lost worker any more; the loop stops the others."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """End the workers of an agent that does not start."""
+        self.stop()
+        for worker in self._workers.values():
+            worker.lose("the agent does not start")
+
+    def _detect(self, place: Place) -> messages.Detected:
+        worker = self._workers[place.name] = RemoteWorker(place.name, place.start(), self._segments)
+        return worker.ask(messages.Detect(place.kind.device), messages.Detected)
+
+    def _are_alike(self, hired: Hired, place: Place, box: Box) -> bool:
+        other = self._places[hired.name]
+        is_same_kind = (other.kind, other.node, other.sharers) == (place.kind, place.node, place.sharers)
+        return is_same_kind and is_like(hired.found, box)
+
+    def _hire(self, place: Place, found: messages.Detected, ground: Groundwork, pack: Pack) -> Hired:
+        """Decide, pack and measure a worker's part."""
+        config, box = self._config.of_worker(place.kind), part_of(found.box, place.sharers)
+        profile = _profile_for(ground.profile, found.box)
+        packed = packed_experts(config, self._segments.directory)
+        own = groundwork(config, box, profile, packed, Given(usage=ground.usage))
+        own = replace(own, precisions=_executable(own.precisions, found.absent))
+        packed_now = pack(config, own.precisions).packed
+        copies = {
+            processor: tuple(copy for copy in listed if not copy.expert.takes_texts)
+            for processor, listed in copies_of(config, own.precisions, packed_now).items()
+        }
+        times, failed = self._times(place, own, profile, copies)
+        return Hired(place.name, place.node, found.box, box, own.setup(times, failed), copies)
+
+    def _times(
+        self, place: Place, own: Groundwork, profile: StoredProfile | None, copies: Mapping[str, tuple[ExpertCopy, ...]]
+    ) -> tuple[PerformanceMatrix, Mapping[str, str]]:
+        if profile is not None:
+            return matrix(profile, own.box, copies, own.usage, own.executors * place.sharers), {}
+        worker = self._workers[place.name]
+        worker.give_files([copy.packed for listed in copies.values() for copy in listed])
+        probed = worker.ask(messages.Measure(own.box, copies, own.usage, own.executors), Probed)
+        return probed.matrix, probed.failed
+
+    def _make_ready(self, each: Employment) -> None:
+        worker, part = self._workers[each.hired.name], self._parts[each.hired.name]
+        worker.executors = each.executors
+        worker.give_files([copy.packed for copy in part.copies.values()])
+        for expert, reason in worker.ask(part, messages.Ready).failed.items():
+            log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.hired.name, expert, reason)
+
+    def _bring_back(self, name: str) -> None:
+        """Start a lost worker again, on a thread of its own."""
+        employment = next(each for each in self._employed if each.hired.name == name)
+        Thread(target=self._restart, args=(employment,), name=f"restart-{name}", daemon=True).start()
+
+    def _restart(self, employment: Employment) -> None:
+        name, pause_s = employment.hired.name, RESTARTS.next_pause_s(0.0)
+        while not self._stopping.wait(pause_s):
+            pause_s = RESTARTS.next_pause_s(pause_s)
+            try:
+                found = self._detect(self._places[name]).box
+                if not is_like(found, employment.hired.found):
+                    raise CoServeError(f"it is on another kind of box now: {found.model}")
+                self._make_ready(employment)
+            except (CoServeError, OSError) as error:
+                log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
+                self._workers[name].lose(str(error))
+                continue
+            assert self._loop is not None, "only a loop loses workers"
+            worker = self._workers[name]
+            worker.post = self._loop.post
+            self._loop.join(name, worker, employment.executors, employment.pools)
+            return
+
+
+def is_like(box: Box, other: Box) -> bool:
+    """True for boxes of one kind; free memory aside."""
+    return replace(box, host=other.host, device=other.device) == other
+
+
+def _profile_for(profile: StoredProfile | None, box: Box) -> StoredProfile | None:
+    """The line's device profile, for a worker on such a box."""
+    if profile is None or any(differences(profile.box, identity_of(box))):
+        return None
+    return profile
+
+
+def _executable(precisions: Precisions, absent: Mapping[str, str]) -> Precisions:
+    """The precisions, with torch's forms for those that do not run on the worker, or cannot be packed here."""
+
+    def form(_: str, name: Precision) -> Precision:
+        return form_of(name).plain if name in absent or form_of(name).why_absent() is not None else name
+
+    return with_forms(precisions, form)
+
+
+def _all(items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+    listed = list(items)
+    with ThreadPoolExecutor(max(len(listed), 1), "workers") as threads:
+        return list(threads.map(work, listed))
