@@ -57,6 +57,10 @@ class SocketChannel:
             with suppress(subprocess.TimeoutExpired):  # in the kernel: its end is not waited for
                 self._process.wait(WAIT_S)
 
+    def close(self) -> None:
+        self._reader.close()
+        self._socket.close()
+
 
 def start_process(folder: Path, environment: Mapping[str, str] | None = None) -> SocketChannel:
     """Start a worker's process, which keeps its files in ``folder``. ``environment``: variables in addition."""
