@@ -130,8 +130,8 @@ class LineConfig:
 
     def of_worker(self, kind: WorkerSection) -> LineConfig:
         """The line as a worker of this kind has it."""
-        own = {"device": kind.device, "executors": kind.executors, "memory": kind.memory}
-        return replace(self, **own, cluster=ClusterSection())
+        own = replace(self, device=kind.device, executors=kind.executors, memory=kind.memory)
+        return replace(own, cluster=ClusterSection())
 
     def having(
         self,

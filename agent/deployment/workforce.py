@@ -10,6 +10,7 @@ back on another kind of box is refused.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from agent.cluster.extra import why_absent
 from agent.config import PACKED
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.joint_setup import Employment, Hired, employments, joint_setup, part_of
@@ -33,6 +35,7 @@ from experts.errors import CoServeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
@@ -71,11 +74,28 @@ class Place:
 def places_of(config: LineConfig) -> tuple[Place, ...]:
     """Where the workers of a line start. Raises ConfigError for a cluster that cannot be reached."""
     cluster, folder = config.cluster, config.state / "workers"
+    if cluster.address is not None:
+        return _places_in_cluster(config, cluster.address, folder)
     sharers = len(cluster.names) + bool(config.executors)
     return tuple(
         Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, number)), "", sharers)
         for number, (name, kind) in enumerate(zip(cluster.names, cluster.kinds, strict=True))
     )
+
+
+def _places_in_cluster(config: LineConfig, address: str, folder: Path) -> tuple[Place, ...]:
+    missing = why_absent()
+    if missing is not None:
+        raise config.document.error(missing, "cluster", "address")
+    from agent.cluster.ray_cluster import ClusterUnreachable, RayCluster  # an extra
+
+    try:
+        cluster = RayCluster(address, f"coserve-{config.line}")
+        found = cluster.places(config.cluster.names, config.cluster.kinds, folder)
+    except ClusterUnreachable as error:
+        raise config.document.error(str(error), "cluster", "address") from error
+    sharers = Counter(place.node for place in found)
+    return tuple(Place(each.name, each.kind, each.start, each.node, sharers[each.node]) for each in found)
 
 
 def _environment(kind: WorkerSection, number: int) -> dict[str, str]:

@@ -59,6 +59,9 @@ class Channel(Protocol):
     def kill(self) -> None:
         """End the worker at once, whatever it does."""
 
+    def close(self) -> None:
+        """Release this end, after the other is gone."""
+
 
 # -- before the work: what the worker has, and gets --
 

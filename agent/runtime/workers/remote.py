@@ -224,6 +224,7 @@ class RemoteWorker:
         except (OSError, ValueError) as error:
             self._why_lost = self._why_lost or str(error)
         self._fail("its process ended")
+        self._channel.close()
         self._ended.set()
         if self._has_started and not self._is_stopping:
             self.post(WorkerLost(self.name, str(self._why_lost)))

@@ -1,0 +1,89 @@
+"""WorkerActor: a Ray actor that hosts one worker. Each call carries messages of ``agent.runtime.workers`` as bytes.
+
+Guarantees: messages to the worker keep their order, and so do its answers; the actor ends with the agent that created
+it, when it is killed, or when its host ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import gettempdir
+from threading import Event as Flag
+from threading import Thread
+
+import ray
+
+from agent.runtime.workers.host import WorkerHost
+
+RECEIVE_S = 5.0  # longest wait of one call for messages of the worker
+
+
+class ActorChannel:
+    """The worker's end: queues that the actor's methods fill and empty."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.outbox: SimpleQueue[bytes] = SimpleQueue()
+        self.has_ended = Flag()
+
+    def send(self, message: bytes) -> None:
+        self.outbox.put(message)
+
+    def receive(self) -> bytes | None:
+        return self.inbox.get()
+
+    def kill(self) -> None:
+        self.inbox.put(None)
+
+    def close(self) -> None:
+        self.has_ended.set()
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"in": 1, "out": 1})
+class WorkerActor:
+    """``folder``: for packed files; one in the node's temporary files if it cannot be made."""
+
+    def __init__(self, name: str, folder: str, level: int) -> None:
+        logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s %(name)s worker={name} %(message)s")
+        self._channel = ActorChannel()
+        Thread(target=self._serve, args=(_made(Path(folder), name),), name="worker", daemon=True).start()
+
+    @ray.method(concurrency_group="in")
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="in")
+    def send(self, messages: list[bytes]) -> None:
+        for message in messages:
+            self._channel.inbox.put(message)
+
+    @ray.method(concurrency_group="out")
+    def receive(self) -> list[bytes] | None:
+        """Messages of the worker, at least one; [] after RECEIVE_S without any; None once it has ended."""
+        outbox = self._channel.outbox
+        try:
+            found = [outbox.get(timeout=RECEIVE_S)]
+        except Empty:
+            return None if self._channel.has_ended.is_set() else []
+        while not outbox.empty():
+            found.append(outbox.get())
+        return found
+
+    def _serve(self, folder: Path) -> None:
+        try:
+            WorkerHost(self._channel, folder).serve()
+        except Exception:
+            logging.getLogger(__name__).exception("worker_broken")
+        self._channel.close()
+
+
+def _made(folder: Path, name: str) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(gettempdir()) / f"coserve-{os.getuid()}" / folder.parent.parent.parent.name / name / folder.name
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,15 @@
+"""The extra ``coserve[cluster]``: is it installed? Imports nothing of it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+MODULES = ("ray", "pyarrow")
+
+
+def why_absent() -> str | None:
+    """What to install; None if the extra is there."""
+    missing = [name for name in MODULES if find_spec(name) is None]
+    if not missing:
+        return None
+    return f"a cluster needs {' and '.join(missing)}: install the extra with `pip install 'coserve[cluster]'`"

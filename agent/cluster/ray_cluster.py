@@ -1,0 +1,159 @@
+"""The Ray cluster that a line names: actors for its workers, and the agent's ends of their channels.
+
+Ray's own protocol is cloudpickle, between nodes that the token admits; what crosses for us is bytes. Usage statistics
+are off, and a token is required.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import AuthenticationError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agent.cluster.actors import WorkerActor
+from experts.errors import CoServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from agent.line_file.cluster import WorkerSection
+
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+START_S = 120.0  # for Ray to start an actor
+END = object()
+
+
+class ClusterUnreachable(CoServeError):
+    """The line's cluster does not answer, or refuses the agent."""
+
+
+class RayChannel:
+    """The agent's end of a worker's channel."""
+
+    def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's handle
+        self._actor = actor
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._received: list[bytes] = []
+        self._failed = False
+        Thread(target=self._send_all, name="ray-send", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        if self._failed:
+            raise OSError("the actor is gone")
+        self._outbox.put(message)
+
+    def receive(self) -> bytes | None:
+        while not self._received:
+            try:
+                found = ray.get(self._actor.receive.remote())
+            except RayError:
+                return None
+            if found is None:
+                return None
+            self._received = list(reversed(found))
+        return self._received.pop()
+
+    def kill(self) -> None:
+        self._outbox.put(END)
+        ray.kill(self._actor)
+
+    def close(self) -> None:
+        self._outbox.put(END)
+
+    def _send_all(self) -> None:
+        """Send in order, all that waits in one call."""
+        while (message := self._outbox.get()) is not END:
+            together = [message]
+            try:
+                while (message := self._outbox.get_nowait()) is not END:
+                    together.append(message)
+            except Empty:
+                pass
+            try:
+                ray.get(self._actor.send.remote(together))
+            except RayError:
+                self._failed = True
+                return
+            if message is END:
+                return
+
+
+@dataclass(slots=True)
+class ActorPlace:
+    """A worker's node, and its first actor until ``start`` takes it."""
+
+    cluster: RayCluster
+    name: str
+    kind: WorkerSection
+    folder: Path
+    actor: Any
+    node: str = ""
+
+    def start(self) -> RayChannel:
+        """The worker's channel; after the first call, of a new actor on the same node."""
+        actor, self.actor = self.actor, None
+        if actor is None:
+            actor = self.cluster.create(self.name, self.kind, self.folder, self.node)
+        return RayChannel(actor)
+
+
+@dataclass(slots=True)
+class RayCluster:
+    """Connection to a cluster. Raises ClusterUnreachable."""
+
+    address: str
+    namespace: str
+    _made: list[ActorPlace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        try:
+            ray.init(
+                address=self.address,
+                namespace=self.namespace,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.WARNING,
+                ignore_reinit_error=True,
+            )
+        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+            hint = "start it with `ray start --head`, with the same version of Ray and of Python"
+            if isinstance(error, AuthenticationError) or "token" in str(error):
+                hint = "make a token with `ray get-auth-token --generate`, and copy ~/.ray/auth_token to every node"
+            raise ClusterUnreachable(f"the cluster at {self.address}: {error} - {hint}") from error
+
+    def places(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorPlace]:
+        """Places of workers, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
+        found = [
+            ActorPlace(self, name, kind, folder / name, self.create(name, kind, folder / name))
+            for name, kind in zip(names, kinds, strict=True)
+        ]
+        try:
+            nodes = ray.get([place.actor.node.remote() for place in found], timeout=START_S)
+        except RayError as error:
+            wanted = "; ".join(f"{place.name}: {dict(place.kind.resources) or 'no resources'}" for place in found)
+            raise ClusterUnreachable(f"its nodes have no room for these workers ({wanted}): {error}") from error
+        for place, node in zip(found, nodes, strict=True):
+            place.node = node
+        return found
+
+    def create(self, name: str, kind: WorkerSection, folder: Path, node: str | None = None) -> Any:  # noqa: ANN401
+        """An actor for a worker, on any node with its resources or on ``node``."""
+        resources = dict(kind.resources)
+        where: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=False)
+        options = cast("Any", WorkerActor).options(
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            scheduling_strategy=where,
+        )
+        return options.remote(name, str(folder / "packed"), logging.root.level)
