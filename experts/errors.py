@@ -39,6 +39,8 @@ CoServeError
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- StateOfAnother           root would write into the state directory of another user
++- WorkerBroken             a worker ended, or failed before it was ready
++- ClusterUnreachable       a Ray cluster does not answer, refuses the agent, or has no room for its workers
 +- DeviceLost               the accelerator's context is gone until another process opens it
 +- WorkOverdue              a batch or a load does not end: its thread hangs, and cannot be stopped
 `- AgentCrashed             the agent's loop ended, by DeviceLost, WorkOverdue or a fault of the program
@@ -334,6 +336,16 @@ class StateOfAnother(CoServeError):
             f"{path} belongs to the user {user}, who could not change what root writes there - run this as that user, "
             f"as in: sudo -u {user} coserve ..."
         )
+
+
+class WorkerBroken(CoServeError):
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"worker {worker}: {reason}")
+
+
+class ClusterUnreachable(CoServeError):
+    def __init__(self, address: str, reason: str, advice: str) -> None:
+        super().__init__(f"the cluster at {address}: {reason} - {advice}")
 
 
 class DeviceLost(CoServeError):

@@ -74,8 +74,12 @@ ROOMS = {
         "agent.runtime.weights",
     ),
     "agent.runtime.measuring": ("agent.core", "agent.runtime"),
+    "agent.runtime.workers": ("agent.core", "agent.runtime"),
+    "agent.cluster": ("agent.line_file", "agent.runtime"),
     "agent.device_profile": ("agent.core", "agent.sqlite_files", *NOUNS),
-    "agent.deployment": ("agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile"),
+    "agent.deployment": (
+        "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.cluster",
+    ),
     "agent.sources.base": ("agent.config", "agent.subject"),
     "agent.sources.folder.files": ("agent.config", "agent.line_file"),
     "agent.sources.folder": (
@@ -197,7 +201,7 @@ RULES = (
     Rule("proof is below the command", ("proof",), ("coserve",)),
     *(_keeps_to_its_neighbours(room) for room in ROOMS),
     Rule("what is inside a room does not come in by its own door", ("agent.runtime",), ("agent.runtime.measuring",),
-         exempt=("agent.runtime.measuring",)),
+         exempt=("agent.runtime.measuring", "agent.runtime.workers")),
     Rule("what is measured serves nobody", ("profiler", "proof"),
          ("agent.service", "agent.demo", "agent.api", "agent.web")),
     Rule("core decides and never does", ("agent.core",), IMPURE),
@@ -208,6 +212,7 @@ RULES = (
          exempt=("experts.llm.text", "agent.demo.texts")),
     Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
          exempt=("proof",)),
+    Rule("Ray is one room's business", ("",), ("ray", "pandas"), exempt=("agent.cluster",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip

@@ -1,13 +1,12 @@
 """The Ray cluster that a line names: actors for its workers, and the agent's ends of their channels.
 
-Ray's own protocol is cloudpickle, between nodes that the token admits; what crosses for us is bytes. Usage statistics
-are off, and a token is required.
+Ray's own protocol is cloudpickle, between nodes that the token admits; what crosses for us is bytes. Import it once
+``extra.SETTINGS`` are in the environment.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -18,7 +17,7 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agent.cluster.actors import WorkerActor
-from experts.errors import CoServeError
+from experts.errors import ClusterUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,13 +25,8 @@ if TYPE_CHECKING:
 
     from agent.line_file.cluster import WorkerSection
 
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
 START_S = 120.0  # for Ray to start an actor
 END = object()
-
-
-class ClusterUnreachable(CoServeError):
-    """The line's cluster does not answer, or refuses the agent."""
 
 
 class RayChannel:
@@ -114,8 +108,6 @@ class RayCluster:
     _made: list[ActorPlace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
         try:
             ray.init(
                 address=self.address,
@@ -129,7 +121,7 @@ class RayCluster:
             hint = "start it with `ray start --head`, with the same version of Ray and of Python"
             if isinstance(error, AuthenticationError) or "token" in str(error):
                 hint = "make a token with `ray get-auth-token --generate`, and copy ~/.ray/auth_token to every node"
-            raise ClusterUnreachable(f"the cluster at {self.address}: {error} - {hint}") from error
+            raise ClusterUnreachable(self.address, str(error), hint) from error
 
     def places(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorPlace]:
         """Places of workers, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
@@ -141,7 +133,10 @@ class RayCluster:
             nodes = ray.get([place.actor.node.remote() for place in found], timeout=START_S)
         except RayError as error:
             wanted = "; ".join(f"{place.name}: {dict(place.kind.resources) or 'no resources'}" for place in found)
-            raise ClusterUnreachable(f"its nodes have no room for these workers ({wanted}): {error}") from error
+            advice = f"give its nodes the resources of these workers ({wanted})"
+            raise ClusterUnreachable(
+                self.address, f"workers did not start in {START_S:.0f} s: {error}", advice
+            ) from error
         for place, node in zip(found, nodes, strict=True):
             place.node = node
         return found

@@ -18,8 +18,8 @@ from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from agent.cluster.extra import why_absent
-from agent.config import PACKED
+from agent.cluster.extra import SETTINGS, why_absent
+from agent.config import PACKED, set_unless_given
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.joint_setup import Employment, Hired, employments, joint_setup, part_of
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
@@ -31,7 +31,7 @@ from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
 from experts.backoff import Backoff
-from experts.errors import CoServeError
+from experts.errors import ClusterUnreachable, CoServeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +87,9 @@ def _places_in_cluster(config: LineConfig, address: str, folder: Path) -> tuple[
     missing = why_absent()
     if missing is not None:
         raise config.document.error(missing, "cluster", "address")
-    from agent.cluster.ray_cluster import ClusterUnreachable, RayCluster  # an extra
+    for name, value in SETTINGS.items():
+        set_unless_given({name: value}, {name})
+    from agent.cluster.ray_cluster import RayCluster  # of an extra
 
     try:
         cluster = RayCluster(address, f"coserve-{config.line}")

@@ -66,9 +66,9 @@ def start_process(folder: Path, environment: Mapping[str, str] | None = None) ->
     """Start a worker's process, which keeps its files in ``folder``. ``environment``: variables in addition."""
     here, there = socket.socketpair()
     command = [sys.executable, "-m", __spec__.name, str(there.fileno()), str(folder), str(logging.root.level)]
-    variables = None if not environment else {**os.environ, **environment}
+    variables = [f"{name}={value}" for name, value in (environment or {}).items()]
     with there:
-        process = subprocess.Popen(command, pass_fds=[there.fileno()], env=variables, start_new_session=True)
+        process = subprocess.Popen(["env", *variables, *command], pass_fds=[there.fileno()], start_new_session=True)
     return SocketChannel(here, process)
 
 

@@ -27,7 +27,7 @@ from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from agent.runtime.workers import messages
 from agent.runtime.workers.files import files_of, pieces_of
-from experts.errors import CoServeError
+from experts.errors import WorkerBroken
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ ANSWERS = (events.Loaded, events.LoadFailed, events.Finished, events.BatchFailed
 NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
 
 Reply = TypeVar("Reply")
-
-
-class WorkerBroken(CoServeError):
-    """A worker ended or failed before it was ready."""
 
 
 class RemoteWorker:
@@ -95,9 +91,9 @@ class RemoteWorker:
                 answer = self._replies.get(timeout=POLL_S)
                 if isinstance(answer, reply):
                     return answer
-                raise WorkerBroken(f"worker {self.name}: {answer.reason}")
+                raise WorkerBroken(self.name, answer.reason)
             if self._ended.is_set() and self._replies.empty():
-                raise WorkerBroken(f"worker {self.name}: {self._why_lost}")
+                raise WorkerBroken(self.name, str(self._why_lost))
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
         """Give the packed files that the worker cannot link. Raises WorkerBroken, FileNotFoundError."""
