@@ -42,6 +42,14 @@ def folded_table(columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[s
     return table
 
 
+def wait_text(seconds: float) -> str:
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 100.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 3600.0 else f"{seconds / 3600:.1f} h"
+
+
 def folded(parts: Iterable[str | Table]) -> str:
     """Text and tables one below the other, within WIDTH."""
     stream = io.StringIO()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
     from profiler.planning.plan import LinePlan, PlanRow
+    from profiler.planning.workers import WorkersPlan
 
     Case = tuple[str, str]  # a policy, and a memory as it was typed
 
@@ -53,6 +54,9 @@ def plan(
     executors: Executors = None,
     precision: GivenPrecision = None,
     ssd_bandwidth: PlannedBandwidth = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="also on 1 to N workers like this box, with the experts of each")
+    ] = None,
     boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the generated trace")] = 20,
     seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the generated trace")] = 0,
     as_json: AsJson = False,
@@ -85,8 +89,12 @@ def plan(
         config = config.having(executors=executor_counts(executors), precision=given_precision(precision))
         line_plan = LinePlan(config, stored, arrivals, bytes_per_s(ssd_bandwidth), seed)
         cases = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
-        found = _planned(line_plan, cases, memories, partial(progress, f"plan for {len(arrivals):,} requests"))
-    _print(*found, as_json=as_json)
+        rows, refused, advice = _planned(
+            line_plan, cases, memories, partial(progress, f"plan for {len(arrivals):,} requests")
+        )
+        policy, size = next(case for case in cases if case not in refused)
+        on_workers = None if workers is None else line_plan.workers(workers, policy, memories[size])
+    _print(rows, refused, advice, on_workers, as_json=as_json)
 
 
 def _print_doubts(config: LineConfig, stored: StoredProfile) -> None:
@@ -120,9 +128,17 @@ def _planned(
     return [*rows.values()], refused, advice
 
 
-def _print(rows: list[PlanRow], refused: Mapping[Case, ConfigError], advice: Advice, *, as_json: bool) -> None:
+def _print(
+    rows: list[PlanRow],
+    refused: Mapping[Case, ConfigError],
+    advice: Advice,
+    on_workers: WorkersPlan | None,
+    *,
+    as_json: bool,
+) -> None:
     from profiler.planning.plan import as_json as plan_json
     from profiler.planning.plan import plan_table
+    from profiler.planning.workers import workers_json, workers_text
 
     for (policy, size), reason in refused.items():
         sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
@@ -131,6 +147,8 @@ def _print(rows: list[PlanRow], refused: Mapping[Case, ConfigError], advice: Adv
             {"policy": policy, "memory": size or None, "reason": f"{reason}"}
             for (policy, size), reason in refused.items()
         ]
-        print(json.dumps(plan_json(rows, advice) | {"refused": reasons}))
+        further = {} if on_workers is None else {"workers": workers_json(on_workers)}
+        print(json.dumps(plan_json(rows, advice) | {"refused": reasons} | further))
     else:
         print(plan_table(rows, advice), end="")
+        print("" if on_workers is None else workers_text(on_workers), end="")

@@ -15,9 +15,10 @@ from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import decoding_times
 from profiler.planning.limits import PlannedCase, with_gains
+from profiler.planning.workers import plan_workers
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of
-from profiler.tables import folded, folded_table
+from profiler.tables import folded, folded_table, wait_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
+    from profiler.planning.workers import WorkersPlan
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Scenario
     from profiler.workload.traces import TracedArrival
@@ -125,6 +127,12 @@ class LinePlan:
         _refuse_broken(scenario, setup)
         load = None if case.decoding is None else case.decoding.load(scenario, setup)
         return with_gains(case.advice().with_decoding(load), case)
+
+    def workers(self, most: int, policy: str | None = None, memory: Mapping[str, int] | None = None) -> WorkersPlan:
+        """The line on 1, 2, ... ``most`` workers; the other arguments as of ``row``."""
+        scenario, setup = self._case_of(policy, memory).planned()
+        _refuse_broken(scenario, setup)
+        return plan_workers(scenario, setup, most)
 
     def _case_of(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
         return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))
@@ -233,14 +241,6 @@ def _bytes_text(size_bytes: float) -> str:
     return f"{size_bytes / 1e12:.1f} TB" if size_bytes >= 1e12 else f"{size_bytes / 1e9:.1f} GB"
 
 
-def _wait_text(seconds: float) -> str:
-    if seconds < 1.0:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 100.0:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 3600.0 else f"{seconds / 3600:.1f} h"
-
-
 COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,
     "images/s": lambda row: f"{row.images_per_s:.2f}",
@@ -249,8 +249,8 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "loads": lambda row: str(row.switching_loads),
     "least": lambda row: str(row.bound.switches),
     "in order": lambda row: str(row.bound.fcfs_switches),
-    "wait p50": lambda row: _wait_text(row.p50_wait_s),
-    "p99": lambda row: _wait_text(row.p99_wait_s),
+    "wait p50": lambda row: wait_text(row.p50_wait_s),
+    "p99": lambda row: wait_text(row.p99_wait_s),
     "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
     "takt": lambda row: "-" if row.takt_met is None else "met" if row.takt_met else "missed",
 }
@@ -258,8 +258,8 @@ COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,
     "texts": lambda row: str(row.texts),
     "tokens/s": lambda row: f"{row.written_tokens_per_s:.1f}",
-    "text p50": lambda row: "-" if row.text_p50_s is None else _wait_text(row.text_p50_s),
-    "text p99": lambda row: "-" if row.text_p99_s is None else _wait_text(row.text_p99_s),
+    "text p50": lambda row: "-" if row.text_p50_s is None else wait_text(row.text_p50_s),
+    "text p99": lambda row: "-" if row.text_p99_s is None else wait_text(row.text_p99_s),
 }
 LEGEND_OF_TEXTS = (
     "texts: images/s counts them, too. tokens/s: written tokens. text p50, p99: from arrival to the last token."

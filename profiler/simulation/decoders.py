@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from agent.core.effects import Prepare
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
@@ -100,9 +100,18 @@ class Decoders:
 
     def forget(self, request: int, now: float) -> None:
         """Drops a request's image unless a batch waits for it."""
-        self._advance(now)
-        self._drop(self._images.pop(request, None))
-        self._fill()
+        if request in self._images:
+            self._advance(now)
+            self._drop(self._images.pop(request))
+            self._fill()
+
+    def drop(self, batches: Container[int]) -> None:
+        """Forgets the batches of lost executors; no batch waits for their images then."""
+        for image in (*self._images.values(), *self._running):
+            if image.batch in batches:
+                image.batch = None
+        for batch in [each for each in self._batches if each in batches]:
+            del self._batches[batch], self._lacking[batch]
 
     def start(self, batch: Batch, now: float) -> bool:
         """True if all images of a batch are prepared; else the batch waits, and its images come first."""

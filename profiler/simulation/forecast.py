@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
+    from profiler.simulation.simulator import Change
     from profiler.workload.traces import TracedArrival
 
 ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not 100
@@ -117,7 +118,7 @@ class Scenario:
 class LineForecast:
     """Forecast of a trace, from its start to its last outcome. ``loads``: by path source_pool, such as ssd_host.
 
-    ``resident_at_start``: copies in any memory at the first arrival.
+    ``resident_at_start``: copies in any memory at the first arrival. ``failed``: requests that no expert answered.
     """
 
     seconds: float
@@ -127,6 +128,7 @@ class LineForecast:
     evictions: int
     bytes_read: int
     resident_at_start: frozenset[str]
+    failed: int = 0
 
     @property
     def images_per_s(self) -> float:
@@ -190,15 +192,16 @@ def draw_steps(
     return tuple(drawn)
 
 
-def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
-    """Raises ConfigError when a needed expert cannot fit or run, or a text never has room."""
+def forecast(scenario: Scenario, setup: EngineSetup, changes: Sequence[Change] = ()) -> LineForecast:
+    """``changes`` as of ``Simulator.run``. Raises ConfigError when a needed expert cannot fit or run, or a text never
+    has room."""
     _refuse_unable(scenario, setup)
     _refuse_too_long(scenario, setup)
     try:
         simulator = Simulator(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups, scenario.images)
     except MemoryExceeded as error:
         raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
-    simulation = simulator.run(scenario.trace)
+    simulation = simulator.run(scenario.trace, changes=changes)
     effects = [effect for _, effect in simulation.effects]
     start = next(at for at, effect in enumerate(effects) if isinstance(effect, Assigned | Fail))
     loads = [effect for effect in effects[start:] if isinstance(effect, StartLoad)]
@@ -210,6 +213,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
         evictions=sum(isinstance(effect, Evict) for effect in effects[start:]),
         bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
         resident_at_start=resident_after(effects[:start]),
+        failed=sum(isinstance(effect, Fail) for effect in effects),
     )
 
 

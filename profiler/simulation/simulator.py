@@ -5,8 +5,8 @@ after another; a load ends after its bytes arrived, and at the earliest after it
 source serves one load after another, each for its profiled time. On a processor with speedups, m batches at once each
 go at ``speedups[m - 1] / m`` of their speed alone; on any other, batches are independent. With known decoding times a
 batch computes once its images are prepared (``decoders``); else images are ready at once. Quanta: see ``quanta``.
-Each worker has links and processors of its own. Executors may be lost and join (``changes``): loads and batches of lost
-ones have no answer.
+Each worker has links, processors and cores of its own. Executors may be lost and join (``changes``): loads and batches
+of lost ones have no answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.effects import Complete, Fail, Forget, Preempt, Prepare, StartBatch, StartLoad
 from agent.core.events import Arrived, ExecutorsLost, Finished, Loaded, Progressed, Started, Tick
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from profiler.simulation.decoders import ImageTimes
     from profiler.workload.traces import TracedArrival
+
+    Change: TypeAlias = tuple[float, ExecutorsLost | ExecutorsJoined]
 
 PASSES = Prediction("ok", 1.0)
 
@@ -129,6 +131,7 @@ class Simulator:
     _link_free_s: dict[str, float] = field(default_factory=dict)
     _shared: dict[tuple[str, str], SharedProcessor] = field(default_factory=dict)  # by worker and processor
     _processors: dict[int, str] = field(init=False)
+    _workers: dict[int, str] = field(init=False)  # by executor
     _pools: dict[str, PoolSpec] = field(init=False)
     _loads: dict[int, str] = field(default_factory=dict)  # load -> memory
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
@@ -139,8 +142,8 @@ class Simulator:
     _finished_s: dict[int, float] = field(default_factory=dict)
     _work: dict[int, Work] = field(default_factory=dict)  # of the requests that have any
     _left: dict[int, Work] = field(default_factory=dict)  # of requests that have begun and are not done
-    _decoders: Decoders | None = None
-    _computing: dict[int, str] = field(default_factory=dict)  # processors, by batch
+    _decoders: dict[str, Decoders] = field(default_factory=dict)  # by worker; empty without decoding times
+    _computing: dict[int, int] = field(default_factory=dict)  # executors, by batch
 
     def __post_init__(self) -> None:
         for source, bytes_per_s in self.link_bytes_per_s.items():
@@ -149,19 +152,22 @@ class Simulator:
         self.engine = self.setup.engine()
         self._processors = {spec.id: spec.processor for spec in self.setup.executors}
         self._pools = {pool.name: pool for pool in self.setup.limits.pools}
+        self._workers = {spec.id: self._pools[spec.pool].worker for spec in self.setup.executors}
         for spec in self.setup.executors:
             if spec.processor in self.speedups:
-                key = self._pools[spec.pool].worker, spec.processor
+                key = self._workers[spec.id], spec.processor
                 self._shared[key] = SharedProcessor(self.speedups[spec.processor])
         if self.images is not None:
-            self._decoders = Decoders(self.images, self.setup.executors, self.setup.matrix)
+            for worker in dict.fromkeys(self._workers.values()):
+                specs = [spec for spec in self.setup.executors if self._workers[spec.id] == worker]
+                self._decoders[worker] = Decoders(self.images, specs, self.setup.matrix)
 
     def run(
         self,
         trace: Sequence[TracedArrival],
         *,
         warm_s: float | None = None,
-        changes: Sequence[tuple[float, ExecutorsLost | ExecutorsJoined]] = (),
+        changes: Sequence[Change] = (),
     ) -> Simulation:
         """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done.
 
@@ -184,8 +190,9 @@ class Simulator:
         limit_s = math.inf if until_s is None else until_s
         while (at_s := self._next_s()) <= limit_s and at_s < math.inf:
             now = at_s
-            if self._decoders is not None and self._decoders.next_end_s() <= at_s:
-                for batch in self._decoders.end_next():
+            decoders = min(self._decoders.values(), key=Decoders.next_end_s, default=None)
+            if decoders is not None and decoders.next_end_s() <= at_s:
+                for batch in decoders.end_next():
                     self._compute(batch, now)
             else:
                 self._handle(self._take_next(), now)
@@ -196,18 +203,17 @@ class Simulator:
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Finished | Progressed):
-            if self._decoders is not None:
-                self._decoders.computes(self._computing.pop(event.batch), -1, now)
+            self._stop_computing(event.batch, now)
             self._start_ahead(event.batch, now)
         elif isinstance(event, ExecutorsLost):
-            self._lose(event.executors)
+            self._lose(event.executors, now)
         for effect in self.engine.handle(event, now):
             self._log.append((now, effect))
             self._carry_out(effect, now)
         if self.check_every_step:
             self.engine.check_invariants()
 
-    def _lose(self, executors: Container[int]) -> None:
+    def _lose(self, executors: Container[int], now: float) -> None:
         """Drop the answers of lost executors, and of loads into memories that no other executor uses."""
         lost = {each for each in self._processors if each in executors}
         batches = {self._running.pop(each) for each in lost & self._running.keys()}
@@ -225,11 +231,20 @@ class Simulator:
         heapq.heapify(self._agenda)
         for shared in self._shared.values():
             shared.drop(batches)
+        for batch in batches:
+            self._stop_computing(batch, now)
+        for decoders in self._decoders.values():
+            decoders.drop(batches)
+
+    def _stop_computing(self, batch: int, now: float) -> None:
+        executor = self._computing.pop(batch, None)
+        if executor is not None:
+            self._decoders[self._workers[executor]].computes(self._processors[executor], -1, now)
 
     def _next_s(self) -> float:
         posted_s = self._agenda[0][0] if self._agenda else math.inf
-        decoded_s = math.inf if self._decoders is None else self._decoders.next_end_s()
-        return min((posted_s, decoded_s, *(shared.next_end_s() for shared in self._shared.values())))
+        decoded_s = (decoders.next_end_s() for decoders in self._decoders.values())
+        return min((posted_s, *decoded_s, *(shared.next_end_s() for shared in self._shared.values())))
 
     def _take_next(self) -> Event:
         posted_s = self._agenda[0][0] if self._agenda else math.inf
@@ -255,10 +270,12 @@ class Simulator:
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s
-        if self._decoders is not None and isinstance(effect, Prepare):
-            self._decoders.prepare(effect, now)
-        elif self._decoders is not None and isinstance(effect, Forget | Complete | Fail):
-            self._decoders.forget(effect.request, now)
+        if self._decoders and isinstance(effect, Prepare):
+            self._decoders[self._workers[effect.executor]].prepare(effect, now)
+        elif isinstance(effect, Forget | Complete | Fail):
+            for worker, decoders in self._decoders.items():
+                if not isinstance(effect, Forget) or effect.worker == worker:
+                    decoders.forget(effect.request, now)
 
     def _start_ahead(self, answered: int, now: float) -> None:
         """Starts the batch that was queued ahead behind an ended one."""
@@ -272,7 +289,8 @@ class Simulator:
         """Start to compute once the batch's images are prepared; texts have none."""
         self._running[batch.executor] = batch.id
         has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
-        if self._decoders is None or not has_images or self._decoders.start(batch, now):
+        decoders = self._decoders.get(self._workers[batch.executor])
+        if decoders is None or not has_images or decoders.start(batch, now):
             self._compute(batch, now)
 
     def _compute(self, batch: Batch, now: float) -> None:
@@ -285,10 +303,10 @@ class Simulator:
             answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
         else:
             work_s, answer = self._run_quantum(batch, batch.quantum_s, processor)
-        if self._decoders is not None:
-            self._computing[batch.id] = processor
-            self._decoders.computes(processor, 1, now)
-        worker = self._pools[next(each.pool for each in self.setup.executors if each.id == batch.executor)].worker
+        worker = self._workers[batch.executor]
+        if self._decoders:
+            self._computing[batch.id] = batch.executor
+            self._decoders[worker].computes(processor, 1, now)
         shared = self._shared.get((worker, processor))
         if shared is None:
             self._post(now + work_s, answer)

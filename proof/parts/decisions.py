@@ -1,15 +1,18 @@
-"""Time of a decision: ``Engine.handle`` against the number of queued requests.
+"""Time of a decision: ``Engine.handle`` against the number of queued requests, and of workers.
 
 The line is the paper's board A on three executors of a device and one of the CPU, with memory for 40 experts,
 simulated. Memory and queues are filled; then each request that ends is followed by another, and every call is timed.
+One worker and WORKERS are timed alike on a line of CLUSTER_EXPERTS experts, with a placement by
+``agent.deployment.placement``, and with equal memory and equally many queued requests for each worker.
 """
 
 from __future__ import annotations
 
 import platform
+import random
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from math import inf
 from typing import TYPE_CHECKING, cast
@@ -28,13 +31,15 @@ from agent.core.performance import (
     PreparedForm,
 )
 from agent.deployment.engine_setup import EngineSetup
+from agent.deployment.placement import place_experts
+from experts.graph import ExpertGraph, RouteStep
 from profiler.bench.measured import Column, Measured, Target
 from profiler.replay.player import TimedDecider
 from profiler.simulation.simulator import Simulator
 from proof.paper.tasks import BOARDS, CLASSIFIER, task_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from agent.core.effects import Effect
     from agent.core.engine import Engine
@@ -44,13 +49,20 @@ CALLS = 4000
 QUEUED = (1_000, 10_000, 100_000)
 EXECUTORS = (*(ExecutorSpec(number, "gpu", "device") for number in range(3)), ExecutorSpec(3, "cpu", "host"))
 SECONDS_AN_IMAGE = {"cpu": 0.04, "gpu": 0.005}
+OK = frozenset({"ok"})
 TARGET_P99_S = 200e-6
 TARGET_QUEUED = 10_000
+WORKERS = 32
+CLUSTER_EXPERTS = 2_000
+CLUSTER_QUEUED = 300  # of each worker
+CLUSTER_GROWTH = 2.0
 LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
 PREPARED_BYTES = 256 * 2**20
 CLASSIFIED, DETECTED = PreparedForm("classified", 3 * 224 * 224 * 4), PreparedForm("detected", 3 * 640 * 640 * 4)
+TRANSFER_S = 0.001  # of an image to a worker
 DRAWN = 20_000  # arrivals, taken again in turn
 COLUMNS = (
+    Column("workers", "workers", "d"),
     Column("queued", "queued", "d"),
     Column("batches", "batches", "d"),
     Column("loads", "loads", "d"),
@@ -70,6 +82,7 @@ class QueuedDecisionTimes:
     deciding thread, which other processes do not lengthen.
     """
 
+    workers: int
     queued: int
     batches: int
     loads: int
@@ -82,7 +95,39 @@ class QueuedDecisionTimes:
 
 def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") -> QueuedDecisionTimes:
     """Time ``calls`` events at a steady queue of about ``queued`` requests."""
-    line = _BusyLine(policy)
+    task = task_of(BOARDS["A"], DRAWN, "decisions")
+    columns = {
+        processor: {name: _profile(name, kind, processor) for name, kind in task.architectures.items()}
+        for processor in SECONDS_AN_IMAGE
+    }
+    pools = (PoolSpec("host", RESIDENT * 2, 64), PoolSpec("device", RESIDENT, 64, cache="host"))
+    matrix, limits = PerformanceMatrix(columns, dict(task.usage)), Limits(pools, prepared_bytes=PREPARED_BYTES)
+    setup = EngineSetup(task.graph, policy, EXECUTORS, matrix, limits)
+    line = _BusyLine(setup, [arrival.component for arrival in task.trace])
+    return _measure(line, queued, calls)
+
+
+def measure_workers(workers: int, calls: int = CALLS, experts: int = CLUSTER_EXPERTS) -> QueuedDecisionTimes:
+    """The same for a line on so many workers, with a device and memory for its share of the experts each."""
+    names = [f"{number:04d}" for number in range(experts)]
+    graph = ExpertGraph(names, {name: (RouteStep(name, OK),) for name in names})
+    weights = [1 / (1 + number) for number in range(experts)]
+    usage = {name: weight / sum(weights) for name, weight in zip(names, weights, strict=True)}
+    matrix = PerformanceMatrix({"gpu": {name: _profile(name, CLASSIFIER, "gpu") for name in names}}, usage)
+    room = experts // WORKERS + 2
+    pools = []
+    for worker in (f"w{number}" for number in range(workers)):
+        host = PoolSpec(f"{worker}/host", 2 * room, 64, worker=worker, drive=f"{worker}/{SSD}")
+        pools += [host, replace(host, name=f"{worker}/device", expert_bytes=room, cache=host.name)]
+    executors = [ExecutorSpec(number, "gpu", pool.name) for number, pool in enumerate(pools[1::2])]
+    placement = place_experts(graph, matrix, executors, pools)
+    limits = Limits(tuple(pools), prepared_bytes=PREPARED_BYTES, placement=placement.pools, transfer_s=TRANSFER_S)
+    components = random.Random(1).choices(names, weights, k=DRAWN)
+    line = _BusyLine(EngineSetup(graph, "coserve", tuple(executors), matrix, limits), components)
+    return _measure(line, CLUSTER_QUEUED * workers, calls)
+
+
+def _measure(line: _BusyLine, queued: int, calls: int) -> QueuedDecisionTimes:
     line.fill(queued)
     line.timer.decisions.clear()
     evictions = sum(line.step() for _ in range(calls))
@@ -92,6 +137,7 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
     events = Counter(decision.event for decision in decisions)
     seconds, p99 = sorted(decision.seconds for decision in decisions), int(calls * 0.99)
     return QueuedDecisionTimes(
+        workers=len({pool.worker for pool in line.setup.pools}),
         queued=queued,
         batches=events[Finished],
         loads=events[Loaded],
@@ -103,16 +149,26 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
     )
 
 
-def measure_growth(queued: Sequence[int] = QUEUED, calls: int = CALLS) -> Measured:
-    """Time decisions at each of these lengths of queue, in ascending order."""
+def measure_growth(queued: Sequence[int] = QUEUED, calls: int = CALLS, experts: int = CLUSTER_EXPERTS) -> Measured:
+    """Time decisions at each of these lengths of queue, in ascending order, and on one and WORKERS workers."""
     rows = tuple(measure_decisions(each, calls) for each in queued)
+    one, many = (measure_workers(workers, calls, experts) for workers in (1, WORKERS))
     notes = (
         f"{BOARDS['A'].types} component types, policy coserve; of {calls} calls each: batches and loads that ended, "
         "copies evicted, else arrivals",
-        f"p99 of CPU time grows x{rows[-1].cpu_p99_s / rows[0].cpu_p99_s:.2f} from the first row to the last",
+        f"p99 of CPU time grows x{rows[-1].cpu_p99_s / rows[0].cpu_p99_s:.2f} from the first row to the last queue",
+        f"the last two rows: {experts:,} experts, each worker with a device and {CLUSTER_QUEUED} queued",
     )
     machine = f"Python {platform.python_version()}, {platform.machine()}"
-    return Measured(machine, COLUMNS, rows, decision_targets(rows), notes)
+    targets = (*decision_targets(rows), workers_target(one, many))
+    return Measured(machine, COLUMNS, (*rows, one, many), targets, notes)
+
+
+def workers_target(one: QueuedDecisionTimes, many: QueuedDecisionTimes) -> Target:
+    """CPU time on many workers over that on one, of one run: the machine's speed is in both."""
+    growth = many.cpu_p99_s / one.cpu_p99_s
+    what = f"decision, p99 of CPU with {WORKERS} workers over 1"
+    return Target(what, f"at most {CLUSTER_GROWTH:.2f}", f"{growth:.2f}", growth <= CLUSTER_GROWTH)
 
 
 def decision_targets(rows: Sequence[QueuedDecisionTimes]) -> tuple[Target, ...]:
@@ -131,20 +187,12 @@ def decision_targets(rows: Sequence[QueuedDecisionTimes]) -> tuple[Target, ...]:
 class _BusyLine(Simulator):
     """Simulation without an end: a request that ends is followed by another."""
 
-    def __init__(self, policy: str) -> None:
-        task = task_of(BOARDS["A"], DRAWN, "decisions")
-        columns = {
-            processor: {name: _profile(name, kind, processor) for name, kind in task.architectures.items()}
-            for processor in SECONDS_AN_IMAGE
-        }
-        matrix = PerformanceMatrix(columns, dict(task.usage))
-        pools = (PoolSpec("host", RESIDENT * 2, 64), PoolSpec("device", RESIDENT, 64, cache="host"))
-        limits = Limits(pools, prepared_bytes=PREPARED_BYTES)
-        super().__init__(EngineSetup(task.graph, policy, EXECUTORS, matrix, limits))
+    def __init__(self, setup: EngineSetup, components: Iterable[str | None]) -> None:
+        super().__init__(setup)
         self.timer = TimedDecider(self.engine)
         self.engine = cast("Engine", self.timer)
         self._now = 0.0
-        self._arriving = enumerate(cycle(arrival.component for arrival in task.trace))
+        self._arriving = enumerate(cycle(components))
 
     def fill(self, queued: int) -> None:
         """Memory first, as when an agent starts; then the queues."""

@@ -127,6 +127,18 @@ def test_manifests_and_a_profile_from_anywhere_are_enough_and_nothing_is_written
     assert snapshot(line.parent) == before
 
 
+def test_several_workers_stand_below_the_usual_plan(line):
+    words = ("--memory", "46MiB", "--boards", "2")
+    usual, further = plan(line, *words).stdout, plan(line, *words, "--workers", "2").stdout
+    assert further.startswith(usual)
+    assert "No request waits for a switch from" in further
+    told = json.loads(plan(line, *words, "--workers", "2", "--json").stdout)
+    assert "workers" not in json.loads(plan(line, *words, "--json").stdout)
+    assert [row["workers"] for row in told["workers"]["rows"]] == [1, 2]
+    assert told["workers"]["placement"]["workers"].keys() == {"w1", "w2"}
+    assert told["workers"]["placement"]["pools"].keys() == {f"cls/f{number}" for number in range(EXPERTS)}
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -4,7 +4,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from proof.parts.decisions import decision_targets, measure_decisions, measure_growth
+from proof.parts.decisions import (
+    decision_targets,
+    measure_decisions,
+    measure_growth,
+    measure_workers,
+    workers_target,
+)
 
 
 @pytest.mark.parametrize("policy", ["coserve", *(pytest.param(n, marks=pytest.mark.slow) for n in ("paper", "samba"))])
@@ -17,10 +23,18 @@ def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
 
 
 def test_a_longer_queue_is_a_row_and_growth_a_target():
-    found = measure_growth((100, 400), 200)
-    assert [row.queued for row in found.rows] == [100, 400]
+    found = measure_growth((100, 400), 200, 70)
+    assert [(row.workers, row.queued) for row in found.rows] == [(1, 100), (1, 400), (1, 300), (32, 9600)]
     assert "policy coserve" in found.text()
     at_target = replace(found.rows[1], queued=10_000, p99_s=201e-6)
     p99, growth = decision_targets((replace(found.rows[0], p99_s=150e-6), at_target))
     assert (p99.found, p99.reached) == ("201 us", False)
     assert (growth.found, growth.reached) == ("1.34", True)
+
+
+def test_every_worker_is_at_work_and_the_time_of_many_is_told_beside_one():
+    one, three = (measure_workers(workers, 1500, experts=100) for workers in (1, 3))
+    assert (one.queued, three.queued) == (300, 900)
+    assert min(one.batches, one.loads, three.batches, three.loads) > 10
+    told = workers_target(replace(one, cpu_p99_s=100e-6), replace(three, cpu_p99_s=201e-6))
+    assert (told.found, told.reached) == ("2.01", False)

@@ -1,0 +1,221 @@
+"""Placement of a line's experts on several workers: balanced by usage and compute, dependent experts together.
+
+The load of a memory is the time that its executors are busy for an image of the line: usage probabilities times K
+(CoServe, section 4.2). Pinned experts are placed first, then the others by load, the largest first (Graham's longest
+processing time, 1969): each where the load is then the least, or with the experts before and after it on routes, as
+long as that memory's load stays within SLACK. Hot experts, such as shared detectors, get several copies: first as many
+as leave no copy with more than a part of a memory's load (of PARTS the one with the best balance), then further ones
+where memory is left.
+
+Guarantees: no budget is exceeded; a copy lies only where an executor can run it, at most once in a memory; a pinned
+expert lies at its home alone; equal arguments give equal placements. All experts have a place if every memory can run
+all of them and has the largest one's room to spare. Where memories hold any number of experts, no load exceeds the
+perfect balance by more than the largest load of one expert.
+
+Where not all fit, the most used have places, and the scheduler finds an executor for each request of the others, as
+without a placement. No room is kept for these: in simulations of lines with memory for 0.3 to 0.9 of their experts,
+requests at the rate of a line waited for fewer switches so than with room kept or without a placement, and requests
+that came all at once were judged about as fast (``tests/profiler/simulation/test_placement.py`` repeats some).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agent.core.performance import pinned_homes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.performance import ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
+    from experts.graph import ExpertGraph
+
+SLACK = 0.1  # of a memory's load with perfect balance
+HOT = 0.05  # of the same: a copy with more is worth a further one
+PARTS = (0.25, 0.5, 1.0, math.inf)  # of the same, for one copy
+LEAST_K_S = 1e-9  # of an expert that is measured to take no time
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """Experts of one worker. ``load_s``: its executors' seconds of compute for an image of the line."""
+
+    experts: tuple[str, ...]
+    used_bytes: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """``pools``: memories of each expert, as ``Limits.placement``; ``unplaced``: experts without room, by usage."""
+
+    pools: Mapping[str, frozenset[str]]
+    workers: Mapping[str, WorkerShare]
+    unplaced: tuple[str, ...] = ()
+
+
+def place_experts(
+    graph: ExpertGraph,
+    matrix: PerformanceMatrix,
+    executors: Sequence[ExecutorSpec],
+    pools: Sequence[PoolSpec],
+    pinned: frozenset[str] = frozenset(),
+) -> ExpertPlacement:
+    """Place all experts but shadows in the memories that executors run from."""
+    homes = {expert: spec.pool for expert, spec in pinned_homes(pinned, executors, matrix.experts).items()}
+
+    def placed(part: float) -> _Placing:
+        memories = [_Memory.of(pool, matrix, [spec for spec in executors if spec.pool == pool.name]) for pool in pools]
+        placing = _Placing(graph, matrix.usage, [memory for memory in memories if memory.executors], homes)
+        placing.place(part)
+        return placing
+
+    best = min(map(placed, PARTS), key=_Placing.rank)
+    best.copy_hot()
+    return best.result()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """``busy_s``: time of its executors for an image, by expert; ``load_s``: for an image of the line."""
+
+    spec: PoolSpec
+    executors: int
+    busy_s: dict[str, float]
+    footprints: dict[str, list[Footprint]]  # of the copies that its executors run
+    experts: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
+    used_bytes: int = 0
+    load_s: float = 0.0
+
+    @classmethod
+    def of(cls, spec: PoolSpec, matrix: PerformanceMatrix, executors: Sequence[ExecutorSpec]) -> _Memory:
+        per_s: defaultdict[str, float] = defaultdict(float)
+        copies: defaultdict[str, dict[str, Footprint]] = defaultdict(dict)
+        for executor in executors:
+            for expert, row in matrix.experts[executor.processor].items():
+                per_s[expert] += 1.0 / max(row.performance.K_s, LEAST_K_S)
+                copies[expert][row.copy] = row.footprint
+        busy_s = {expert: 1.0 / speed for expert, speed in per_s.items()}
+        return cls(spec, len(executors), busy_s, {expert: list(found.values()) for expert, found in copies.items()})
+
+    def has_room(self, expert: str) -> bool:
+        if expert not in self.busy_s or expert in self.experts:
+            return False
+        return self.used_bytes + self._needed_bytes(expert) <= self.spec.expert_bytes
+
+    def add(self, expert: str) -> None:
+        self.used_bytes += self._needed_bytes(expert)
+        self.shared.update(part.id for each in self.footprints[expert] for part in each.shared)
+        self.experts.add(expert)
+
+    def _needed_bytes(self, expert: str) -> int:
+        parts = {part.id: part.size_bytes for each in self.footprints[expert] for part in each.shared}
+        fresh_bytes = sum(size for part, size in parts.items() if part not in self.shared)
+        return sum(each.own_bytes for each in self.footprints[expert]) + fresh_bytes
+
+
+@dataclass(slots=True)
+class _Placing:
+    graph: ExpertGraph
+    usage: Mapping[str, float]
+    memories: list[_Memory]
+    pinned: Mapping[str, str]  # expert -> memory
+    found: dict[str, list[_Memory]] = field(default_factory=dict)  # expert -> memories
+    unplaced: list[str] = field(default_factory=list)
+    ideal_s: float = 0.0  # of each memory, with perfect balance
+
+    @property
+    def largest_s(self) -> float:
+        return max(memory.load_s for memory in self.memories)
+
+    def rank(self) -> tuple[bool, bool, int, float]:
+        """Sort key: a place for each expert before balance, and balance before a place for more of them."""
+        return bool(self.unplaced), self.largest_s > (1.0 + SLACK) * self.ideal_s, len(self.unplaced), self.largest_s
+
+    def place(self, part: float) -> None:
+        """Place each expert, with as many copies as leave none more than this part of a memory's ideal load."""
+        able = {name: [each for each in self.memories if name in each.busy_s] for name in self.graph.placed}
+        spread_s = {expert: self._share_s(expert, memories) for expert, memories in able.items() if memories}
+        self.ideal_s = sum(spread_s.values())
+        for expert in sorted(spread_s, key=lambda name: (name not in self.pinned, -spread_s[name], name)):
+            copies = math.ceil(spread_s[expert] * len(able[expert]) / (part * self.ideal_s)) if self.ideal_s else 1
+            home = self.pinned.get(expert)
+            options = [each for each in able[expert] if home in (None, each.spec.name) and each.has_room(expert)]
+            if options:
+                self._put(expert, self._chosen(expert, options, max(copies, 1)))
+            else:
+                self.unplaced.append(expert)
+
+    def copy_hot(self) -> None:
+        """Copy hot experts into room that is left, the busiest first, where no memory gets busier than the slack."""
+        if self.unplaced:
+            return
+        most_s = max(self.largest_s, (1.0 + SLACK) * self.ideal_s)
+        hot = [(-self._share_s(name, found), name) for name, found in self.found.items() if name not in self.pinned]
+        heapq.heapify(hot)
+        while hot:
+            negative_s, expert = heapq.heappop(hot)
+            options = [memory for memory in self.memories if memory.has_room(expert)]
+            if -negative_s <= HOT * self.ideal_s or not options:
+                continue
+            loads_s = {each.spec.name: self._load_s(expert, each, self.found[expert]) for each in options}
+            chosen = min(options, key=lambda each: (loads_s[each.spec.name], each.used_bytes, each.spec.name))
+            if loads_s[chosen.spec.name] <= most_s:
+                self._put(expert, [chosen])
+                heapq.heappush(hot, (-self._share_s(expert, self.found[expert]), expert))
+
+    def result(self) -> ExpertPlacement:
+        workers: dict[str, WorkerShare] = {}
+        for memory in self.memories:
+            name = memory.spec.worker
+            share = workers.get(name, WorkerShare((), 0, 0.0))
+            workers[name] = WorkerShare(
+                tuple(sorted({*share.experts, *memory.experts})),
+                share.used_bytes + memory.used_bytes,
+                share.load_s + memory.load_s * memory.executors,
+            )
+        pools = {name: frozenset(each.spec.name for each in found) for name, found in sorted(self.found.items())}
+        unplaced = sorted(self.unplaced, key=lambda name: (-self.usage.get(name, 0.0), name))
+        return ExpertPlacement(pools, workers, tuple(unplaced))
+
+    def _chosen(self, expert: str, options: Sequence[_Memory], copies: int) -> list[_Memory]:
+        """Memories that are the least busy then; before them those with relatives of the expert, within the slack."""
+        others = options[: min(copies, len(options)) - 1]
+        ties = {worker: self._ties(expert, worker) for worker in {each.spec.worker for each in options}}
+
+        def rank(memory: _Memory) -> tuple[float, float, int, str]:
+            load_s = self._load_s(expert, memory, [each for each in others if each is not memory])
+            tie = ties[memory.spec.worker] if load_s <= (1.0 + SLACK) * self.ideal_s else 0.0
+            return -tie, load_s, memory.used_bytes, memory.spec.name
+
+        return sorted(options, key=rank)[:copies]
+
+    def _ties(self, expert: str, worker: str) -> float:
+        """Usage of the dependencies between the expert and the experts of a worker."""
+        before, after = self.graph.preliminaries(expert), self.graph.subsequents(expert)
+        pairs = [*((name, expert) for name in before), *((name, name) for name in after)]
+        near = {name for name in (*before, *after) if any(m.spec.worker == worker for m in self.found.get(name, ()))}
+        return sum(self.usage.get(subsequent, 0.0) for name, subsequent in pairs if name in near)
+
+    def _put(self, expert: str, memories: Sequence[_Memory]) -> None:
+        found = self.found.setdefault(expert, [])
+        for each in found:
+            each.load_s -= self._share_s(expert, found)
+        found += memories
+        for each in memories:
+            each.add(expert)
+        for each in found:
+            each.load_s += self._share_s(expert, found)
+
+    def _load_s(self, expert: str, memory: _Memory, others: Sequence[_Memory]) -> float:
+        """Load of a memory once it and the others share an expert."""
+        return memory.load_s + self._share_s(expert, [memory, *others])
+
+    def _share_s(self, expert: str, memories: Sequence[_Memory]) -> float:
+        """Load of each of these memories by an expert, of which they take equal times."""
+        return self.usage.get(expert, 0.0) / sum(1.0 / memory.busy_s[expert] for memory in memories)

@@ -1,0 +1,198 @@
+"""Plan of a line on several workers: how many it needs, which experts lie where, the cost of a lost one.
+
+Each worker is like the profiled box, with executors, memories, SSD and cores of its own, and has the experts that
+``agent.deployment.placement`` gives it. Simulated as a line on one box is, by the agent's Engine. Not simulated: images
+on the network, and the work of the agent itself beside its workers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from agent.core.events import ExecutorsJoined, ExecutorsLost
+from agent.core.performance import SSD
+from agent.core.policy import PRESETS, Assigning
+from agent.core.request import IMAGE
+from agent.deployment.placement import place_experts
+from experts.errors import ConfigError
+from experts.sizes import size_text
+from profiler.simulation.forecast import forecast, quantile_s
+from profiler.tables import folded, folded_table, wait_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.core.performance import PoolSpec
+    from agent.deployment.engine_setup import EngineSetup
+    from agent.deployment.placement import ExpertPlacement
+    from profiler.simulation.forecast import LineForecast, Scenario
+
+MOST_WORKERS = 64
+ABSENCE = 0.25  # of the trace's time: from the loss of a worker, midway, to its return
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersRow:
+    """Forecast of so many workers. ``loads``: after the first placement, into memories that experts run from.
+
+    ``unplaced``: experts without a place. ``p99_wait_s``: of images where there are any. ``failed``: requests that no
+    expert answered.
+    """
+
+    workers: int
+    unplaced: int
+    images_per_s: float
+    switches: int
+    loads: int
+    p99_wait_s: float
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersPlan:
+    """``placement`` and ``budgets``, in bytes by worker: of the last row. ``loss``: its row once ``lost``, the busiest
+    worker, ends midway and is back after ``absence_s``; None for one worker. ``sufficient``: number of workers from
+    which on no row has a switch, ``complete``: with a place for each expert; None: more than were tried.
+    """
+
+    rows: tuple[WorkersRow, ...]
+    placement: ExpertPlacement
+    budgets: Mapping[str, int]
+    sufficient: int | None
+    complete: int | None
+    lost: str
+    absence_s: float
+    loss: WorkersRow | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        said = [_sufficient_sentence(self)]
+        if self.placement.unplaced:
+            names = self.placement.unplaced
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+            said.append(f"Experts without a place, which are loaded for their requests: {some}.")
+        if self.loss is not None:
+            ends = "no request is without its answer" if not self.loss.failed else f"{self.loss.failed} end UNKNOWN"
+            said.append(
+                f"{self.lost}, the busiest, lost midway and back after {wait_text(self.absence_s)}: "
+                f"{self.loss.images_per_s:.2f} images/s instead of {self.rows[-1].images_per_s:.2f}, "
+                f"{self.loss.switches} switches, p99 {wait_text(self.loss.p99_wait_s)}; {ends}."
+            )
+        return tuple(said)
+
+
+def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPlan:
+    """Forecasts of 1, 2, ... ``most`` workers with this setup each. Raises ConfigError as ``forecast`` does."""
+    if PRESETS[setup.policy].assigning is Assigning.FIRST:
+        raise ConfigError(f"--workers: policy {setup.policy} has one executor - plan with another policy")
+    rows = []
+    for count in range(1, most + 1):
+        workers, placement = on_workers(setup, count)
+        played = forecast(scenario, workers)
+        rows.append(_row(scenario, workers, count, placement, played))
+    further = range(most + 1, MOST_WORKERS + 1)
+    counts = [row.workers for row in rows if not row.unplaced]
+    if not counts:
+        counts = [*further[bisect_left(further, 1, key=lambda n: not on_workers(setup, n)[1].unplaced) :]]
+    lost = max(placement.workers, key=lambda name: (placement.workers[name].load_s, name))
+    absence_s, loss = ABSENCE * played.seconds, None
+    if most > 1:
+        changes = _absence(workers, lost, played.seconds / 2, absence_s)
+        loss = _row(scenario, workers, most, placement, forecast(scenario, workers, changes))
+    budgets = dict.fromkeys(placement.workers, 0)
+    used = {spec.pool for spec in workers.executors}
+    for pool in workers.pools:
+        budgets[pool.worker] += pool.expert_bytes if pool.name in used else 0
+    short = max((row.workers for row in rows if row.switches), default=0)
+    sufficient = short + 1 if short < most else None
+    return WorkersPlan(tuple(rows), placement, budgets, sufficient, min(counts, default=None), lost, absence_s, loss)
+
+
+def on_workers(setup: EngineSetup, count: int) -> tuple[EngineSetup, ExpertPlacement]:
+    """Setup of workers w1, w2, ... like this box each, and their placement, which its limits have."""
+    names = [f"w{number}" for number in range(1, count + 1)]
+    pools = tuple(_pool_of(name, pool) for name in names for pool in setup.pools)
+    specs = [(name, spec) for name in names for spec in setup.executors]
+    executors = tuple(replace(spec, id=n, pool=f"{name}/{spec.pool}") for n, (name, spec) in enumerate(specs))
+    placement = place_experts(setup.graph, setup.matrix, executors, pools, setup.limits.pinned)
+    limits = replace(setup.limits, pools=pools, placement=placement.pools)
+    return replace(setup, executors=executors, limits=limits), placement
+
+
+def _pool_of(worker: str, pool: PoolSpec) -> PoolSpec:
+    cache = None if pool.cache is None else f"{worker}/{pool.cache}"
+    return replace(pool, name=f"{worker}/{pool.name}", cache=cache, worker=worker, drive=f"{worker}/{SSD}")
+
+
+def _absence(
+    setup: EngineSetup, worker: str, at_s: float, absence_s: float
+) -> list[tuple[float, ExecutorsLost | ExecutorsJoined]]:
+    pools = tuple(pool for pool in setup.pools if pool.worker == worker)
+    executors = tuple(spec for spec in setup.executors if spec.pool in {pool.name for pool in pools})
+    lost = ExecutorsLost(frozenset(spec.id for spec in executors), f"{worker} was lost")
+    return [(at_s, lost), (at_s + absence_s, ExecutorsJoined(executors, pools))]
+
+
+def _row(
+    scenario: Scenario, setup: EngineSetup, count: int, placement: ExpertPlacement, played: LineForecast
+) -> WorkersRow:
+    waits = zip(played.waits_s, scenario.trace, strict=True)
+    images_s = [wait_s for wait_s, each in waits if each.work is IMAGE]
+    return WorkersRow(
+        workers=count,
+        unplaced=len(placement.unplaced),
+        images_per_s=played.images_per_s,
+        switches=played.switches,
+        loads=played.loads_to({spec.pool for spec in setup.executors}),
+        p99_wait_s=quantile_s(images_s or played.waits_s, 0.99),
+        failed=played.failed,
+    )
+
+
+def workers_json(plan: WorkersPlan) -> dict[str, Any]:
+    placement = {name: asdict(share) for name, share in plan.placement.workers.items()}
+    pools = {expert: sorted(names) for expert, names in plan.placement.pools.items()}
+    placed = {"workers": placement, "pools": pools, "unplaced": list(plan.placement.unplaced)}
+    return asdict(plan) | {"placement": placed, "sentences": list(plan.sentences)}
+
+
+def workers_text(plan: WorkersPlan) -> str:
+    counts = folded_table(
+        dict.fromkeys(("workers", "images/s", "switches", "loads", "wait p99", "without a place"), "right"),
+        (
+            (str(row.workers), f"{row.images_per_s:.2f}", str(row.switches), str(row.loads), wait_text(row.p99_wait_s),
+             str(row.unplaced))
+            for row in plan.rows
+        ),
+    )  # fmt: skip
+    total_s = sum(share.load_s for share in plan.placement.workers.values())
+    several = {name for name, share in plan.placement.pools.items() if len(share) > 1}
+    places = folded_table(
+        {"worker": "left", **dict.fromkeys(("experts", "of them elsewhere, too", "memory", "of", "load"), "right")},
+        (
+            (name, str(len(share.experts)), str(len(several & set(share.experts))), size_text(share.used_bytes),
+             size_text(plan.budgets[name]), f"{share.load_s / total_s:.0%}" if total_s else "-")
+            for name, share in plan.placement.workers.items()
+        ),
+    )  # fmt: skip
+    return folded((counts, LEGEND, places, *plan.sentences))
+
+
+def _sufficient_sentence(plan: WorkersPlan) -> str:
+    fits = "" if plan.complete is None else f"; every expert has a place from {_workers(plan.complete)} on"
+    if plan.sufficient is None:
+        return f"With {_workers(len(plan.rows))} requests still wait for switches{fits}."
+    return f"No request waits for a switch from {_workers(plan.sufficient)} on{fits}."
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+LEGEND = (
+    "Each worker is like the profiled box: executors, memories, SSD and cores. loads: after the first placement, into "
+    "memories that experts run from. Not in these rows: the images' way over the network, and a floor that no schedule "
+    "beats. load: predicted share of all compute, by usage."
+)
