@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.core.performance import SSD, PerformanceMatrix
+from agent.deployment.placement import place_experts
 from agent.runtime.machine.box import Box, MemorySize
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _employment(hired: Hired, numbers: count[int]) -> Employment:
 
 
 def joint_setup(local: EngineSetup, employed: Sequence[Employment]) -> EngineSetup:
-    """Setup over all executors. An expert is broken if no executor can run it."""
+    """Setup over all executors, with a placement. An expert is broken if no executor can run it."""
     columns = dict(local.matrix.experts)
     broken = dict(local.broken)
     for each in employed:
@@ -84,11 +85,19 @@ def joint_setup(local: EngineSetup, employed: Sequence[Employment]) -> EngineSet
     prepared_bytes = [each.hired.setup.limits.prepared_bytes for each in employed]
     if local.executors:
         prepared_bytes.append(local.limits.prepared_bytes)
-    limits = replace(local.limits, pools=pools, prepared_bytes=min(prepared_bytes), transfer_s=TRANSFER_S)
+    executors = (*local.executors, *(spec for each in employed for spec in each.executors))
+    matrix = PerformanceMatrix(columns, local.matrix.usage)
+    placement = place_experts(local.graph, matrix, executors, pools, local.limits.pinned)
     return replace(
         local,
-        executors=(*local.executors, *(spec for each in employed for spec in each.executors)),
-        matrix=PerformanceMatrix(columns, local.matrix.usage),
-        limits=limits,
+        executors=executors,
+        matrix=matrix,
+        limits=replace(
+            local.limits,
+            pools=pools,
+            prepared_bytes=min(prepared_bytes),
+            placement=placement.pools,
+            transfer_s=TRANSFER_S,
+        ),
         broken={expert: reason for expert, reason in broken.items() if expert not in able},
     )

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
+from agent.deployment.engine_setup import profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import decoding_times
@@ -130,9 +131,10 @@ class LinePlan:
 
     def workers(self, most: int, policy: str | None = None, memory: Mapping[str, int] | None = None) -> WorkersPlan:
         """The line on 1, 2, ... ``most`` workers; the other arguments as of ``row``."""
-        scenario, setup = self._case_of(policy, memory).planned()
+        case = self._case_of(policy, memory)
+        scenario, setup = case.planned()
         _refuse_broken(scenario, setup)
-        return plan_workers(scenario, setup, most)
+        return plan_workers(scenario, setup, profiled_box(case.profile), most)
 
     def _case_of(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
         return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))

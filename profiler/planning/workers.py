@@ -1,8 +1,7 @@
 """Plan of a line on several workers: how many it needs, which experts lie where, the cost of a lost one.
 
-Each worker is like the profiled box, with executors, memories, SSD and cores of its own, and has the experts that
-``agent.deployment.placement`` gives it. Simulated as a line on one box is, by the agent's Engine. Not simulated: images
-on the network, and the work of the agent itself beside its workers.
+Each worker is like the profiled box, with executors, memories, SSD and cores of its own. The agent's Engine is
+simulated, with its setup and placement for such workers; not simulated are images on the network and the agent's work.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.events import ExecutorsJoined, ExecutorsLost
-from agent.core.performance import SSD
+from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
+from agent.deployment.joint_setup import Hired, employments, joint_setup
 from agent.deployment.placement import place_experts
 from experts.errors import ConfigError
 from experts.sizes import size_text
@@ -22,11 +22,9 @@ from profiler.simulation.forecast import forecast, quantile_s
 from profiler.tables import folded, folded_table, wait_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from agent.core.performance import PoolSpec
     from agent.deployment.engine_setup import EngineSetup
     from agent.deployment.placement import ExpertPlacement
+    from agent.runtime.machine.box import Box
     from profiler.simulation.forecast import LineForecast, Scenario
 
 MOST_WORKERS = 64
@@ -52,14 +50,13 @@ class WorkersRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """``placement`` and ``budgets``, in bytes by worker: of the last row. ``loss``: its row once ``lost``, the busiest
-    worker, ends midway and is back after ``absence_s``; None for one worker. ``sufficient``: number of workers from
-    which on no row has a switch, ``complete``: with a place for each expert; None: more than were tried.
+    """``placement``: of the last row. ``loss``: that row once ``lost``, the busiest worker, ends midway and is back
+    after ``absence_s``; None for one worker. ``sufficient``: number of workers from which on no row has a switch,
+    ``complete``: with a place for each expert; None: more than were tried.
     """
 
     rows: tuple[WorkersRow, ...]
     placement: ExpertPlacement
-    budgets: Mapping[str, int]
     sufficient: int | None
     complete: int | None
     lost: str
@@ -83,47 +80,41 @@ class WorkersPlan:
         return tuple(said)
 
 
-def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPlan:
+def plan_workers(scenario: Scenario, setup: EngineSetup, box: Box, most: int) -> WorkersPlan:
     """Forecasts of 1, 2, ... ``most`` workers with this setup each. Raises ConfigError as ``forecast`` does."""
     if PRESETS[setup.policy].assigning is Assigning.FIRST:
         raise ConfigError(f"--workers: policy {setup.policy} has one executor - plan with another policy")
     rows = []
     for count in range(1, most + 1):
-        workers, placement = on_workers(setup, count)
+        workers = on_workers(setup, box, count)
+        placement = _placement(workers)
         played = forecast(scenario, workers)
-        rows.append(_row(scenario, workers, count, placement, played))
+        rows.append(_row(scenario, workers, placement, played))
     further = range(most + 1, MOST_WORKERS + 1)
     counts = [row.workers for row in rows if not row.unplaced]
     if not counts:
-        counts = [*further[bisect_left(further, 1, key=lambda n: not on_workers(setup, n)[1].unplaced) :]]
+        found = bisect_left(further, 1, key=lambda count: not _placement(on_workers(setup, box, count)).unplaced)
+        counts = [*further[found:]]
     lost = max(placement.workers, key=lambda name: (placement.workers[name].load_s, name))
     absence_s, loss = ABSENCE * played.seconds, None
     if most > 1:
         changes = _absence(workers, lost, played.seconds / 2, absence_s)
-        loss = _row(scenario, workers, most, placement, forecast(scenario, workers, changes))
-    budgets = dict.fromkeys(placement.workers, 0)
-    used = {spec.pool for spec in workers.executors}
-    for pool in workers.pools:
-        budgets[pool.worker] += pool.expert_bytes if pool.name in used else 0
+        loss = _row(scenario, workers, placement, forecast(scenario, workers, changes))
     short = max((row.workers for row in rows if row.switches), default=0)
     sufficient = short + 1 if short < most else None
-    return WorkersPlan(tuple(rows), placement, budgets, sufficient, min(counts, default=None), lost, absence_s, loss)
+    return WorkersPlan(tuple(rows), placement, sufficient, min(counts, default=None), lost, absence_s, loss)
 
 
-def on_workers(setup: EngineSetup, count: int) -> tuple[EngineSetup, ExpertPlacement]:
-    """Setup of workers w1, w2, ... like this box each, and their placement, which its limits have."""
-    names = [f"w{number}" for number in range(1, count + 1)]
-    pools = tuple(_pool_of(name, pool) for name in names for pool in setup.pools)
-    specs = [(name, spec) for name in names for spec in setup.executors]
-    executors = tuple(replace(spec, id=n, pool=f"{name}/{spec.pool}") for n, (name, spec) in enumerate(specs))
-    placement = place_experts(setup.graph, setup.matrix, executors, pools, setup.limits.pinned)
-    limits = replace(setup.limits, pools=pools, placement=placement.pools)
-    return replace(setup, executors=executors, limits=limits), placement
+def on_workers(setup: EngineSetup, box: Box, count: int) -> EngineSetup:
+    """Setup of an agent that has no executors, and so many workers like this box, each on a node of its own."""
+    limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
+    agent = replace(setup, executors=(), matrix=matrix, limits=limits)
+    names = (f"w{number}" for number in range(1, count + 1))
+    return joint_setup(agent, employments(agent, [Hired(name, name, box, box, setup, {}) for name in names]))
 
 
-def _pool_of(worker: str, pool: PoolSpec) -> PoolSpec:
-    cache = None if pool.cache is None else f"{worker}/{pool.cache}"
-    return replace(pool, name=f"{worker}/{pool.name}", cache=cache, worker=worker, drive=f"{worker}/{SSD}")
+def _placement(setup: EngineSetup) -> ExpertPlacement:
+    return place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, setup.limits.pinned)
 
 
 def _absence(
@@ -135,13 +126,11 @@ def _absence(
     return [(at_s, lost), (at_s + absence_s, ExecutorsJoined(executors, pools))]
 
 
-def _row(
-    scenario: Scenario, setup: EngineSetup, count: int, placement: ExpertPlacement, played: LineForecast
-) -> WorkersRow:
+def _row(scenario: Scenario, setup: EngineSetup, placement: ExpertPlacement, played: LineForecast) -> WorkersRow:
     waits = zip(played.waits_s, scenario.trace, strict=True)
     images_s = [wait_s for wait_s, each in waits if each.work is IMAGE]
     return WorkersRow(
-        workers=count,
+        workers=len(placement.workers),
         unplaced=len(placement.unplaced),
         images_per_s=played.images_per_s,
         switches=played.switches,
@@ -170,10 +159,10 @@ def workers_text(plan: WorkersPlan) -> str:
     total_s = sum(share.load_s for share in plan.placement.workers.values())
     several = {name for name, share in plan.placement.pools.items() if len(share) > 1}
     places = folded_table(
-        {"worker": "left", **dict.fromkeys(("experts", "of them elsewhere, too", "memory", "of", "load"), "right")},
+        {"worker": "left", **dict.fromkeys(("experts", "of them elsewhere, too", "memory", "load"), "right")},
         (
             (name, str(len(share.experts)), str(len(several & set(share.experts))), size_text(share.used_bytes),
-             size_text(plan.budgets[name]), f"{share.load_s / total_s:.0%}" if total_s else "-")
+             f"{share.load_s / total_s:.0%}" if total_s else "-")
             for name, share in plan.placement.workers.items()
         ),
     )  # fmt: skip

@@ -154,9 +154,9 @@ class Simulator:
         self._pools = {pool.name: pool for pool in self.setup.limits.pools}
         self._workers = {spec.id: self._pools[spec.pool].worker for spec in self.setup.executors}
         for spec in self.setup.executors:
-            if spec.processor in self.speedups:
+            if tier_of(spec.processor) in self.speedups:
                 key = self._workers[spec.id], spec.processor
-                self._shared[key] = SharedProcessor(self.speedups[spec.processor])
+                self._shared[key] = SharedProcessor(self.speedups[tier_of(spec.processor)])
         if self.images is not None:
             for worker in dict.fromkeys(self._workers.values()):
                 specs = [spec for spec in self.setup.executors if self._workers[spec.id] == worker]
