@@ -79,8 +79,12 @@ class Document:
             value = _build(yaml.compose(text, Loader=_LOADER), {}, ()).value
         except (yaml.YAMLError, _YamlRefused) as error:
             raise ConfigError(f"environment variable {variable}: {_yaml_reason(error)} - quote the value") from error
+        return self.having(path, value, variable)
+
+    def having(self, path: KeyPath, value: object, origin: str) -> Document:
+        """The document with this value at ``path``; errors about it name ``origin``."""
         return replace(
-            self, overrides={**self.overrides, path: variable}, override_values={**self.override_values, path: value}
+            self, overrides={**self.overrides, path: origin}, override_values={**self.override_values, path: value}
         )
 
     def place(self, *path: str | int) -> FilePlace:

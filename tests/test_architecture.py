@@ -128,6 +128,11 @@ ROOMS = {
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
         "agent.records", "agent.api", "agent.sources.cameras",
     ),
+    "agent.commands.rejudging": (
+        "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
+        "agent.runtime.requests", "agent.deployment.build", "agent.cluster.extra", "agent.records",
+        "agent.sources.folder.files", "agent.commands.experts",
+    ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),
     "agent.demo.texts": ("agent.demo.training.learning",),
@@ -213,6 +218,7 @@ RULES = (
     Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
          exempt=("proof",)),
     Rule("Ray is one room's business", ("",), ("ray", "pandas"), exempt=("agent.cluster",)),
+    Rule("Parquet is one room's business", ("",), ("pyarrow",), exempt=("agent.commands.rejudging.parts",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from agent.cli.asking import generate, status
 from agent.cli.config import config_app
 from agent.cli.experts import experts_app
 from agent.cli.records import backup, restore, results
+from agent.cli.rejudging import rejudge
 from agent.cli.running import demo, doctor, inspect, serve, service_app
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, inspect, results, status, generate, doctor, backup, restore, demo):
+for command in (serve, inspect, results, rejudge, status, generate, doctor, backup, restore, demo):
     app.command()(command)
 app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")

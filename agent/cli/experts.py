@@ -12,6 +12,7 @@ import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
+from agent.cli.rejudging import compare_over, lines_of
 
 NEXT = "Name it as `weights:` of an expert in the line file."
 ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving expert, kind/name", show_default=False)]
@@ -37,8 +38,28 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 
 
 @experts_app.command("compare")
-def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
-    """Compare an expert and the version in its shadow: agreement, flips, scores, times, images that differ."""
+def compare_expert(
+    line: LineFile,
+    expert: ExpertName,
+    over: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="judge these anew with both: kept, results, or a folder")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="with --over: the candidate's weights; default: the expert's shadow")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="with --over: flips with thumbnails")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare an expert and the version in its shadow: agreement, flips, scores, times, images that differ.
+
+    With --over, judge an archive with the expert and with its candidate, which the line need not serve.
+    """
+    if over is None and (weights is not None or page is not None):
+        raise typer.BadParameter("--weights and --page need images to judge - add --over")
+    if over is not None:
+        done = compare_over(line, expert, over, weights, page)
+        say(as_json, done.as_json(), lines_of(done))
+        return
     from agent.commands.experts import comparison_of, comparison_row, print_comparison
     from agent.config import read_line
 

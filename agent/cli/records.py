@@ -39,7 +39,7 @@ def results(
 
     with explained():
         config = read_line(line)
-        start = _time(since)
+        start = time_of(since, "--since")
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
         rows = rows if maps is None else with_maps(config, rows, maps)
         if out is not None:
@@ -87,11 +87,11 @@ def restore(
     say(as_json, {"line": made.line, "made_at": made.made_at, "files": list(made.files), "aside": aside}, lines)
 
 
-def _time(text: str | None) -> datetime | None:
+def time_of(text: str | None, option: str) -> datetime | None:
     """An aware time, or None. Raises typer.BadParameter for what is not ISO 8601."""
     if text is None:
         return None
     try:
         return datetime.fromisoformat(text).astimezone()
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint="--since") from error
+        raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint=option) from error

@@ -13,16 +13,13 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED
+from agent.sources.folder.files.inbox import DONE, NG
 from agent.sources.folder.files.naming import naming_of
+from agent.sources.folder.files.shelves import as_it_came, files_below
 from agent.sources.folder.files.sidecar import SUFFIX, sidecar_of
 from experts.calibrations import FORMAT
 from experts.errors import ConfigError, ImageError, SidecarUnfinished
@@ -30,6 +27,7 @@ from experts.images import DEFAULT_MAX_PIXELS, read_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.sources.folder.files.naming import Naming
@@ -38,8 +36,6 @@ MOST_PER_EXPERT = 40  # a form that agrees on all of them differs on fewer than 
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
-DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
-RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are evenly spread for any count
 NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
 
@@ -147,7 +143,7 @@ class _Search:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
         namings = [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
-        for relpath in _files_below(folder):
+        for relpath in files_below(folder):
             self._looked_at += 1
             parts = relpath.split("/")
             if len(parts) > 2 and parts[0] in self._config.catalog.components:
@@ -158,7 +154,7 @@ class _Search:
 
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """Search one of the line's own folders; it need not exist yet."""
-        for relpath in _files_below(folder):
+        for relpath in files_below(folder):
             if naming.has_sidecars and relpath.endswith(SUFFIX):
                 continue
             self._looked_at += 1
@@ -212,7 +208,7 @@ class _Search:
                 if naming.has_sidecars:
                     name = naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
                 else:
-                    name = naming.read(_as_it_came(relpath))
+                    name = naming.read(as_it_came(relpath))
             except (ValueError, SidecarUnfinished) as error:
                 reason = str(error)
                 continue
@@ -269,26 +265,6 @@ def _stamp(path: Path) -> list[str | int]:
     except FileNotFoundError:
         return [str(path)]
     return [str(path), found.st_size, found.st_mtime_ns]
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    """Paths below a folder, sorted, of what may be a finished image; follows no link."""
-    for place, folders, files in os.walk(folder):
-        prefix = os.path.relpath(place, folder)
-        at_top = prefix == "."
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not (at_top and name == FAILED))
-        for name in sorted(files):
-            if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
-                yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
-
-
-def _as_it_came(relpath: str) -> str:
-    """The path that a file had below its intake folder, before an agent put it on a shelf."""
-    parts = relpath.split("/")
-    if parts[0] in {DONE, NG}:
-        parts = parts[2:] if len(parts) > 2 and DAY.fullmatch(parts[1]) else parts[1:]
-        parts[-1] = RENAMED.sub("", parts[-1])
-    return "/".join(parts)
 
 
 def _spread(samples: Iterable[Sample]) -> list[Sample]:

@@ -133,7 +133,7 @@ class Inbox:
             return None
         names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
         is_marked = any(os.path.exists(self.root / name) for name in names)  # False for a name that is too long
-        sidecar = _seen(self.root / sidecar_of(relpath)) if self.has_sidecars else None
+        sidecar = sighting_of(self.root / sidecar_of(relpath)) if self.has_sidecars else None
         return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
@@ -158,7 +158,7 @@ class Inbox:
     def claim_sidecar(self, claimed: Claimed) -> Claimed:
         """Claim the sidecar of a claimed file, unless already claimed. Raises FileNotFoundError if there is none."""
         place = self.sidecar(claimed)
-        if (seen := _seen(place)) is None:
+        if (seen := sighting_of(place)) is None:
             self._move(self.root / sidecar_of(claimed.relpath), place)
             seen = _sighting(place.lstat())
         return replace(claimed, sidecar=seen)
@@ -261,7 +261,7 @@ class Inbox:
     def _place_without_overwriting(self, source: Path, target: Path, identity: str) -> Path:
         """Rename ``source``; if the name is taken, to `NAME~IDENTITY.SUFFIX`. Idempotent after a crash."""
         with self._folders(source, target) as (out_of, into):
-            for name in (target.name, _other_name(target, identity, self._name_limit)):
+            for name in (target.name, other_name(target, identity, self._name_limit)):
                 if _is_placed(source.name, name, out_of, into):
                     return target.with_name(name)
         raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
@@ -271,7 +271,7 @@ class Inbox:
 
         After a crash between the two moves, the sidecar's name shows if the first choice was taken.
         """
-        names = [target, target.with_name(_other_name(target, identity, self._name_limit))]
+        names = [target, target.with_name(other_name(target, identity, self._name_limit))]
         beside = [name.with_name(fitted(name.stem, SIDECAR_SUFFIX, self._name_limit)) for name in names]
         if not self._is_with_its_sidecar(file):
             return names[os.path.lexists(beside[1])]
@@ -284,7 +284,7 @@ class Inbox:
         """True if the sidecar seen with this file is still there."""
         if file.sidecar is None:
             return False
-        seen = _seen(self.sidecar(file))
+        seen = sighting_of(self.sidecar(file))
         return seen is not None if file.is_ours else seen == file.sidecar
 
     def _tidy(self, folder: Path) -> None:
@@ -328,7 +328,7 @@ class Inbox:
             stem = os.path.splitext(entry.name)[0]
             is_marked = entry.name + MARKER in names or stem + MARKER in names
             has_sidecar = self.has_sidecars and stem + SIDECAR_SUFFIX in names
-            sidecar = _seen(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
+            sidecar = sighting_of(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
             yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
 
     def _is_ignored(self, relpath: str) -> bool:
@@ -403,7 +403,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _other_name(target: Path, identity: str, limit_bytes: int) -> str:
+def other_name(target: Path, identity: str, limit_bytes: int = NAME_BYTES) -> str:
     suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
     return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
 
@@ -420,7 +420,7 @@ def _sighting(status: os.stat_result) -> Sighting:
     return Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _seen(path: Path) -> Sighting | None:
+def sighting_of(path: Path) -> Sighting | None:
     """Sighting of a path; None if there is no file, or the name is too long."""
     try:
         return _sighting(path.lstat())

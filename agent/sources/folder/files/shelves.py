@@ -1,0 +1,54 @@
+"""Judged files of a watched folder, as other programs find them: read, never moved."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, other_name, sighting_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime
+
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
+RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Paths below a folder, sorted, of what may be a finished image; follows no link."""
+    for place, folders, files in os.walk(folder):
+        prefix = os.path.relpath(place, folder)
+        at_top = prefix == "."
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not (at_top and name == FAILED))
+        for name in sorted(files):
+            if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
+                yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
+
+
+def as_it_came(relpath: str) -> str:
+    """The path that a file had below its intake folder, before an agent put it on a shelf."""
+    parts = relpath.split("/")
+    if parts[0] in {DONE, NG}:
+        parts = parts[2:] if len(parts) > 2 and DAY.fullmatch(parts[1]) else parts[1:]
+        parts[-1] = RENAMED.sub("", parts[-1])
+    return "/".join(parts)
+
+
+def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:
+    """Place of a judged file: on the shelves of its day or the next, or kept where it came; None: gone.
+
+    ``identity``: of its key. Another inode is the same file, brought back from a backup.
+    """
+    days = [f"{judged_at.astimezone() + timedelta(days=later):%Y-%m-%d}" for later in (0, 1)]
+    for shelf in (*(f"{shelf}/{day}" for day in days for shelf in (DONE, NG)), FAILED, ""):
+        target = root / shelf / relpath
+        for place in (target, target.with_name(other_name(target, identity))):
+            seen = sighting_of(place)
+            if seen is not None and f"{seen.size_bytes:x}-{seen.mtime_ns:x}" == identity.partition("-")[2]:
+                return place
+    return None

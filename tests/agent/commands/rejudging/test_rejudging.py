@@ -1,0 +1,326 @@
+"""Archives judged anew: what is found, how often experts are loaded, what is written, and where a run goes on."""
+
+import json
+import sqlite3
+import sys
+from base64 import b64decode
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import requires
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from agent.cli.app import app
+from agent.commands.rejudging import rejudge as rejudging
+from agent.commands.rejudging.agreement import answer_row, compare_answers
+from agent.commands.rejudging.archive import GONE, ArchivedImage, ArchiveQuery, find_images
+from agent.commands.rejudging.judging import groups_of, local_judge
+from agent.commands.rejudging.parts import rows_of
+from agent.commands.rejudging.rejudge import candidate_line, rejudge
+from agent.core.effects import StartLoad
+from agent.core.engine import Engine
+from agent.records.database import state_held
+from experts.errors import ConfigError
+from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.service.fake_line import picture
+
+
+def quiet(*_):
+    pass
+
+
+def told(*arguments):
+    """Exit code, and stdout; stderr where the command failed."""
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    return result.exit_code, result.stderr if result.exit_code else result.stdout
+
+
+def judged(line, source="results", **query):
+    """Rows of a run over the line as it is now, by image and ref."""
+    out = line.folder / f"judged-{len(list(line.folder.glob('*.parquet')))}.parquet"
+    done = rejudge(line.config, ArchiveQuery(str(source), **query), out, quiet)
+    return done, {row["ref"]: row for row in rows_of(out)}
+
+
+def state_of(line):
+    """Files of the line's state, but for snapshots and the database's shared memory, with their content."""
+    files = (file for file in (line.folder / "state").rglob("*") if file.is_file() and "-shm" not in file.name)
+    return {str(file): file.read_bytes() for file in files if "snapshots" not in file.parts}
+
+
+class TestWhatIsJudged:
+    def test_the_images_of_stored_results_are_judged_where_the_agent_put_them(self, served):
+        done, rows = judged(served)
+        assert Counter(row["verdict"] for row in rows.values()) == {"OK": 6, "UNKNOWN": 1}
+        assert all(row["agrees"] and row["stored_verdict"] == row["verdict"] for row in rows.values())
+        assert (done.compared.compared, done.compared.flips_in_all, done.page) == (7, 0, None)
+        assert rows["R4"]["experts"] == ["cls/f1"]
+        assert rows["R4"]["scores"] == [0.9]
+        assert rows["R4"]["stored_at"] is not None
+
+    def test_an_image_that_is_gone_is_left_out_and_counted(self, served):
+        next((served.inbox / "done").rglob("B0_c0_R0.png")).unlink()
+        done, rows = judged(served)
+        assert "R0" not in rows
+        assert done.left_out == {GONE: 1}
+
+    def test_kept_images_are_judged_and_parts_of_a_frame_are_cut_as_they_were(self, line):
+        line.document["records"] = {"images": "all"}
+        line.watch(pattern=r"(?P<board>[^_.]+)(_.*)?\.\w+", board_type="main")
+        line.serve("B1.png", image=picture(size=(32, 16)))
+        with pytest.raises(ConfigError, match="kept has no image to judge"):  # a folder keeps its images itself
+            find_images(line.config, ArchiveQuery("kept"))
+        line.fake(1, label="bad")
+        for source in ("results", line.inbox):
+            done, rows = judged(line, source)
+            assert {ref: (row["verdict"], row["box"]) for ref, row in rows.items()} == {
+                "R1": ("OK", [0, 0, 16, 16]), "R2": ("NG", [16, 0, 32, 16]),
+            }  # fmt: skip
+            assert done.compared.total == {"agreeing": 1, "ok_to_ng": 1}
+
+    def test_a_folder_of_images_is_read_as_the_inbox_names_them(self, served, tmp_path):
+        folder = tmp_path / "month"
+        folder.mkdir()
+        for name in ("B7_c0_R7.png", "B8_c9_R8.png", "strange.png"):
+            (folder / name).write_bytes(picture())
+        done, rows = judged(served, folder)
+        assert {ref: (row["board"], row["component"], row["stored_verdict"]) for ref, row in rows.items()} == {
+            "R7": ("B7", "c0", None)
+        }
+        named, strange = sorted(done.left_out)
+        assert named == "no route for the component 'c9'"
+        assert strange.startswith("the name does not match the pattern")
+        assert (done.compared.images, done.compared.compared) == (1, 0)
+
+    def test_a_shelf_of_the_inbox_brings_its_stored_verdicts(self, served):
+        served.fake(0, label="bad")
+        _, rows = judged(served, served.inbox / "done", component="c0")
+        assert {ref: (row["stored_verdict"], row["verdict"]) for ref, row in rows.items()} == {
+            f"R{number}": ("OK", "NG") for number in range(4)
+        }
+
+    def test_a_query_narrows_by_time_component_and_expert(self, served):
+        now = datetime.now(UTC)
+        assert set(judged(served, expert="cls/f1")[1]) == {"R4", "R5"}
+        assert len(judged(served, since=now - timedelta(hours=1), until=now)[1]) == 7
+        for query, reason in (
+            ({"until": now - timedelta(hours=1)}, "no image to judge"), ({"component": "c9"}, "no route for component"),
+            ({"expert": "cls/f9"}, "no expert 'cls/f9'"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=reason):
+                find_images(served.config, ArchiveQuery("results", **query))
+
+    def test_an_image_kept_in_the_archive_is_found_by_its_result(self, line):
+        line.document["records"] = {"images": "all"}
+        line.watch()
+        line.serve("B0_c0_R0.png")
+        (line.folder / "state" / "images" / "d").mkdir(parents=True)
+        (line.folder / "state" / "images" / "d" / "x.png").write_bytes(picture())
+        with sqlite3.connect(line.config.results_file) as database:
+            database.execute("UPDATE results SET kept_as = 'd/x.png'")
+        _, rows = judged(line, "kept")
+        assert rows["R0"]["path"].endswith("images/d/x.png")
+
+
+class TestHowItIsJudged:
+    def test_each_expert_is_loaded_once_though_memory_holds_three_of_seven(self, tmp_path, monkeypatch):
+        """Six classifiers take turns, each before one detector that all of them share."""
+        names = [f"cls/f{number}" for number in range(6)]
+        for name in (*names, "det/last"):
+            fake(tmp_path / f"{name[4:]}.yaml", 4_000_000, K_s=0.001)
+        line = LineFile(
+            tmp_path,
+            experts={name: expert(f"{name[4:]}.yaml") for name in (*names, "det/last")},
+            routes={f"c{number}": route(name, "det/last") for number, name in enumerate(names)},
+            memory={"host": "14MiB", "workspace": "1MiB"},
+        )
+        Image.new("RGB", (8, 8)).save(tmp_path / "i.png")
+        loads, handle = Counter(), Engine.handle
+
+        def counted(engine, event, now):
+            effects = handle(engine, event, now)
+            loads.update(effect.copy for effect in effects if isinstance(effect, StartLoad))
+            return effects
+
+        monkeypatch.setattr(Engine, "handle", counted)
+        file = str(tmp_path / "i.png")
+        images = [ArchivedImage(str(number), file, f"c{number % 6}") for number in range(90)]
+        config = line.config
+        with local_judge(config, quiet) as judge:
+            (group,) = groups_of(images, config.catalog.graph)
+            answers = judge.judge(group)
+            statistics = judge.agent.loop.statistics().engine
+        assert {tuple(answer["experts"]) for answer in answers} == {(name, "det/last") for name in names}
+        assert set(loads.values()) == {1}
+        assert sum(statistics.loads.values()) == len(loads) == 7
+
+    def test_groups_follow_the_experts_and_keep_parts_of_a_frame_together(self, served):
+        images = [ArchivedImage(f"{number}", f"{number}.png", f"c{number % 3 // 2}") for number in range(9)]
+        images += [
+            ArchivedImage(f"f{frame}#{part}", f"f{frame}.png", f"c{part}", box=(0, 0, 1, 1))
+            for part in range(2) for frame in range(20)
+        ]  # fmt: skip
+        groups = list(groups_of(images, served.config.catalog.graph, 4))
+        components = [[image.component for image in group] for group in groups[:3]]
+        assert components == [["c0"] * 4, ["c0"] * 2 + ["c1"] * 2, ["c1"]]
+        frames = [{image.path for image in group} for group in groups[3:]]
+        assert [len(each) for each in frames] == [16, 4]
+        assert sum(len(group) for group in groups) == len({image.key for group in groups for image in group}) == 49
+
+    def test_beside_an_agent_nothing_of_its_state_changes(self, served):
+        served.fake(0, label="bad")
+        with state_held(served.config.state):
+            before = state_of(served)
+            done, _ = judged(served)
+            assert state_of(served) == before
+        assert done.compared.total["ok_to_ng"] == 4
+        assert list((served.config.state / "snapshots").iterdir()) == []
+
+
+class TestParts:
+    def test_an_interrupted_run_goes_on_where_it_was(self, served, tmp_path, monkeypatch):
+        out, query = tmp_path / "out.parquet", ArchiveQuery("results")
+        stored = rejudging.stored_answers
+
+        answered = []
+
+        def first_group_alone(config, keys):
+            answered.extend(keys)
+            if len(answered) > 3:
+                raise KeyboardInterrupt
+            return stored(config, keys)
+
+        monkeypatch.setattr(rejudging, "stored_answers", first_group_alone)
+        with pytest.raises(KeyboardInterrupt):
+            rejudge(served.config, query, out, quiet, None, 3)
+        assert not out.exists()
+        monkeypatch.setattr(rejudging, "stored_answers", stored)
+        seen = []
+        done = rejudge(served.config, query, out, lambda *told: seen.append(told), None, 3)
+        assert (done.resumed, done.compared.images) == (3, 7)
+        assert [count for stage, count, _ in seen if stage == "rejudge"] == [4, 5, 6, 7]
+        assert len({row["key"] for row in rows_of(out)}) == pq.read_metadata(out).num_rows == 7
+        assert not (tmp_path / "out.parquet.parts").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda line: line.fake(0, label="bad"), "another weights"),
+            (lambda line: line.document.update(scheduling={"max_overtake_s": 7.0}), "another line file"),
+            (lambda line: None, "another selection of images"),
+        ],
+    )
+    def test_parts_of_other_weights_or_another_line_are_refused(self, served, tmp_path, monkeypatch, change, reason):
+        out = tmp_path / "out.parquet"
+        with monkeypatch.context() as broken:
+            broken.setattr("agent.commands.rejudging.parts.AnswerParts.merge", lambda parts: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                rejudge(served.config, ArchiveQuery("results"), out, quiet)
+        change(served)
+        component = "c0" if "selection" in reason else None
+        with pytest.raises(ConfigError, match=f"begun with {reason}.*remove that folder"):
+            rejudge(served.config, ArchiveQuery("results", component=component), out, quiet)
+        assert len(list((tmp_path / "out.parquet.parts").iterdir())) == 1
+
+    def test_a_file_that_is_there_is_not_replaced(self, served, tmp_path):
+        (tmp_path / "out.parquet").write_text("dear")
+        code, output = told("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
+        assert (code, (tmp_path / "out.parquet").read_text()) == (78, "dear")
+        assert "exists - name another file" in output
+
+    def test_without_pyarrow_or_ray_the_command_names_the_extra_before_any_work(self, served, tmp_path, monkeypatch):
+        arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
+        monkeypatch.setattr("agent.cluster.extra.find_spec", lambda name: None)
+        code, output = told(*arguments, "--cluster", "auto")
+        assert (code, "coserve[cluster]" in output) == (78, True)
+        monkeypatch.setattr("agent.commands.rejudging.parts.find_spec", lambda name: None)
+        code, output = told(*arguments)
+        assert (code, "pip install 'coserve[cluster]'" in output) == (78, True)
+        assert not list(tmp_path.glob("out*"))
+
+
+class TestTheComparison:
+    def test_flips_are_told_counted_and_shown_on_one_page(self, served, tmp_path):
+        served.fake(1, label="bad")
+        arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
+        code, output = told(*arguments)
+        assert code == 0
+        assert "71.43%: 5 of 7 have the same verdict and label" in output
+        assert "2 OK to NG, 0 NG to OK, 0 to UNKNOWN, 0 from UNKNOWN" in output
+        assert "c1, cls/f1: 2 ok to ng of 2" in output
+        page = (tmp_path / "out.html").read_text()
+        assert page.count("<figure>") == page.count("data:image/png;base64,") == 2
+        assert not [word for word in ("<script", "http://", "https://", 'src="/') if word in page]
+        thumbnail = page.partition("base64,")[2].partition('"')[0]
+        assert b64decode(thumbnail).startswith(b"\x89PNG")
+        for file in tmp_path.glob("out.*"):
+            file.unlink()
+        row = json.loads(told(*arguments, "--json")[1])
+        assert (row["images"], row["agreeing"], row["ok_to_ng"]) == (7, 5, 2)
+        assert row["places"][0] | {"images": 2, "ok_to_ng": 2} == row["places"][0]
+
+    def test_the_most_certain_flips_come_first_and_are_bounded(self):
+        def row(number, before, now, scores):
+            image = ArchivedImage(str(number), "x.png", "c0")
+            old, new = ({"verdict": each, "label": "l"} for each in (before, now))
+            answer = new | {"score": scores[1], "experts": []}
+            return answer_row(image, answer, old | {"score": scores[0]})
+
+        rows = [
+            row(0, "OK", "NG", (0.9, 0.5)), row(1, "OK", "NG", (0.8, 0.8)), row(2, "OK", "OK", (1.0, 1.0)),
+            row(3, "NG", "OK", (0.99, 0.9)), row(4, "OK", "UNKNOWN", (0.9, None)), row(5, "UNKNOWN", "NG", (None, 0.9)),
+        ]  # fmt: skip
+        found = compare_answers(rows, most=3)
+        assert [each["key"] for each in found.flips] == ["3", "1", "0"]
+        assert found.flips_in_all == 5
+        assert found.total == {"agreeing": 1, "ok_to_ng": 2, "ng_to_ok": 1, "to_unknown": 1, "from_unknown": 1}
+
+    def test_what_a_file_is_called_is_escaped_on_the_page(self, served, tmp_path):
+        name = "B<script>_c1_R7.png"
+        served.serve(name)
+        served.fake(1, label="bad")
+        done, _ = judged(served)
+        page = done.page.read_text()
+        assert "<script" not in page
+        assert "B&lt;script&gt;" in page
+
+
+class TestACandidate:
+    def test_a_candidate_is_compared_with_the_present_expert_over_stored_images(self, served, tmp_path):
+        fake(tmp_path / "candidate.yaml", 2_000_000, label="bad")
+        packed = state_of(served)
+        arguments = ("experts", "compare", served.write(), "cls/f1", "--over", "results")
+        code, output = told(*arguments, "--weights", tmp_path / "candidate.yaml", "--page", tmp_path / "c.html")
+        assert code == 0, output
+        assert "0.00%: 0 of 2 have the same verdict and label" in output
+        assert "2 OK to NG" in output
+        assert (tmp_path / "c.html").read_text().count("<figure>") == 2
+        assert state_of(served) == packed
+        row = json.loads(told(*arguments, "--weights", tmp_path / "f1.yaml", "--json")[1])
+        assert (row["images"], row["agreement"]) == (2, 1.0)
+
+    def test_the_shadow_is_the_candidate_without_weights(self, served):
+        served.add_expert(2, has_route=False)
+        served.fake(2, label="bad")
+        with pytest.raises(ConfigError, match="no shadow"):
+            candidate_line(served.config, "cls/f1", None)
+        served.document["experts"]["cls/f1"]["shadow"] = "cls/f2"
+        code, output = told("experts", "compare", served.write(), "cls/f1", "--over", "results", "--json")
+        assert (code, json.loads(output)["ok_to_ng"]) == (0, 2)
+
+    def test_a_candidate_that_cannot_run_is_told_before_any_image_is_judged(self, served, tmp_path):
+        (tmp_path / "broken.yaml").write_text("weight_bytes: none")
+        code, output = told(
+            "experts", "compare", served.write(), "cls/f1", "--over", "results", "--weights", tmp_path / "broken.yaml"
+        )
+        assert code == 78
+        assert "the candidate version of cls/f1 cannot run" in output
+
+
+def test_the_extra_has_what_the_commands_need():
+    declared = [line for line in requires("coserve") or () if 'extra == "cluster"' in line]
+    assert not declared or {line.partition(">")[0] for line in declared} == {"pyarrow", "ray[data]"}
+    assert "ray" not in sys.modules
