@@ -66,8 +66,7 @@ def compare_over(line: Path, expert: str, source: str, weights: Path | None, pag
 @contextmanager
 def _judging(line: Path) -> Iterator[tuple[LineConfig, Progress]]:
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
-    from agent.deployment.openmp import set_spinning
+    from agent.config import read_line, set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained():
