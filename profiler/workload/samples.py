@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.inbox import DONE, NG
 from agent.sources.folder.files.naming import naming_of
-from agent.sources.folder.files.shelves import as_it_came, files_below
-from agent.sources.folder.files.sidecar import SUFFIX, sidecar_of
+from agent.sources.folder.files.shelves import as_it_came, files_below, name_of
+from agent.sources.folder.files.sidecar import SUFFIX
 from experts.calibrations import FORMAT
-from experts.errors import ConfigError, ImageError, SidecarUnfinished
+from experts.errors import ConfigError, ImageError
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
 if TYPE_CHECKING:
@@ -204,16 +204,9 @@ class _Search:
     def _read_name(self, folder: Path, relpath: str, namings: Sequence[tuple[Naming, int]], shown: str) -> None:
         reason = "the line has no intake folder to read its name by"
         for naming, max_pixels in namings:
-            try:
-                if naming.has_sidecars:
-                    name = naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
-                else:
-                    name = naming.read(as_it_came(relpath))
-            except (ValueError, SidecarUnfinished) as error:
-                reason = str(error)
-                continue
-            except OSError as error:
-                reason = f"its sidecar: {error.strerror}"
+            name = name_of(naming, folder / relpath, as_it_came(relpath))
+            if isinstance(name, str):
+                reason = name
                 continue
             if (component := name["component"]) is None:
                 reason = "it shows a whole board, which no expert judges: cut it, or give labelled crops"

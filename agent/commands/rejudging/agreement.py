@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experts.expert import Verdict
 
@@ -22,8 +22,7 @@ SAME, OTHER_LABEL, OK_TO_NG, NG_TO_OK, TO_UNKNOWN, FROM_UNKNOWN = (
 KINDS = (SAME, OTHER_LABEL, OK_TO_NG, NG_TO_OK, TO_UNKNOWN, FROM_UNKNOWN)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Component, and the expert that decided its new answer; "" for none."""
 
     component: str
@@ -62,16 +61,14 @@ class AnswersCompared:
             "agreement": total[SAME] / self.compared if self.compared else None,
             **_counts(total),
             "places": [
-                {"component": place.component, "expert": place.expert, "images": counts.total(), **_counts(counts)}
+                place._asdict() | {"images": counts.total(), **_counts(counts)}
                 for place, counts in self.least_agreeing()
             ],
         }
 
     def least_agreeing(self) -> list[tuple[Place, Counter[str]]]:
         """Places with their counts, the one with the most disagreeing images first."""
-        return sorted(
-            self.kinds.items(), key=lambda each: (each[1][SAME] - each[1].total(), each[0].component, each[0].expert)
-        )
+        return sorted(self.kinds.items(), key=lambda each: (each[1][SAME] - each[1].total(), each[0]))
 
 
 def answer_row(image: ArchivedImage, answer: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
 from agent.sources.folder.files.inbox import Inbox, sighting_of
 from agent.sources.folder.files.naming import naming_of
-from agent.sources.folder.files.shelves import as_it_came, files_below, judged_file
-from agent.sources.folder.files.sidecar import SUFFIX, sidecar_of
+from agent.sources.folder.files.shelves import as_it_came, files_below, judged_file, name_of
+from agent.sources.folder.files.sidecar import SUFFIX
 from agent.subject import Subject, image_key, pieces
-from experts.errors import ConfigError, SidecarUnfinished
+from experts.errors import ConfigError
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import CameraSection, FolderSection
     from agent.records.results import Result
-    from agent.sources.folder.files.naming import Naming
 
 KEPT, RESULTS = "kept", "results"
 GONE = "the image is no longer there"
@@ -165,28 +164,15 @@ def _of_folder(config: LineConfig, query: ArchiveQuery, left_out: Counter[str]) 
         if seen is None or not query.covers(datetime.fromtimestamp(seen.mtime_ns / 1e9).astimezone()):
             continue
         relpath = as_it_came(path.relative_to(root).as_posix())
-        named = [_named(naming, path, relpath) for naming in namings]
-        subject = next((each for each in named if isinstance(each, Subject)), None)
-        if subject is not None:
+        named = [name_of(naming, path, relpath) for naming in namings]
+        fields = next((each for each in named if not isinstance(each, str)), None)
+        if fields is not None:
             key = Inbox(root, "").key(relpath, seen)
+            subject = Subject(key, "", relpath, datetime.now().astimezone(), **fields)
             layout = config.layouts[str(subject.board_type)] if subject.shows_board else None
             size = None if layout is None else layout.size
             for part in pieces(subject, layout):
                 place = (part.board, part.ref, part.box, size)
-                yield ArchivedImage(key + part.key, str(path), part.component, most, None, *place)
+                yield ArchivedImage(part.key, str(path), part.component, most, None, *place)
         elif not (path.name.lower().endswith(SUFFIX) and any(naming.has_sidecars for naming in namings)):
             left_out[str(named[0])] += 1
-
-
-def _named(naming: Naming, path: Path, relpath: str) -> Subject | str:
-    """Subject of a file, without its image's key; or why its name says nothing."""
-    try:
-        if naming.has_sidecars:
-            name = naming.read_beside(Path(sidecar_of(str(path))), "its sidecar")
-        else:
-            name = naming.read(relpath)
-    except (ValueError, SidecarUnfinished) as error:
-        return str(error)
-    except OSError as error:
-        return f"its sidecar: {error.strerror}"
-    return Subject("", "", relpath, datetime.now().astimezone(), **name)

@@ -1,4 +1,4 @@
-"""Flips as one HTML file: figures, and a thumbnail of each image. No script, nothing fetched, all text escaped."""
+"""Flips as one HTML file: a thumbnail of each image, and both answers. No script, nothing fetched, all text escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from agent.commands.rejudging.agreement import KINDS, SAME
+from agent.commands.rejudging.agreement import SAME
 from experts.errors import ImageError
 from experts.expert import Orientation
 from experts.filesystem import whole_text_file
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from agent.commands.rejudging.agreement import AnswersCompared
 
 THUMBNAIL_PX = 160
-PLACES_SHOWN = 100
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; background: #101214; color: #e4e6e8 }
-td, th { padding: 0 1em 0 0; text-align: right } td:first-child, th:first-child { text-align: left }
 section { display: flex; flex-wrap: wrap; gap: 1em } figure { margin: 0; width: 12em; overflow-wrap: anywhere }
 img { width: 160px; height: 160px; object-fit: contain; background: #000; image-rendering: pixelated }
 .OK { color: #56d67e } .NG { color: #ff483e } .UNKNOWN { color: #ffb830 } small { color: #9aa0a6 }
@@ -44,14 +42,6 @@ def _page(title: str, compared: AnswersCompared) -> Iterator[str]:
     yield f' content="{POLICY}"><title>{escape(title)}</title><style>{STYLE}</style>\n<h1>{escape(title)}</h1>\n'
     agreeing = compared.total[SAME]
     yield f"<p>{compared.images} images, {compared.compared} with an earlier answer; {agreeing} agree.</p>\n"
-    yield "<table><tr><th>component, expert</th>" + "".join(f"<th>{kind.replace('_', ' ')}</th>" for kind in KINDS)
-    places = compared.least_agreeing()
-    for place, counts in places[:PLACES_SHOWN]:
-        yield f"</tr>\n<tr><td>{escape(f'{place.component}, {place.expert}')}</td>"
-        yield "".join(f"<td>{counts[kind]}</td>" for kind in KINDS)
-    yield "</tr></table>\n"
-    if len(places) > PLACES_SHOWN:
-        yield f"<p>{len(places) - PLACES_SHOWN} further places agree at least as well.</p>\n"
     yield f"<h2>Other verdicts: {compared.flips_in_all}</h2>\n<p>The {len(compared.flips)} most certain first.</p>\n"
     yield "<section>\n"
     for row in compared.flips:

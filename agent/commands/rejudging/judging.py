@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.records.database import refuse_root_beside_another
@@ -26,7 +26,7 @@ from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.commands.rejudging.archive import ArchivedImage
     from agent.config import LineConfig
@@ -44,17 +44,6 @@ GROUP_FRAMES = 16  # images that are cut: each stays decoded until its last part
 NO_HURRY_S = 86_400.0  # the largest value of max_overtake_s
 
 
-class Judges(Protocol):
-    """One judge, or several. ``weights``: sha256 of the weights behind their answers, by expert and precision."""
-
-    @property
-    def weights(self) -> Mapping[str, str]: ...
-
-    def judge_groups(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[Answer]]]:
-        """Groups with the answers to their images, as they are ready. Raises AgentCrashed."""
-        ...
-
-
 class LocalJudge:
     """Judges on this box. ``progress``: called with the number of answers since the start."""
 
@@ -66,9 +55,11 @@ class LocalJudge:
 
     @property
     def weights(self) -> dict[str, str]:
+        """sha256 of the weights behind the answers, by expert and precision."""
         return {copy: packed.source_sha256 for copy, packed in sorted(self.agent.packed.items())}
 
     def judge_groups(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[Answer]]]:
+        """Groups with the answers to their images, as they are ready. Raises AgentCrashed."""
         for group in groups:
             yield group, self.judge(group)
 

@@ -58,7 +58,7 @@ def refuse_file(file: Path) -> None:
 def answer_parts(file: Path, made_with: Mapping[str, str]) -> Iterator[AnswerParts]:
     """Parts of ``file``, for one run at a time. ``made_with``: by name, what each part must have been made with.
 
-    Raises ConfigError for parts that were made with something else, and beside another run.
+    Raises ConfigError for parts that were made with something else, beside another run, and if the disk refuses.
     """
     parts = AnswerParts(file, made_with)
     try:
@@ -69,6 +69,10 @@ def answer_parts(file: Path, made_with: Mapping[str, str]) -> Iterator[AnswerPar
             yield parts
     except BlockingIOError as error:
         raise ConfigError(f"{file}: another run writes it - wait for that, or name another file") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror or error} - what is judged is kept: run the command again"
+        ) from error
     finally:
         with suppress(OSError):  # it has parts
             parts.folder.rmdir()
@@ -82,10 +86,6 @@ class AnswerParts:
         self.folder = file.with_name(f"{file.name}.parts")
         self._made_with = dict(made_with)
 
-    def refuse_others(self) -> None:
-        for part in self._parts():
-            self._refuse_other(part)
-
     def keys(self) -> set[str]:
         """Keys of the images that the parts hold."""
         import pyarrow.parquet as pq
@@ -93,52 +93,42 @@ class AnswerParts:
         return {key for part in self._parts() for key in pq.read_table(part, columns=["key"])["key"].to_pylist()}
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write one further part. Raises ConfigError if the disk refuses."""
+        """Write one further part. Raises OSError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         of_part = schema().with_metadata({MADE_WITH: json.dumps(self._made_with)})
-        table = pa.Table.from_pylist(list(rows), of_part)
-        target = self.folder / f"{len(self._parts()) + 1:05}.parquet"
-        try:
-            with whole_file(target) as out:
-                pq.write_table(table, out)
-        except OSError as error:
-            raise self._refused(target, error) from error
+        with whole_file(self.folder / f"{len(self._parts()) + 1:05}.parquet") as out:
+            pq.write_table(pa.Table.from_pylist(list(rows), of_part), out)
 
     def merge(self) -> None:
-        """Write the file, and remove the parts. Raises ConfigError if the disk refuses; then the parts stay."""
+        """Write the file, and remove the parts. Raises OSError; then the parts stay."""
         import pyarrow.parquet as pq
 
-        try:
-            with whole_file(self.file) as out, pq.ParquetWriter(out, schema()) as writer:
-                for part in self._parts():
-                    writer.write_table(pq.read_table(part).replace_schema_metadata())
-        except OSError as error:
-            raise self._refused(self.file, error) from error
+        with whole_file(self.file) as out, pq.ParquetWriter(out, schema()) as writer:
+            for part in self._parts():
+                writer.write_table(pq.read_table(part).replace_schema_metadata())
         for part in self._parts():
             part.unlink()
 
-    def _parts(self) -> list[Path]:
-        return sorted(self.folder.glob("*.parquet"))
-
-    def _refuse_other(self, part: Path) -> None:
+    def refuse_others(self) -> None:
+        """Raises ConfigError for a part that was made with something else."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            found = json.loads((pq.read_schema(part).metadata or {})[MADE_WITH])
-        except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-            raise ConfigError(f"{part}: not a part of {self.file.name} ({error}) - remove it") from error
-        other = [name for name, value in self._made_with.items() if found.get(name) != value]
-        if other:
-            raise ConfigError(
-                f"{self.folder} was begun with another {' and other '.join(other)}: its answers would be mixed - "
-                "remove that folder, or name another --out"
-            )
+        for part in self._parts():
+            try:
+                found = json.loads((pq.read_schema(part).metadata or {})[MADE_WITH])
+            except (pa.ArrowException, KeyError, ValueError) as error:
+                raise ConfigError(f"{part}: not a part of {self.file.name} ({error}) - remove it") from error
+            if other := [name for name, value in self._made_with.items() if found.get(name) != value]:
+                raise ConfigError(
+                    f"{self.folder} was begun with another {' and other '.join(other)}: its answers would be mixed - "
+                    "remove that folder, or name another --out"
+                )
 
-    def _refused(self, file: Path, error: OSError) -> ConfigError:
-        return ConfigError(f"{file}: {error.strerror or error} - what is judged is kept: run the command again")
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("*.parquet"))
 
 
 def rows_of(file: Path) -> Iterator[dict[str, Any]]:

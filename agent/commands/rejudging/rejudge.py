@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.commands.rejudging.archive import Archive, ArchiveQuery
-    from agent.commands.rejudging.judging import Judges, Progress
+    from agent.commands.rejudging.judging import LocalJudge, Progress
     from agent.config import LineConfig
 
 STAGE = "rejudge"
@@ -50,7 +50,8 @@ class Rejudged:
 
 
 def judge_on_cluster(address: str) -> Never:
-    """Seam: a ``Judges`` of Ray Data, whose actors hold a ``LocalJudge`` each. Not here yet: raises ConfigError."""
+    """Seam for Ray Data: ``weights`` and ``judge_groups`` over actors that hold a ``LocalJudge`` each. Not here yet:
+    raises ConfigError."""
     if (missing := why_absent()) is not None:
         raise ConfigError(f"--cluster: {missing}")
     raise ConfigError(f"--cluster {address}: this version judges on one box only - leave out --cluster")
@@ -147,10 +148,10 @@ def _answers(
     return [found[image.key] for image in archive.images]
 
 
-def _made_with(config: LineConfig, query: ArchiveQuery, judge: Judges) -> dict[str, str]:
+def _made_with(config: LineConfig, query: ArchiveQuery, judge: LocalJudge) -> dict[str, str]:
     """What parts of one file have in common, by the name in a refusal."""
     selection = json.dumps(asdict(query), default=str)
-    weights = hashlib.sha256(json.dumps(dict(judge.weights)).encode()).hexdigest()
+    weights = hashlib.sha256(json.dumps(judge.weights).encode()).hexdigest()
     line = hashlib.sha256(json.dumps([config.document.values, str(config.layouts)], default=str).encode()).hexdigest()
     return {"line file": line, "weights": weights, "selection of images": selection}
 

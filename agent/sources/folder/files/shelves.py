@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, other_name, sighting_of
+from agent.sources.folder.files.sidecar import sidecar_of
+from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
+
+    from agent.sources.folder.files.naming import NameFields, Naming
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
 RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
@@ -37,6 +41,18 @@ def as_it_came(relpath: str) -> str:
         parts = parts[2:] if len(parts) > 2 and DAY.fullmatch(parts[1]) else parts[1:]
         parts[-1] = RENAMED.sub("", parts[-1])
     return "/".join(parts)
+
+
+def name_of(naming: Naming, path: Path, relpath: str) -> NameFields | str:
+    """Fields of a file's name or its sidecar; or why there are none. ``relpath``: as it came."""
+    try:
+        if naming.has_sidecars:
+            return naming.read_beside(path.with_name(sidecar_of(path.name)), "its sidecar")
+        return naming.read(relpath)
+    except (ValueError, SidecarUnfinished) as error:
+        return str(error)
+    except OSError as error:
+        return f"its sidecar: {error.strerror}"
 
 
 def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:

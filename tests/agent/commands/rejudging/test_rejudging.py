@@ -1,5 +1,6 @@
 """Archives judged anew: what is found, how often experts are loaded, what is written, and where a run goes on."""
 
+import errno
 import json
 import sqlite3
 import sys
@@ -18,7 +19,7 @@ from agent.commands.rejudging import rejudge as rejudging
 from agent.commands.rejudging.agreement import answer_row, compare_answers
 from agent.commands.rejudging.archive import GONE, ArchivedImage, ArchiveQuery, find_images
 from agent.commands.rejudging.judging import groups_of, local_judge
-from agent.commands.rejudging.parts import rows_of
+from agent.commands.rejudging.parts import answer_parts, rows_of
 from agent.commands.rejudging.rejudge import candidate_line, rejudge
 from agent.core.effects import StartLoad
 from agent.core.engine import Engine
@@ -224,6 +225,20 @@ class TestParts:
         with pytest.raises(ConfigError, match=f"begun with {reason}.*remove that folder"):
             rejudge(served.config, ArchiveQuery("results", component=component), out, quiet)
         assert len(list((tmp_path / "out.parquet.parts").iterdir())) == 1
+
+    def test_a_full_disk_and_a_second_run_are_told_and_cost_no_answer(self, served, tmp_path, monkeypatch):
+        out, query = tmp_path / "out.parquet", ArchiveQuery("results")
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as broken:
+            broken.setattr("agent.commands.rejudging.parts.AnswerParts.merge", full)
+            with pytest.raises(ConfigError, match="No space left on device - what is judged is kept"):
+                rejudge(served.config, query, out, quiet)
+        with answer_parts(out, {}), pytest.raises(ConfigError, match="another run writes it"):
+            rejudge(served.config, query, out, quiet)
+        assert rejudge(served.config, query, out, quiet).resumed == 7
 
     def test_a_file_that_is_there_is_not_replaced(self, served, tmp_path):
         (tmp_path / "out.parquet").write_text("dear")
