@@ -108,13 +108,13 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
 
 
 def measure_workers(workers: int, calls: int = CALLS, experts: int = CLUSTER_EXPERTS) -> QueuedDecisionTimes:
-    """The same for a line on so many workers, with a device and memory for its share of the experts each."""
+    """Time decisions on so many workers, of a device each. WORKERS have memory for four fifths of the experts."""
     names = [f"{number:04d}" for number in range(experts)]
     graph = ExpertGraph(names, {name: (RouteStep(name, OK),) for name in names})
     weights = [1 / (1 + number) for number in range(experts)]
     usage = {name: weight / sum(weights) for name, weight in zip(names, weights, strict=True)}
     matrix = PerformanceMatrix({"gpu": {name: _profile(name, CLASSIFIER, "gpu") for name in names}}, usage)
-    room = experts // WORKERS + 2
+    room = experts * 4 // 5 // WORKERS
     pools = []
     for worker in (f"w{number}" for number in range(workers)):
         host = PoolSpec(f"{worker}/host", 2 * room, 64, worker=worker, drive=f"{worker}/{SSD}")
