@@ -23,6 +23,7 @@ enlarges their leases, never above the maximum given at arrival.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core import demand, events, failures, requests, running, turns
@@ -273,7 +274,8 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
 
 def _line_changed(state: State, event: events.LineChanged) -> bool:
     homes = pinned_homes(event.pinned, [queue.spec for queue in state.queues], event.matrix.experts)
-    state.scheduler.matrix = event.matrix
+    state.scheduler.matrix, state.scheduler.planned = event.matrix, event.placement
+    state.limits = replace(state.limits, placement=event.placement)
     state.laters.clear()
     demand.change_line(state, ServedLine(event.graph, event.matrix, event.pinned, homes, event.retired))
     failures.guarantee_workspaces(state)

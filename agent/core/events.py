@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core.request import IMAGE, Precedence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from agent.core.request import Rejected, Work
     from experts.expert import Prediction
@@ -125,12 +127,14 @@ class LineChanged:
     """Experts and routes have changed, on the same executors and memories; the sender has proved that all fit.
 
     ``graph`` includes the ``retired`` experts; ``matrix`` has rows for all experts of accepted requests.
+    ``placement``: as of ``Limits``.
     """
 
     graph: ExpertGraph
     matrix: PerformanceMatrix
     pinned: frozenset[str]
     retired: frozenset[str]
+    placement: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from agent.core.request import Work
 
 
+LOPSIDED = 2.0  # a queue that is so many times shorter takes requests that a plan gives to another; arbitrary
+
+
 class _Option(NamedTuple):
     """Queue that could take the request. ``group``: the one to join; None: the request opens one."""
 
@@ -118,9 +121,8 @@ class Scheduler:
         barred = self._barred(expert)
         if barred:
             able = [each for each in able if each[0].spec.id not in barred] or able
-        pools = self.planned.get(expert)
-        if pools is not None:
-            able = [each for each in able if each[0].spec.pool in pools] or able
+        if expert in self.planned:
+            able = self._planned(able, self.planned[expert], now)
         options = []
         for queue, profile in able:
             tokens_s = 0.0 if placing.work is IMAGE else profile.performance.tokens_s(placing.work)
@@ -135,6 +137,17 @@ class Scheduler:
             self._turn += 1
             return (self._turn - 1) % len(candidates)
         return shortest_makespan(candidates)
+
+    def _planned(
+        self, able: list[tuple[ExecutorQueue, ExpertProfile]], pools: frozenset[str], now: float
+    ) -> list[tuple[ExecutorQueue, ExpertProfile]]:
+        """Executors of the plan; all, if there are none or another queue is much shorter than each of theirs."""
+        planned = [each for each in able if each[0].spec.pool in pools]
+        if not planned or len(planned) == len(able):
+            return able
+        shortest_s = min(queue.length_s(now) for queue, _ in planned)
+        other_s = min(queue.length_s(now) for queue, _ in able if queue.spec.pool not in pools)
+        return able if shortest_s > LOPSIDED * other_s + self._max_overtake_s else planned
 
     def _option(
         self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float, *, alone: bool

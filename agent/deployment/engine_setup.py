@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.engine import Engine
-from agent.core.performance import DEVICE, HOST
+from agent.core.performance import DEVICE, HOST, PerformanceMatrix
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PoolSpec
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import Allocation, StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
@@ -69,6 +69,28 @@ class EngineSetup:
     @property
     def pools(self) -> tuple[PoolSpec, ...]:
         return self.limits.pools
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers beside the agent."""
+        return tuple(dict.fromkeys(pool.worker for pool in self.limits.pools if pool.worker))
+
+    @property
+    def local(self) -> EngineSetup:
+        """The part of the agent's own process."""
+        pools = tuple(pool for pool in self.pools if not pool.worker)
+        names = {pool.name for pool in pools}
+        executors = tuple(spec for spec in self.executors if spec.pool in names)
+        return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
+
+    def with_columns(
+        self, columns: Mapping[str, Mapping[str, ExpertProfile]], failed: Mapping[str, str]
+    ) -> EngineSetup:
+        """The setup with further processors. An expert is broken if no processor can run it."""
+        experts = {**self.matrix.experts, **columns}
+        able = {expert for column in experts.values() for expert in column}
+        broken = {name: reason for name, reason in {**self.broken, **failed}.items() if name not in able}
+        return replace(self, matrix=PerformanceMatrix(experts, self.matrix.usage), broken=broken)
 
     def engine(self) -> Engine:
         """A new Engine. Raises MemoryExceeded for memories that are too small."""

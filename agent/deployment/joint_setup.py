@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.core.performance import SSD, PerformanceMatrix
+from agent.core.performance import SSD
+from agent.core.policy import PRESETS
 from agent.deployment.placement import place_experts
 from agent.runtime.machine.box import Box, MemorySize
 
@@ -28,13 +29,14 @@ TRANSFER_S = 0.002  # to send an encoded image to another process or box, with t
 class Hired:
     """A worker before it has its part. ``found``: its whole box; ``setup``: as of an agent on its part ``box``.
 
-    ``node``: "" on the agent's box. ``copies``: by processor.
+    ``node``: "" on the agent's box. ``absent``: forms that do not run there. ``copies``: by processor.
     """
 
     name: str
     node: str
     found: Box
     box: Box
+    absent: Mapping[str, str]
     setup: EngineSetup
     copies: Mapping[str, Sequence[ExpertCopy]]
 
@@ -73,31 +75,19 @@ def _employment(hired: Hired, numbers: count[int]) -> Employment:
 
 
 def joint_setup(local: EngineSetup, employed: Sequence[Employment]) -> EngineSetup:
-    """Setup over all executors, with a placement. An expert is broken if no executor can run it."""
-    columns = dict(local.matrix.experts)
-    broken = dict(local.broken)
+    """Setup over all executors. An expert is broken if no executor can run it."""
+    setup = local
     for each in employed:
         rows = each.hired.setup.matrix.experts
-        columns |= {f"{each.hired.name}/{processor}": column for processor, column in rows.items()}
-        broken |= each.hired.setup.broken
-    able = {expert for column in columns.values() for expert in column}
+        columns = {f"{each.hired.name}/{processor}": column for processor, column in rows.items()}
+        setup = setup.with_columns(columns, each.hired.setup.broken)
     pools = (*local.pools, *(pool for each in employed for pool in each.pools))
     prepared_bytes = [each.hired.setup.limits.prepared_bytes for each in employed]
     if local.executors:
         prepared_bytes.append(local.limits.prepared_bytes)
     executors = (*local.executors, *(spec for each in employed for spec in each.executors))
-    matrix = PerformanceMatrix(columns, local.matrix.usage)
-    placement = place_experts(local.graph, matrix, executors, pools, local.limits.pinned)
-    return replace(
-        local,
-        executors=executors,
-        matrix=matrix,
-        limits=replace(
-            local.limits,
-            pools=pools,
-            prepared_bytes=min(prepared_bytes),
-            placement=placement.pools,
-            transfer_s=TRANSFER_S,
-        ),
-        broken={expert: reason for expert, reason in broken.items() if expert not in able},
-    )
+    limits = replace(local.limits, pools=pools, prepared_bytes=min(prepared_bytes), transfer_s=TRANSFER_S)
+    if PRESETS[local.policy].placing:
+        placement = place_experts(local.graph, setup.matrix, executors, pools, limits.pinned)
+        limits = replace(limits, placement=placement.pools)
+    return replace(setup, executors=executors, limits=limits)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
 from agent.core.performance import PerformanceMatrix
-from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, packed_as_proven
+from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, pack, packed_as_proven
 from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.performance_matrix import with_families
+from agent.deployment.workforce import WorkersRows
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -28,21 +29,24 @@ from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.deployment.engine_setup import EngineSetup, Groundwork
+    from agent.deployment.packed_copies import Precisions
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.weights.templates import Templates
     from experts.errors import ExpertError
+    from experts.packed.packing import PackingReport
     from experts.packed.weights import PackedExpert
 
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
 LIVE_KEYS = ("experts", "routes", "boards")
 TEXTS = "texts"
+NO_WORKERS = WorkersRows({}, {}, {})
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
@@ -97,23 +101,28 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
 
 
 def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
-    given = Given(executors=agent.setup.executors, pools=agent.setup.pools)
+    local = agent.setup.local
+    given = Given(executors=local.executors, pools=local.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
     ground, report = packed_as_proven(ground, agent.segments, progress, agent.packed.values())
     _refuse_unfitting(agent, config, report.failed)
-    copies = copies_of(config, ground.precisions, report.packed)
+    here = copies_of(config, ground.precisions, report.packed)
+    theirs = _of_workers(agent, config, ground, progress)
+    copies: dict[str, Sequence[ExpertCopy]] = {**here, **theirs.copies}
     names = _names(agent, config, copies)
-    new = {
-        processor: [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
-        for processor, listed in copies.items()
-    }
+
+    def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
+        return [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
+
+    new = {processor: of_new(listed) for processor, listed in here.items()}
     # the proofs of decoding are of the old experts of these names
     without_proofs = None if ground.profile is None else replace(ground.profile, decodings=())
     found = measured_setup(replace(ground, profile=without_proofs), new, agent.segments, progress)
-    threads = threads_per_executor(agent.box, agent.setup.executors)
+    found = found.with_columns(theirs.columns, theirs.failed)
+    threads = threads_per_executor(agent.box, local.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
     fresh: dict[str, ExpertCopy] = {}
-    for copy in chain.from_iterable(new.values()):
+    for copy in of_new(chain.from_iterable(copies.values())):
         name = copy_name(names[copy.expert.id], Precision(copy.packed.precision))
         fresh[name] = replace(copy, name=name)
     setup = _setup_after(agent, config, names, found, ground.usage, fresh)
@@ -121,6 +130,24 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     broken = dict(templates.failed) | unpacked | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
     return _change(replace(agent, alarms=ground.alarms), config, names, setup, fresh, templates)
+
+
+def _of_workers(agent: Agent, config: LineConfig, ground: Groundwork, progress: Progress) -> WorkersRows:
+    """Copies and times of the new line in the workers, which are all there."""
+    if agent.workforce is None:
+        return NO_WORKERS
+    if agent.loop.lost.keys() & set(agent.setup.workers):
+        raise ConfigError("a worker is lost, and cannot measure new experts - reload once it is back")
+
+    def pack_for(part: LineConfig, precisions: Precisions) -> PackingReport:
+        return pack(part, agent.segments, precisions, progress, agent.packed.values())
+
+    known, experts = [copy.packed for copy in agent.copies.values()], agent.config.catalog.experts
+
+    def is_new(copy: ExpertCopy) -> bool:
+        return copy.packed not in known or experts.get(copy.expert.id) != config.catalog.experts[copy.expert.id]
+
+    return agent.workforce.measured(config, ground, pack_for, is_new)
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:
@@ -149,7 +176,11 @@ def _setup_after(
         agent.setup,
         graph=_graph(config, names, retired),
         matrix=with_families(_matrix(agent, found, names, usage), served),
-        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in pinned_experts(config))),
+        limits=replace(
+            agent.setup.limits,
+            pinned=frozenset(names[name] for name in pinned_experts(config)),
+            placement=_placement(agent, names),
+        ),
         precisions=found.precisions,
     )
     _refuse_without_leases(setup, agent.loop.text_executors)
@@ -189,13 +220,20 @@ def _change(
     before = {line_name(name) for name in _served(agent)}
     return LineChange(
         after,
-        LineChanged(setup.graph, setup.matrix, setup.limits.pinned, retired),
+        LineChanged(setup.graph, setup.matrix, setup.limits.pinned, retired, setup.limits.placement),
         fresh,
         setup.broken,
         added=tuple(sorted(names.keys() - before)),
         replaced=tuple(sorted(name for name in names.keys() & before if names[name] not in _served(agent))),
         removed=tuple(sorted(before - names.keys())),
     )
+
+
+def _placement(agent: Agent, names: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """Places of the Engine's experts: a replaced expert's for its successor; none for a new one."""
+    placement = agent.setup.limits.placement
+    old = {line_name(name): pools for name, pools in placement.items()}
+    return {**placement, **{names[name]: pools for name, pools in old.items() if name in names}}
 
 
 def _unfinished(agent: Agent) -> set[str]:

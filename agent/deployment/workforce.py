@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.performance import PerformanceMatrix
+    from agent.core.performance import ExpertProfile, Limits, PerformanceMatrix
     from agent.deployment.engine_setup import EngineSetup, Groundwork
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
@@ -105,6 +105,22 @@ def _environment(kind: WorkerSection, number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(number)} if kind.device == "cuda" else {}
 
 
+@dataclass(frozen=True, slots=True)
+class WorkersRows:
+    """Copies of a line, times of new ones, and experts that cannot run, by processor of a worker."""
+
+    copies: Mapping[str, tuple[ExpertCopy, ...]]
+    columns: Mapping[str, Mapping[str, ExpertProfile]]
+    failed: Mapping[str, str]
+
+    def plus(self, worker: str, rows: WorkersRows) -> WorkersRows:
+        """These rows and those of a worker, under its names."""
+        copies = {f"{worker}/{processor}": listed for processor, listed in rows.copies.items()}
+        columns = {f"{worker}/{processor}": column for processor, column in rows.columns.items()}
+        failed = dict(self.failed) | dict(rows.failed)
+        return WorkersRows(dict(self.copies) | copies, dict(self.columns) | columns, failed)
+
+
 class Workforce:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
@@ -117,7 +133,8 @@ class Workforce:
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self._workers: dict[str, RemoteWorker] = {}
         self._employed: tuple[Employment, ...] = ()
-        self._parts: dict[str, messages.Assemble] = {}
+        self._limits: Limits | None = None
+        self._scaled = frozenset[str]()
         self._loop: AgentLoop | None = None
         self._stopping = Flag()
 
@@ -137,13 +154,8 @@ class Workforce:
 
     def assemble(self, setup: EngineSetup, copies: Mapping[str, ExpertCopy], scaled: frozenset[str]) -> None:
         """Make every worker ready. Raises WorkerBroken."""
-        for each in self._employed:
-            own, columns = share_of(each.executors, copies, setup.matrix)
-            limits = replace(setup.limits, pools=each.pools, placement={})
-            self._parts[each.hired.name] = messages.Assemble(
-                each.hired.box, each.executors, limits, own, columns, scaled, self._ssd_bytes_per_s
-            )
-        _all(self._employed, self._make_ready)
+        self._limits, self._scaled = setup.limits, scaled
+        _all(self._employed, lambda each: self._make_ready(each, copies, setup.matrix))
 
     def serve(self, loop: AgentLoop) -> None:
         """Work for a loop that has not started."""
@@ -151,6 +163,23 @@ class Workforce:
         for worker in self._workers.values():
             worker.post = loop.post
         loop.employ(self._workers, self._bring_back)
+
+    def measured(
+        self, config: LineConfig, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]
+    ) -> WorkersRows:
+        """Copies of a changed line for each processor of the workers, and times of the new ones.
+
+        Raises ConfigError as ``employ`` does; WorkerBroken.
+        """
+        rows = WorkersRows({}, {}, {})
+        found: dict[str, tuple[WorkersRows, Hired]] = {}
+        for each in self._employed:
+            like = next((known for known, hired in found.values() if hired.setup is each.hired.setup), None)
+            if like is None:
+                like = self._rows(self._places[each.hired.name], each.hired, ground, (config, pack), is_new)
+            found[each.hired.name] = like, each.hired
+            rows = rows.plus(each.hired.name, like)
+        return rows
 
     def stop(self) -> None:
         """Bring back no lost worker any more; the loop stops the others."""
@@ -173,32 +202,55 @@ class Workforce:
 
     def _hire(self, place: Place, found: messages.Detected, ground: Groundwork, pack: Pack) -> Hired:
         """Decide, pack and measure a worker's part."""
-        config, box = self._config.of_worker(place.kind), part_of(found.box, place.sharers)
+        own, copies = self._decide(place, found, ground, (self._config, pack))
+        times, failed = self._times(place, own, copies)
+        return Hired(place.name, place.node, found.box, own.box, found.absent, own.setup(times, failed), copies)
+
+    def _rows(
+        self, place: Place, hired: Hired, ground: Groundwork, line: tuple[LineConfig, Pack],
+        is_new: Callable[[ExpertCopy], bool],
+    ) -> WorkersRows:  # fmt: skip
+        own, copies = self._decide(place, messages.Detected(hired.found, hired.absent), ground, line)
+        new = {processor: tuple(copy for copy in listed if is_new(copy)) for processor, listed in copies.items()}
+        if not any(new.values()):
+            return WorkersRows(copies, {}, {})
+        times, failed = self._times(place, own, new)
+        return WorkersRows(copies, times.experts, failed)
+
+    def _decide(
+        self, place: Place, found: messages.Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
+    ) -> tuple[Groundwork, dict[str, tuple[ExpertCopy, ...]]]:
+        """A worker's executors and forms, and its copies by processor, packed."""
+        config, pack = line[0].of_worker(place.kind), line[1]
         profile = _profile_for(ground.profile, found.box)
         packed = packed_experts(config, self._segments.directory)
-        own = groundwork(config, box, profile, packed, Given(usage=ground.usage))
+        own = groundwork(config, part_of(found.box, place.sharers), profile, packed, Given(usage=ground.usage))
         own = replace(own, precisions=_executable(own.precisions, found.absent))
         packed_now = pack(config, own.precisions).packed
-        copies = {
+        return own, {
             processor: tuple(copy for copy in listed if not copy.expert.takes_texts)
             for processor, listed in copies_of(config, own.precisions, packed_now).items()
         }
-        times, failed = self._times(place, own, profile, copies)
-        return Hired(place.name, place.node, found.box, box, own.setup(times, failed), copies)
 
     def _times(
-        self, place: Place, own: Groundwork, profile: StoredProfile | None, copies: Mapping[str, tuple[ExpertCopy, ...]]
+        self, place: Place, own: Groundwork, copies: Mapping[str, tuple[ExpertCopy, ...]]
     ) -> tuple[PerformanceMatrix, Mapping[str, str]]:
-        if profile is not None:
-            return matrix(profile, own.box, copies, own.usage, own.executors * place.sharers), {}
+        if own.profile is not None:
+            return matrix(own.profile, own.box, copies, own.usage, own.executors * place.sharers), {}
         worker = self._workers[place.name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
         probed = worker.ask(messages.Measure(own.box, copies, own.usage, own.executors), Probed)
         return probed.matrix, probed.failed
 
-    def _make_ready(self, each: Employment) -> None:
-        worker, part = self._workers[each.hired.name], self._parts[each.hired.name]
+    def _make_ready(self, each: Employment, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix) -> None:
+        assert self._limits is not None, "the Engine's setup comes first"
+        worker = self._workers[each.hired.name]
         worker.executors = each.executors
+        own, columns = share_of(each.executors, copies, times)
+        limits = replace(self._limits, pools=each.pools, placement={})
+        part = messages.Assemble(
+            each.hired.box, each.executors, limits, own, columns, self._scaled, self._ssd_bytes_per_s
+        )
         worker.give_files([copy.packed for copy in part.copies.values()])
         for expert, reason in worker.ask(part, messages.Ready).failed.items():
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.hired.name, expert, reason)
@@ -216,12 +268,12 @@ class Workforce:
                 found = self._detect(self._places[name]).box
                 if not is_like(found, employment.hired.found):
                     raise CoServeError(f"it is on another kind of box now: {found.model}")
-                self._make_ready(employment)
+                assert self._loop is not None, "only a loop loses workers"
+                self._make_ready(employment, *self._loop.served)
             except (CoServeError, OSError) as error:
                 log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
                 self._workers[name].lose(str(error))
                 continue
-            assert self._loop is not None, "only a loop loses workers"
             worker = self._workers[name]
             worker.post = self._loop.post
             self._loop.join(name, worker, employment.executors, employment.pools)

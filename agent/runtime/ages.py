@@ -42,10 +42,14 @@ class AgeLimits:
     ended_multiple: float = 100.0
 
 
+IN_WORKERS = AgeLimits(logged_s=30.0, ended_s=120.0)  # a worker that is killed starts again at once
+
+
 @dataclass(slots=True)
 class OpenedWork(Generic[Work]):
     """``logged_at_s``: time its age was logged; None: not yet."""
 
+    limits: AgeLimits
     work: Work
     described: str
     advice: str
@@ -53,7 +57,9 @@ class OpenedWork(Generic[Work]):
     predicted_s: float
     logged_at_s: float | None = None
 
-    def due_s(self, limits: AgeLimits) -> float:
+    @property
+    def due_s(self) -> float:
+        limits = self.limits
         logged_after_s = max(limits.logged_s, limits.logged_multiple * self.predicted_s)
         if self.logged_at_s is None:
             return self.opened_at_s + logged_after_s
@@ -92,7 +98,8 @@ class OpenWork:
         row = self._columns[self._specs[batch.executor].processor].get(batch.expert)
         batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
         predicted_s = max(batch_s, batch.quantum_s or 0.0)
-        self.batches[batch.id] = OpenedWork(batch, described, DEVICE_ADVICE, now, predicted_s)
+        limits = self._limits_in(self._specs[batch.executor].pool)
+        self.batches[batch.id] = OpenedWork(limits, batch, described, DEVICE_ADVICE, now, predicted_s)
 
     def runs_on(self, executor: int) -> bool:
         return any(opened.work.executor == executor for opened in self.batches.values())
@@ -105,7 +112,7 @@ class OpenWork:
         if effect.source == SSD and self._ssd_bytes_per_s is not None:  # after all loads on the link
             waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
             predicted_s = max(predicted_s, waiting_bytes / self._ssd_bytes_per_s)
-        self.loads[effect.load] = OpenedWork(effect, described, advice, now, predicted_s)
+        self.loads[effect.load] = OpenedWork(self._limits_in(effect.pool), effect, described, advice, now, predicted_s)
 
     def close_batch(self, batch: int) -> OpenedWork[Batch] | None:
         return self.batches.pop(batch, None)
@@ -114,12 +121,12 @@ class OpenWork:
         self.loads.pop(load, None)
 
     def next_due_s(self) -> float | None:
-        return min((opened.due_s(self._limits) for opened in self._all()), default=None)
+        return min((opened.due_s for opened in self._all()), default=None)
 
     def look(self, now: float) -> None:
         """Log ages past the first limit. Raises WorkOverdue past the second."""
         for opened in self._all():
-            if now < opened.due_s(self._limits):
+            if now < opened.due_s:
                 continue
             age_s = now - opened.opened_at_s
             if opened.logged_at_s is not None:
@@ -128,9 +135,12 @@ class OpenWork:
                 raise WorkOverdue(opened.described, age_s, opened.advice, pool, is_batch=is_batch)
             opened.logged_at_s = now
             logger.error(
-                "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",
-                age_s, opened.predicted_s, opened.described, opened.due_s(self._limits) - now,
+                "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; its process ends in %.0f s if it does not",
+                age_s, opened.predicted_s, opened.described, opened.due_s - now,
             )  # fmt: skip
+
+    def _limits_in(self, pool: str) -> AgeLimits:
+        return self._limits if tier_of(pool) == pool else IN_WORKERS
 
     def _all(self) -> tuple[OpenedWork[Any], ...]:
         return (*self.batches.values(), *self.loads.values())

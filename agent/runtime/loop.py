@@ -84,7 +84,7 @@ class LoopOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
-    """Snapshot. ``lost``: devices and workers without executors, each with the reason."""
+    """Frozen snapshot of a loop and its workers."""
 
     engine: EngineStatistics
     transfers: TransferStatistics
@@ -92,7 +92,6 @@ class LoopStatistics:
     executors: tuple[ExecutorStatistics, ...]
     skeletons_constructed: int
     requests_in_flight: int
-    lost: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +304,21 @@ class AgentLoop:
     @property
     def crash(self) -> AgentCrashed | None:
         return self._crash
+
+    @property
+    def served(self) -> tuple[Mapping[str, ExpertCopy], PerformanceMatrix]:
+        """Copies of the present line, and the matrix."""
+        return self._copies, self._matrix
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """Lost workers and devices, each with the reason."""
+        return dict(self._lost)
+
+    @property
+    def workers(self) -> Collection[str]:
+        """Names of the workers beside this process that are there."""
+        return [name for name in self._workers if name]
 
     @property
     def requests_in_flight(self) -> int:
@@ -621,8 +635,7 @@ class AgentLoop:
             engine=self._engine.statistics(),
             transfers=all_of_them.transfers,
             slots=all_of_them.slots,
-            executors=all_of_them.executors,
+            executors=tuple(sorted(all_of_them.executors, key=lambda each: each.executor)),
             skeletons_constructed=all_of_them.skeletons_constructed,
             requests_in_flight=self.requests_in_flight,
-            lost=dict(self._lost),
         )

@@ -154,6 +154,7 @@ class LineMetrics:
             *_loads(loop),
             *_shadows(line.inspector.shadow_counts()),
             *_moe_experts(loop),
+            *self._workers(),
             Metric(GAUGE, "executor_info", "Processor of an executor.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
@@ -177,6 +178,13 @@ class LineMetrics:
         yield Metric(GAUGE, "build_info", words, {tuple(about.values()): 1.0}, tuple(about))
         yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
         yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._line.alarms())})
+
+    def _workers(self) -> Iterator[Metric]:
+        """One row for each worker; none without."""
+        agent = self._line.inspector.agent
+        up: dict[Labels, float] = {(name,): float(name in agent.loop.workers) for name in agent.setup.workers}
+        if up:
+            yield Metric(GAUGE, "worker_up", "1 while a worker is there.", up, ("worker",))
 
     def _counts(self) -> Iterator[Metric | Histogram]:
         line, tally = self._line, self._line.tally.statistics()

@@ -39,7 +39,7 @@ from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, We
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
     from agent.api.openai.endpoint import OpenAiEndpoint
@@ -325,6 +325,7 @@ class LineService:
         return [
             *self._device_alarms,
             *self.agent.alarms,
+            *_losses(self.agent),
             *(alarm for expert, alarm in self._stale.items() if expert in self.agent.setup.graph.experts),
             *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
             *(f"results: {alarm}" for alarm in (store.log_alarm, store.damage_alarm) if alarm is not None),
@@ -349,6 +350,15 @@ class LineService:
                 self._config.document.file, self._config.results_file,
                 " --simulate" if self.agent.stored is None else "",
             )  # fmt: skip
+
+
+def _losses(agent: Agent) -> Iterator[str]:
+    """Alarms for lost workers and devices."""
+    for name, reason in agent.loop.lost.items():
+        if name in agent.setup.workers:
+            yield f"worker {name} is lost, and starts again: {reason}"
+        else:
+            yield f"{name} is lost until the agent starts again, and other executors do its work: {reason}"
 
 
 def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:

@@ -116,6 +116,12 @@ class WorkerHost:
         self._send(messages.Detected(box, absent))
 
     def _measure(self, wanted: messages.Measure) -> None:
+        if self._worker is None:
+            self._measured(wanted)
+        else:  # new experts of a changed line, beside the work
+            Thread(target=self._measured, args=(wanted,), name="measure", daemon=True).start()
+
+    def _measured(self, wanted: messages.Measure) -> None:
         threads = threads_per_executor(wanted.box, wanted.executors)
         self._send(probe(wanted.box, wanted.copies, self._segments, wanted.usage, threads))
         end_team()

@@ -1,7 +1,7 @@
 """RemoteWorker: the agent's end of a worker in another process.
 
 Guarantees: as ``agent.runtime.worker``. No method waits for the worker: one thread sends, another receives. A worker
-that ends, breaks, or has not been heard for ``SILENT_S`` is lost, and killed.
+that ends, breaks, or has been silent for ``SILENT_S`` is lost, and killed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0  # beats come every second
+START_S = 300.0  # until the first: a cold disk takes minutes to read the libraries
 POLL_S = 1.0
 ANSWERS = (events.Loaded, events.LoadFailed, events.Finished, events.BatchFailed)
 NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
@@ -65,7 +66,7 @@ class RemoteWorker:
         self._outbox: SimpleQueue[object | None] = SimpleQueue()
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self._statistics = WorkerStatistics(NO_TRANSFERS)
-        self._heard_s = time.monotonic()
+        self._heard_s, self._limit_s = time.monotonic(), START_S
         self._why_lost: str | None = None
         self._has_started = False
         self._is_stopping = False
@@ -91,14 +92,14 @@ class RemoteWorker:
                 answer = self._replies.get(timeout=POLL_S)
                 if isinstance(answer, reply):
                     return answer
-                raise WorkerBroken(self.name, answer.reason)
+                if isinstance(answer, messages.Broken):
+                    raise WorkerBroken(self.name, answer.reason)
             if self._ended.is_set() and self._replies.empty():
                 raise WorkerBroken(self.name, str(self._why_lost))
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
         """Give the packed files that the worker cannot link. Raises WorkerBroken, FileNotFoundError."""
-        lacking = self.ask(messages.Offer(files_of(packed, self._segments)), messages.Lacking)
-        self._outbox.put(lacking)
+        self.ask(messages.Offer(files_of(packed, self._segments)), messages.Lacking)
 
     # -- the loop's thread --
 
@@ -205,17 +206,17 @@ class RemoteWorker:
     def _receive_all(self) -> None:
         try:
             while (content := self._channel.receive()) is not None:
-                self._heard_s = time.monotonic()
+                self._heard_s, self._limit_s = time.monotonic(), SILENT_S
                 message = messages.decode(content)
                 if isinstance(message, messages.Beat):
                     self._statistics = message.statistics or self._statistics
                 elif isinstance(message, ANSWERS):
                     self.post(message)
-                elif isinstance(message, messages.Lacking) and self._has_started:
-                    self._outbox.put(message)
                 elif isinstance(message, messages.Broken) and self._has_started:
                     self._why_lost = self._why_lost or message.reason
                 else:
+                    if isinstance(message, messages.Lacking):
+                        self._outbox.put(message)
                     self._replies.put(message)
         except (OSError, ValueError) as error:
             self._why_lost = self._why_lost or str(error)
@@ -228,7 +229,7 @@ class RemoteWorker:
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):
             silent_s = time.monotonic() - self._heard_s
-            if silent_s > SILENT_S:
+            if silent_s > self._limit_s:
                 self._fail(f"it has not been heard for {silent_s:.0f} s")
 
     def _fail(self, reason: str) -> None:

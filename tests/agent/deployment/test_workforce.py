@@ -1,5 +1,6 @@
 """A line whose experts run in workers: processes of this box, each an emulated device with memories of its own."""
 
+import io
 import os
 import signal
 import time
@@ -7,7 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
+from PIL import Image
 
+from agent.deployment.line_change import plan_change
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart
+from agent.runtime.workers import host, remote
 from experts.expert import Verdict
 from tests.agent.line_files import LineFile, expert, fake, route
 
@@ -44,30 +50,88 @@ def worker_processes(folder):
     return found
 
 
-def test_images_are_judged_in_workers(tmp_path):
-    with Line(tmp_path).built(starts=True) as (agent, outcomes, _):
-        assert worker_processes(tmp_path).keys() == {"w1", "w2"}
-        numbers = [agent.loop.submit(IMAGE, component=f"c{number % 3}") for number in range(12)]
-        assert agent.loop.wait_until_idle(PATIENCE_S)
-        assert {outcomes[number].verdict for number in numbers} == {Verdict.OK}, outcomes
-        statistics = agent.loop.statistics()
-        assert {pool.name for pool in statistics.engine.pools} == {
-            "w1/host", "w1/device", "w2/host", "w2/device"
-        }  # fmt: skip
-    assert not worker_processes(tmp_path)
+def until_all_are_back(agent):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while agent.loop.lost or agent.loop.statistics().engine.away:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
-def test_killed_workers_lose_nothing_and_come_back(tmp_path):
-    with Line(tmp_path).built(starts=True) as (agent, outcomes, _):
-        numbers = []
-        for round_ in range(3):
-            numbers += [agent.loop.submit(IMAGE, component=f"c{number % 3}") for number in range(20)]
-            os.kill(worker_processes(tmp_path)[f"w{1 + round_ % 2}"], signal.SIGKILL)
-            numbers += [agent.loop.submit(IMAGE, component=f"c{number % 3}") for number in range(20)]
-            assert agent.loop.wait_until_idle(PATIENCE_S)
-            deadline_s = time.monotonic() + PATIENCE_S
-            while agent.loop.statistics().engine.away and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-            assert not agent.loop.statistics().lost
-        assert {outcomes[number].verdict for number in numbers} == {Verdict.OK}
-        assert len(outcomes) == len(numbers)
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory):
+    """The line, its agent, and its outcomes; each test leaves both workers at work."""
+    line = Line(tmp_path_factory.mktemp("line"))
+    with line.built(starts=True) as (agent, outcomes, _):
+        yield line, agent, outcomes
+    assert not worker_processes(line.folder)
+
+
+def judged(agent, outcomes, sources, components=("c0", "c1", "c2")):
+    numbers = [
+        agent.loop.submit(source, component=components[place % len(components)]) for place, source in enumerate(sources)
+    ]
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    return [outcomes[number] for number in numbers]
+
+
+def test_images_are_judged_in_workers(judging):
+    line, agent, outcomes = judging
+    assert worker_processes(line.folder).keys() == {"w1", "w2"}
+    assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12)} == {Verdict.OK}
+    pools = {pool.name for pool in agent.loop.statistics().engine.pools}
+    assert pools == {"w1/host", "w1/device", "w2/host", "w2/device"}
+
+
+def test_frames_files_and_broken_images_cross(judging):
+    line, agent, outcomes = judging
+    encoded = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(encoded, "PNG")
+    (line.folder / "i.png").write_bytes(encoded.getvalue())
+    frame = Frame(EncodedImage(encoded.getvalue(), "board.png", 10**6), (32, 32))
+    sources = [
+        *(FramePart(frame, (left, 0, left + 8, 8), f"part {left}") for left in (0, 8, 16)),
+        line.folder / "i.png",
+        encoded.getvalue(),
+        line.folder / "gone.png",
+        b"no image",
+    ]
+    found = judged(agent, outcomes, sources, components=("c0",))
+    assert [each.verdict for each in found] == [Verdict.OK] * 5 + [Verdict.UNKNOWN] * 2
+    assert found[5].reason == "gone.png: No such file or directory"
+
+
+def test_killed_workers_lose_nothing_and_come_back(judging):
+    line, agent, outcomes = judging
+    for name in ("w1", "w2"):
+        numbers = [agent.loop.submit(IMAGE, component=f"c{number % 3}") for number in range(20)]
+        os.kill(worker_processes(line.folder)[name], signal.SIGKILL)
+        found = judged(agent, outcomes, [IMAGE] * 20)
+        assert {each.verdict for each in (*found, *(outcomes[number] for number in numbers))} == {Verdict.OK}
+        until_all_are_back(agent)
+
+
+def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judging, monkeypatch):
+    line, agent, outcomes = judging
+    monkeypatch.setattr(remote, "SILENT_S", 3.0)
+    time.sleep(2 * host.BEAT_S)  # a beat takes the new limit over
+    stopped = worker_processes(line.folder)["w2"]
+    os.kill(stopped, signal.SIGSTOP)
+    assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 30)} == {Verdict.OK}
+    until_all_are_back(agent)
+    assert worker_processes(line.folder)["w2"] != stopped
+
+
+def test_a_line_with_workers_is_reloaded(judging):
+    line, agent, outcomes = judging
+    fake(line.folder / "f1.yaml", 1_200_000)
+    fake(line.folder / "f3.yaml", 1_000_003)
+    line.document["experts"]["cls/f3"] = expert("f3.yaml")
+    line.document["routes"]["c3"] = route("cls/f3", "cls/f1")
+    change = plan_change(agent, line.config, lambda *_: None)
+    assert (change.added, change.replaced) == (("cls/f3",), ("cls/f1",))
+    agent.loop.change_line(change.event, change.copies)
+    everything = ("c0", "c1", "c2", "c3")
+    assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
+    os.kill(worker_processes(line.folder)["w1"], signal.SIGKILL)
+    until_all_are_back(agent)
+    assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
