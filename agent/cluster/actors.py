@@ -6,6 +6,7 @@ it, when it is killed, or when its host ends.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -84,6 +85,7 @@ def _made(folder: Path, name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        folder = Path(gettempdir()) / f"coserve-{os.getuid()}" / folder.parent.parent.parent.name / name / folder.name
+        digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+        folder = Path(gettempdir()) / f"coserve-{os.getuid()}" / digest / name / folder.name
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -123,6 +123,11 @@ class RayCluster:
                 hint = "make a token with `ray get-auth-token --generate`, and copy ~/.ray/auth_token to every node"
             raise ClusterUnreachable(self.address, str(error), hint) from error
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that are alive."""
+        return sum(node["Alive"] for node in ray.nodes())
+
     def places(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorPlace]:
         """Places of workers, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
         found = [

@@ -19,7 +19,7 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
-from agent.deployment.workforce import Workforce, places_of
+from agent.deployment.workforce import WORKERS, Workforce, places_of
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -133,7 +133,9 @@ def build_agent(
         setup = measured_setup(ground, copies, segments, progress)
         workforce = None
         if config.cluster.workers:
-            workforce = Workforce(config, places_of(config), segments, options.loop.ssd_bytes_per_s)
+            workforce = Workforce(
+                config, places_of(config, segments.directory / WORKERS), segments, options.loop.ssd_bytes_per_s
+            )
             on_failure.callback(workforce.close)
             setup, theirs = workforce.employ(
                 ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)

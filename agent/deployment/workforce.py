@@ -25,6 +25,7 @@ from agent.deployment.joint_setup import Employment, Hired, employments, joint_s
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
 from agent.device_profile.identity import differences, identity_of
+from agent.line_file.cluster import WorkerSection
 from agent.runtime.measuring.probe import Probed
 from agent.runtime.workers import messages
 from agent.runtime.workers.processes import start_process
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from agent.cluster.ray_cluster import RayCluster
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile, Limits, PerformanceMatrix
     from agent.deployment.engine_setup import EngineSetup, Groundwork
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
-    from agent.line_file.cluster import WorkerSection
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WORKERS = "workers"  # folder of workers' packed files, beside those of the agent
 RESTARTS = Backoff(1.0, 60.0)
 
 Item = TypeVar("Item")
@@ -71,11 +73,19 @@ class Place:
     sharers: int = 1
 
 
-def places_of(config: LineConfig) -> tuple[Place, ...]:
-    """Where the workers of a line start. Raises ConfigError for a cluster that cannot be reached."""
-    cluster, folder = config.cluster, config.state / "workers"
+def places_of(config: LineConfig, folder: Path) -> tuple[Place, ...]:
+    """Where the workers of a line start; ``folder``: for their packed files.
+
+    Raises ConfigError for a cluster that cannot be reached.
+    """
+    cluster = config.cluster
     if cluster.address is not None:
-        return _places_in_cluster(config, cluster.address, folder)
+        try:
+            found = _cluster_of(config).places(cluster.names, cluster.kinds, folder)
+        except ClusterUnreachable as error:
+            raise config.document.error(str(error), "cluster", "address") from error
+        on_node = Counter(place.node for place in found)
+        return tuple(Place(each.name, each.kind, each.start, each.node, on_node[each.node]) for each in found)
     sharers = len(cluster.names) + bool(config.executors)
     return tuple(
         Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, number)), "", sharers)
@@ -83,7 +93,17 @@ def places_of(config: LineConfig) -> tuple[Place, ...]:
     )
 
 
-def _places_in_cluster(config: LineConfig, address: str, folder: Path) -> tuple[Place, ...]:
+def on_cluster(config: LineConfig, address: str) -> LineConfig:
+    """The line with its workers in this cluster; without workers, with one on each node. Raises ConfigError."""
+    there = replace(config, cluster=config.cluster.model_copy(update={"address": address}), executors=None)
+    if there.cluster.workers:
+        return there
+    kind = WorkerSection(count=_cluster_of(there).nodes, device=config.device, memory=config.memory)
+    return replace(there, cluster=there.cluster.model_copy(update={"workers": (kind,)}))
+
+
+def _cluster_of(config: LineConfig) -> RayCluster:
+    """Raises ConfigError without the extra, or for a cluster that cannot be reached."""
     missing = why_absent()
     if missing is not None:
         raise config.document.error(missing, "cluster", "address")
@@ -92,12 +112,9 @@ def _places_in_cluster(config: LineConfig, address: str, folder: Path) -> tuple[
     from agent.cluster.ray_cluster import RayCluster  # of an extra
 
     try:
-        cluster = RayCluster(address, f"coserve-{config.line}")
-        found = cluster.places(config.cluster.names, config.cluster.kinds, folder)
+        return RayCluster(str(config.cluster.address), f"coserve-{config.line}")
     except ClusterUnreachable as error:
         raise config.document.error(str(error), "cluster", "address") from error
-    sharers = Counter(place.node for place in found)
-    return tuple(Place(each.name, each.kind, each.start, each.node, sharers[each.node]) for each in found)
 
 
 def _environment(kind: WorkerSection, number: int) -> dict[str, str]:

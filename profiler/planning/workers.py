@@ -110,7 +110,7 @@ def on_workers(setup: EngineSetup, box: Box, count: int) -> EngineSetup:
     limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
     agent = replace(setup, executors=(), matrix=matrix, limits=limits)
     names = (f"w{number}" for number in range(1, count + 1))
-    return joint_setup(agent, employments(agent, [Hired(name, name, box, box, setup, {}) for name in names]))
+    return joint_setup(agent, employments(agent, [Hired(name, name, box, box, {}, setup, {}) for name in names]))
 
 
 def _placement(setup: EngineSetup) -> ExpertPlacement:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
-from agent.cluster.extra import why_absent
 from agent.commands.experts import STAYING
 from agent.commands.rejudging.agreement import AnswersCompared, answer_row, compare_answers
 from agent.commands.rejudging.archive import find_images, stored_answers
@@ -15,6 +14,7 @@ from agent.commands.rejudging.flips_page import write_page
 from agent.commands.rejudging.judging import GROUP_IMAGES, groups_of, local_judge
 from agent.commands.rejudging.parts import answer_parts, refuse_file, require_parquet, rows_of
 from agent.config import line_of
+from agent.deployment.workforce import on_cluster
 from experts.document import suggestion
 from experts.errors import ConfigError
 
@@ -49,14 +49,6 @@ class Rejudged:
         }
 
 
-def judge_on_cluster(address: str) -> Never:
-    """Seam for Ray Data: ``weights`` and ``judge_groups`` over actors that hold a ``LocalJudge`` each. Not here yet:
-    raises ConfigError."""
-    if (missing := why_absent()) is not None:
-        raise ConfigError(f"--cluster: {missing}")
-    raise ConfigError(f"--cluster {address}: this version judges on one box only - leave out --cluster")
-
-
 def rejudge(
     config: LineConfig,
     query: ArchiveQuery,
@@ -70,8 +62,7 @@ def rejudge(
     An agent may serve the line meanwhile. Raises ConfigError, AgentCrashed.
     """
     require_parquet()
-    if cluster is not None:
-        judge_on_cluster(cluster)
+    where = config if cluster is None else on_cluster(config, cluster)
     page = out.with_suffix(".html")
     refuse_file(out)
     refuse_file(page)
@@ -82,7 +73,7 @@ def rejudge(
         progress(STAGE, resumed + count, len(archive.images))
 
     with (
-        local_judge(config, progress, judged) as judge,
+        local_judge(where, progress, judged) as judge,
         answer_parts(out, _made_with(config, query, judge)) as parts,
     ):
         known = parts.keys()

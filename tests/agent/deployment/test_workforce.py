@@ -50,9 +50,10 @@ def worker_processes(folder):
     return found
 
 
-def until_all_are_back(agent):
+def until_it_is_back(line, agent, name, ended):
+    """``ended``: number of the process that the worker had."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while agent.loop.lost or agent.loop.statistics().engine.away:
+    while worker_processes(line.folder).get(name, ended) == ended or agent.loop.lost:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
@@ -104,10 +105,11 @@ def test_killed_workers_lose_nothing_and_come_back(judging):
     line, agent, outcomes = judging
     for name in ("w1", "w2"):
         numbers = [agent.loop.submit(IMAGE, component=f"c{number % 3}") for number in range(20)]
-        os.kill(worker_processes(line.folder)[name], signal.SIGKILL)
+        ended = worker_processes(line.folder)[name]
+        os.kill(ended, signal.SIGKILL)
         found = judged(agent, outcomes, [IMAGE] * 20)
         assert {each.verdict for each in (*found, *(outcomes[number] for number in numbers))} == {Verdict.OK}
-        until_all_are_back(agent)
+        until_it_is_back(line, agent, name, ended)
 
 
 def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judging, monkeypatch):
@@ -117,8 +119,7 @@ def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judgi
     stopped = worker_processes(line.folder)["w2"]
     os.kill(stopped, signal.SIGSTOP)
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 30)} == {Verdict.OK}
-    until_all_are_back(agent)
-    assert worker_processes(line.folder)["w2"] != stopped
+    until_it_is_back(line, agent, "w2", stopped)
 
 
 def test_a_line_with_workers_is_reloaded(judging):
@@ -132,6 +133,7 @@ def test_a_line_with_workers_is_reloaded(judging):
     agent.loop.change_line(change.event, change.copies)
     everything = ("c0", "c1", "c2", "c3")
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
-    os.kill(worker_processes(line.folder)["w1"], signal.SIGKILL)
-    until_all_are_back(agent)
+    ended = worker_processes(line.folder)["w1"]
+    os.kill(ended, signal.SIGKILL)
+    until_it_is_back(line, agent, "w1", ended)
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
