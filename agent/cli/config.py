@@ -52,7 +52,7 @@ def check_config(
 
     try:
         config = read_line(line)
-        if problems := list(_weights_problems(config)):
+        if problems := [*_weights_problems(config), *_cluster_problems(config)]:
             raise ConfigError.of(problems)
     except ConfigError as error:
         _refuse(as_json, [_problem(each) for each in error.problems], str(error), CONFIGURATION)
@@ -71,6 +71,14 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+def _cluster_problems(config: LineConfig) -> Iterator[ConfigError]:
+    """A cluster without the extra that it needs."""
+    from agent.cluster.extra import why_absent
+
+    if config.cluster.address is not None and (missing := why_absent()) is not None:
+        yield config.document.error(missing, "cluster", "address")
 
 
 def _text(value: object) -> str:
