@@ -2,12 +2,17 @@
 
 import random
 import time
+from contextlib import suppress
+
+import psutil
+import pytest
 
 from experts.expert import Verdict
 from tests.drill.scene import COLOURS, EXPERTS, Sender, is_full
 from tests.waiting import until
 
 KILLS = 100 if is_full() else 4
+WORKER_KILLS = 10 if is_full() else 3
 LONGEST_LIFE_S = 1.5  # an agent is ready after about half a second
 
 
@@ -34,3 +39,35 @@ def test_kill_at_random_moments(scene, agents, told):
     until(scene.is_finished)
     assert agents.stop() == 0
     told(f"{KILLS} kills", scene.account(expected))
+
+
+@pytest.mark.slow
+def test_workers_killed_at_random_moments_and_then_their_agent(scene, agents, told):
+    """Each verdict is as without kills: an image is not given up for the loss of a worker that ran it."""
+    chance = random.Random(5)
+    scene.document["cluster"] = {"workers": [{"count": 3, "device": "cpu", "memory": {"host": "16MiB"}}]}
+    scene.write()
+    agents.start()
+    until(scene.is_up)
+    expected = verdicts_of_all(scene)
+    with Sender(scene, seed=13):
+        for _ in range(WORKER_KILLS):
+            time.sleep(chance.uniform(0.0, 2 * LONGEST_LIFE_S))
+            chance.choice(until(lambda: workers_of(agents.running.pid))).kill()
+        time.sleep(LONGEST_LIFE_S)
+        agents.running.kill()
+        agents.start()
+    until(scene.is_up)
+    until(scene.is_finished)
+    assert agents.stop() == 0
+    account = scene.account(expected)
+    assert "UNKNOWN" not in account
+    told(f"{WORKER_KILLS} kills of workers, and one of their agent", account)
+
+
+def workers_of(agent):
+    found = []
+    for each in psutil.Process(agent).children():
+        with suppress(psutil.NoSuchProcess):  # just killed, a zombie is one
+            found += [each] if "agent.runtime.workers.processes" in each.cmdline() else []
+    return found
