@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED, set_unless_given
@@ -26,8 +26,6 @@ from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
-from agent.runtime.measuring.probe import Probed
-from agent.runtime.workers import messages
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
+    from agent.runtime.workers.messages import Channel
     from experts.expert import Precision
     from experts.packed.packing import PackingReport
     from experts.packed.weights import SegmentStore
@@ -68,7 +67,7 @@ class Place:
 
     name: str
     kind: WorkerSection
-    start: Callable[[], messages.Channel]
+    start: Callable[[], Channel]
     node: str = ""
     sharers: int = 1
 
@@ -120,6 +119,13 @@ def _cluster_of(config: LineConfig) -> RayCluster:
 def _environment(kind: WorkerSection, number: int) -> dict[str, str]:
     """Variables of a worker's process: the GPU that it sees."""
     return {"CUDA_VISIBLE_DEVICES": str(number)} if kind.device == "cuda" else {}
+
+
+class Detected(NamedTuple):
+    """A worker's whole box, and the forms that do not run there, with reasons."""
+
+    box: Box
+    absent: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +214,16 @@ class Workforce:
         for worker in self._workers.values():
             worker.lose("the agent does not start")
 
-    def _detect(self, place: Place) -> messages.Detected:
+    def _detect(self, place: Place) -> Detected:
         worker = self._workers[place.name] = RemoteWorker(place.name, place.start(), self._segments)
-        return worker.ask(messages.Detect(place.kind.device), messages.Detected)
+        return Detected(*worker.ask("detected", "detect", place.kind.device))
 
     def _are_alike(self, hired: Hired, place: Place, box: Box) -> bool:
         other = self._places[hired.name]
         is_same_kind = (other.kind, other.node, other.sharers) == (place.kind, place.node, place.sharers)
         return is_same_kind and is_like(hired.found, box)
 
-    def _hire(self, place: Place, found: messages.Detected, ground: Groundwork, pack: Pack) -> Hired:
+    def _hire(self, place: Place, found: Detected, ground: Groundwork, pack: Pack) -> Hired:
         """Decide, pack and measure a worker's part."""
         own, copies = self._decide(place, found, ground, (self._config, pack))
         times, failed = self._times(place, own, copies)
@@ -227,7 +233,7 @@ class Workforce:
         self, place: Place, hired: Hired, ground: Groundwork, line: tuple[LineConfig, Pack],
         is_new: Callable[[ExpertCopy], bool],
     ) -> WorkersRows:  # fmt: skip
-        own, copies = self._decide(place, messages.Detected(hired.found, hired.absent), ground, line)
+        own, copies = self._decide(place, Detected(hired.found, hired.absent), ground, line)
         new = {processor: tuple(copy for copy in listed if is_new(copy)) for processor, listed in copies.items()}
         if not any(new.values()):
             return WorkersRows(copies, {}, {})
@@ -235,7 +241,7 @@ class Workforce:
         return WorkersRows(copies, times.experts, failed)
 
     def _decide(
-        self, place: Place, found: messages.Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
+        self, place: Place, found: Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
     ) -> tuple[Groundwork, dict[str, tuple[ExpertCopy, ...]]]:
         """A worker's executors and forms, and its copies by processor, packed."""
         config, pack = line[0].of_worker(place.kind), line[1]
@@ -256,7 +262,7 @@ class Workforce:
             return matrix(own.profile, own.box, copies, own.usage, own.executors * place.sharers), {}
         worker = self._workers[place.name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-        probed = worker.ask(messages.Measure(own.box, copies, own.usage, own.executors), Probed)
+        (probed,) = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)
         return probed.matrix, probed.failed
 
     def _make_ready(self, each: Employment, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix) -> None:
@@ -265,11 +271,11 @@ class Workforce:
         worker.executors = each.executors
         own, columns = share_of(each.executors, copies, times)
         limits = replace(self._limits, pools=each.pools, placement={})
-        part = messages.Assemble(
-            each.hired.box, each.executors, limits, own, columns, self._scaled, self._ssd_bytes_per_s
-        )
-        worker.give_files([copy.packed for copy in part.copies.values()])
-        for expert, reason in worker.ask(part, messages.Ready).failed.items():
+        worker.give_files([copy.packed for copy in own.values()])
+        options = self._scaled, self._ssd_bytes_per_s
+        part = each.hired.box, each.executors, limits, own, columns, options
+        (failed,) = worker.ask("ready", "assemble", *part)
+        for expert, reason in failed.items():
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.hired.name, expert, reason)
 
     def _bring_back(self, name: str) -> None:

@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
-from agent.runtime.workers.messages import FilePiece, PackedFile
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
@@ -22,6 +21,16 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 * 1024 * 1024
 SEGMENTS, PROGRAMS = "segments", "programs"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A packed file. ``kind``: its folder; ``path``: of the agent, to link where both share a filesystem."""
+
+    kind: str
+    sha256: str
+    size_bytes: int
+    path: str
 
 
 def files_of(packed: Iterable[PackedExpert], segments: SegmentStore) -> tuple[PackedFile, ...]:
@@ -36,10 +45,12 @@ def files_of(packed: Iterable[PackedExpert], segments: SegmentStore) -> tuple[Pa
     return tuple(found.values())
 
 
-def pieces_of(file: PackedFile) -> Iterator[FilePiece]:
-    with open(file.path, "rb") as opened:
+def pieces_of(file: PackedFile, segments: SegmentStore) -> Iterator[bytes]:
+    """Bytes of a packed file here. Raises FileNotFoundError."""
+    path_of = segments.segment_path if file.kind == SEGMENTS else segments.program_path
+    with path_of(file.sha256).open("rb") as opened:
         while content := opened.read(PIECE_BYTES):
-            yield FilePiece(file, content)
+            yield content
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """WorkerHost: one worker's end of its channel. It measures and works as it is told, and decides nothing.
 
 Guarantees: messages are carried out in order, each image is decoded here; the host ends when its channel closes, so no
-worker outlives its agent. A lost device or a fault of the program is reported as Broken, then the host ends. A beat is
-sent every ``BEAT_S``.
+worker outlives its agent. A lost device or a fault of the program is reported, then the host ends. A beat is sent every
+``BEAT_S``.
 Assumes: packed files are only added to its folder, by one worker at a time.
 """
 
@@ -13,12 +13,11 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agent.core import effects
 from agent.core.performance import tier_of
 from agent.runtime.assembly import local_worker
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
@@ -27,20 +26,27 @@ from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import probe
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
-from agent.runtime.workers import messages
 from agent.runtime.workers.files import FileReceiver, files_of
+from agent.runtime.workers.messages import decode, encode
 from experts.backends.forms import FORMS
 from experts.errors import CoServeError
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from agent.runtime.images.sources import ImageSource
+    from agent.core.effects import Prepare, StartLoad
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
+    from agent.core.request import Batch
+    from agent.runtime.executor import Shown
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.images.sources import EncodedImage
     from agent.runtime.local_worker import LocalWorker
+    from agent.runtime.machine.box import Box
     from agent.runtime.weights.templates import Templates
+    from agent.runtime.workers.files import PackedFile
     from agent.runtime.workers.messages import Channel
 
 logger = logging.getLogger(__name__)
@@ -48,148 +54,157 @@ BEAT_S = 1.0
 
 
 class WorkerHost:
-    """``folder``: of the worker, for packed files."""
+    """``folder``: of the worker, for packed files. A message is the name of a ``do_`` method, and its arguments."""
 
     def __init__(self, channel: Channel, folder: Path) -> None:
         self._channel = channel
         self._segments = SegmentStore(folder)
         self._files = FileReceiver(folder)
-        self._worker: LocalWorker | None = None
+        self._assembled: LocalWorker | None = None
         self._templates: Templates | None = None  # held while skeletons may be made
-        self._sources: dict[int, ImageSource] = {}  # by request
+        self._images: dict[int, Shown] = {}  # by request
         self._frames: dict[int, Frame] = {}
         self._frame_of: dict[int, int] = {}  # request -> frame
         self._ended = Flag()
-        self._carry_out: dict[type, Callable[[Any], object]] = {
-            messages.Detect: self._detect,
-            messages.Offer: lambda offer: self._send(messages.Lacking(self._files.link(offer.files))),
-            messages.FilePiece: lambda piece: self._files.write(piece.file, piece.content),
-            messages.Measure: self._measure,
-            messages.Assemble: self._assemble,
-            messages.FrameImage: self._take_frame,
-            messages.Given: self._take_image,
-            effects.StartLoad: lambda effect: self._working.start_load(effect),
-            effects.Prepare: self._prepare,
-            messages.RunBatch: self._run_batch,
-            messages.Hurry: lambda hurry: self._working.hurry(hurry.batch),
-            messages.EvictCopy: self._evict,
-            messages.Release: self._release,
-            messages.SetBudget: lambda budget: self._working.set_budget(budget.pool, budget.size_bytes),
-            messages.Know: lambda known: self._working.know(known.copies, known.matrix),
-            messages.Stop: self._stop,
-        }
 
     def serve(self) -> None:
-        """Carry out messages until the channel closes, or after a Stop."""
+        """Carry out messages until the channel closes, or after a stop."""
         Thread(target=self._beat, name="beat", daemon=True).start()
         with closing(self._segments):
             while not self._ended.is_set() and (content := self._channel.receive()) is not None:
                 try:
-                    message = messages.decode(content)
-                    self._carry_out[type(message)](message)
+                    name, arguments = decode(content)
+                    work = getattr(self, f"do_{name}", None)
+                    if work is None:
+                        raise ValueError(f"no worker knows {name!r}: install the same version everywhere")
+                    work(*arguments)
                 except (CoServeError, OSError, ValueError) as error:
                     logger.exception("worker_broken")
-                    self._send(messages.Broken(f"{type(error).__name__}: {error}"))
+                    self._send("broken", f"{type(error).__name__}: {error}")
                     break
         self._ended.set()
 
     @property
-    def _working(self) -> LocalWorker:
-        if self._worker is None:
+    def _worker(self) -> LocalWorker:
+        if self._assembled is None:
             raise CoServeError("a worker that is not assembled cannot work")
-        return self._worker
+        return self._assembled
 
-    def _send(self, message: object) -> None:
-        self._channel.send(messages.encode(message))
+    def _send(self, name: str, *arguments: object) -> None:
+        self._channel.send(encode(name, *arguments))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            worker = self._worker
-            self._send(messages.Beat(None if worker is None else worker.statistics()))
+            self._send("beat", None if self._assembled is None else self._assembled.statistics())
 
     # -- before the work --
 
-    def _detect(self, wanted: messages.Detect) -> None:
-        box = detect(wanted.device)
-        reasons = {name: form.why_absent() for name, form in FORMS.items() if form.is_cpu_only}
-        absent = {str(name): reason for name, reason in reasons.items() if reason is not None}
-        self._send(messages.Detected(box, absent))
+    def do_detect(self, device: str) -> None:
+        """Report the box as this device, and the forms that do not run there, with reasons."""
+        reasons = {str(name): form.why_absent() for name, form in FORMS.items() if form.is_cpu_only}
+        self._send("detected", detect(device), {name: each for name, each in reasons.items() if each is not None})
 
-    def _measure(self, wanted: messages.Measure) -> None:
-        if self._worker is None:
-            self._measured(wanted)
-        else:  # new experts of a changed line, beside the work
-            Thread(target=self._measured, args=(wanted,), name="measure", daemon=True).start()
+    def do_offer(self, files: Sequence[PackedFile]) -> None:
+        """Link the agent's packed files, and report those that have to be sent."""
+        self._send("lacking", self._files.link(files))
 
-    def _measured(self, wanted: messages.Measure) -> None:
-        threads = threads_per_executor(wanted.box, wanted.executors)
-        self._send(probe(wanted.box, wanted.copies, self._segments, wanted.usage, threads))
+    def do_write(self, file: PackedFile, content: bytes) -> None:
+        self._files.write(file, content)
+
+    def do_measure(
+        self, box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float],
+        executors: Sequence[ExecutorSpec],
+    ) -> None:  # fmt: skip
+        """Measure these copies, by processor; beside the work, if it has begun."""
+
+        def measure() -> None:
+            threads = threads_per_executor(box, executors)
+            self._send("probed", probe(box, copies, self._segments, usage, threads))
+            end_team()
+
+        if self._assembled is None:
+            measure()
+        else:
+            Thread(target=measure, name="measure", daemon=True).start()
+
+    def do_assemble(
+        self, box: Box, executors: Sequence[ExecutorSpec], limits: Limits, copies: Mapping[str, ExpertCopy],
+        matrix: PerformanceMatrix, options: tuple[frozenset[str], float | None],
+    ) -> None:  # fmt: skip
+        """Build memories, executors and templates. ``options``: experts with scaled JPEGs, limit of the SSD."""
+        by_processor: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
+        for spec in executors:
+            rows = matrix.experts[spec.processor].values()
+            by_processor[tier_of(spec.processor)] += [copies[row.copy] for row in rows]
+        threads = threads_per_executor(box, executors)
+        self._templates = make_templates(by_processor, self._segments, threads, lambda *_: None)
+        plan = AgentPlan(box, executors, limits, copies, matrix, ExpertGraph((), {}))
+        loop_options = LoopOptions(scaled=options[0], ssd_bytes_per_s=options[1])
+        self._assembled = local_worker(plan, self._segments, self._post, loop_options)
+        self._assembled.transfers.mend = self._ask_for_files
         end_team()
-
-    def _assemble(self, plan: messages.Assemble) -> None:
-        copies = defaultdict(list)
-        for spec in plan.executors:
-            for row in plan.matrix.experts[spec.processor].values():
-                copies[tier_of(spec.processor)].append(plan.copies[row.copy])
-        threads = threads_per_executor(plan.box, plan.executors)
-        self._templates = make_templates(copies, self._segments, threads, lambda *_: None)
-        options = LoopOptions(ssd_bytes_per_s=plan.ssd_bytes_per_s, scaled=plan.scaled)
-        routes = ExpertGraph((), {})
-        agent_plan = AgentPlan(plan.box, plan.executors, plan.limits, plan.copies, plan.matrix, routes)
-        self._worker = local_worker(agent_plan, self._segments, self._post, options)
-        self._worker.transfers.mend = self._ask_for_files
-        end_team()
-        self._worker.start()
-        self._send(messages.Ready(self._templates.failed))
+        self._assembled.start()
+        self._send("ready", self._templates.failed)
 
     # -- the work --
+
+    def do_frame(self, number: int, image: EncodedImage, size: tuple[int, int] | None) -> None:
+        self._frames[number] = Frame(image, size)
+
+    def do_part(self, request: int, frame: int, box: tuple[int, int, int, int], name: str) -> None:
+        self._frame_of[request] = frame
+        self._images[request] = FramePart(self._frames[frame], box, name)
+
+    def do_image(self, request: int, image: Shown) -> None:
+        self._images[request] = image
+
+    def do_load(self, effect: StartLoad) -> None:
+        self._worker.start_load(effect)
+
+    def do_evict(self, copy: str, pool: str) -> None:
+        self._worker.stores[pool].evict(copy)
+
+    def do_prepare(self, effect: Prepare) -> None:
+        self._worker.prepare(effect, self._images[effect.request])  # type: ignore[arg-type]  # a refusal, too
+
+    def do_run(self, batch: Batch, is_next: bool) -> None:
+        self._worker.start_batch(batch, [self._images[request] for request in batch.requests], is_next=is_next)
+
+    def do_hurry(self, batch: Batch) -> None:
+        self._worker.hurry(batch)
+
+    def do_forget(self, request: int) -> None:
+        self._worker.forget(request)
+
+    def do_end(self, request: int) -> None:
+        self._worker.end(request)
+        del self._images[request]
+        frame = self._frame_of.pop(request, None)
+        if frame is not None and frame not in self._frame_of.values():
+            del self._frames[frame]
+
+    def do_budget(self, pool: str, size_bytes: int) -> None:
+        self._worker.set_budget(pool, size_bytes)
+
+    def do_know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
+        self._worker.know(copies, matrix)
+
+    def do_stop(self, timeout_s: float) -> None:
+        self._ended.set()
+        if self._assembled is not None and self._assembled.stop(timeout_s):
+            self._assembled.close()
 
     def _post(self, answer: object) -> None:
         """Send an answer, from any thread."""
         if isinstance(answer, Breakdown):
-            self._send(messages.Broken(f"{type(answer.error).__name__}: {answer.error}"))
+            self._send("broken", f"{type(answer.error).__name__}: {answer.error}")
             self._ended.set()
             self._channel.kill()
         else:
-            self._send(answer)
+            self._send("answer", answer)
 
     def _ask_for_files(self, expert: str) -> None:
         """Ask for an expert's packed files, of which one was not sound."""
-        packed = [copy.packed for copy in self._working.copies.values() if expert_name(copy) == expert]
+        packed = [copy.packed for copy in self._worker.copies.values() if expert_name(copy) == expert]
         with suppress(FileNotFoundError):  # a program that is gone; the agent packs it
-            self._send(messages.Lacking(self._files.link(files_of(packed, self._segments))))
-
-    def _take_frame(self, frame: messages.FrameImage) -> None:
-        image = EncodedImage(frame.content, frame.name, frame.max_pixels)
-        self._frames[frame.number] = Frame(image, frame.size)
-
-    def _take_image(self, given: messages.Given) -> None:
-        image = given.image
-        if isinstance(image, messages.FramePiece):
-            self._frame_of[given.request] = image.frame
-            self._sources[given.request] = FramePart(self._frames[image.frame], image.box, image.name)
-        else:
-            self._sources[given.request] = image  # type: ignore[assignment]  # a refusal is taken as an image is
-
-    def _prepare(self, effect: effects.Prepare) -> None:
-        self._working.prepare(effect, self._sources[effect.request])
-
-    def _run_batch(self, run: messages.RunBatch) -> None:
-        images = [self._sources[request] for request in run.batch.requests]
-        self._working.start_batch(run.batch, images, is_next=run.is_next)
-
-    def _evict(self, evicted: messages.EvictCopy) -> None:
-        self._working.stores[evicted.pool].evict(evicted.copy)
-
-    def _release(self, release: messages.Release) -> None:
-        self._working.forget(release.request)
-        if release.ended:
-            del self._sources[release.request]
-            frame = self._frame_of.pop(release.request, None)
-            if frame is not None and frame not in self._frame_of.values():
-                del self._frames[frame]
-
-    def _stop(self, stop: messages.Stop) -> None:
-        self._ended.set()
-        if self._worker is not None and self._worker.stop(stop.timeout_s):
-            self._worker.close()
+            self._send("lacking", self._files.link(files_of(packed, self._segments)))

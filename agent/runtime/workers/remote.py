@@ -14,19 +14,18 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from agent.core import effects, events
 from agent.core.request import Rejected
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, image_name
 from agent.runtime.texts import TextSource
 from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerLost, WorkerStatistics
-from agent.runtime.workers import messages
 from agent.runtime.workers.files import files_of, pieces_of
+from agent.runtime.workers.messages import decode, encode
 from experts.errors import WorkerBroken
 from experts.images import DEFAULT_MAX_PIXELS
 
@@ -34,10 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from agent.core.effects import Evict, Prepare, StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import Frame, ImageSource
+    from agent.runtime.workers.files import PackedFile
+    from agent.runtime.workers.messages import Channel
     from experts.packed.weights import PackedExpert, SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -45,10 +47,7 @@ logger = logging.getLogger(__name__)
 SILENT_S = 30.0  # beats come every second
 START_S = 300.0  # until the first: a cold disk takes minutes to read the libraries
 POLL_S = 1.0
-ANSWERS = (events.Loaded, events.LoadFailed, events.Finished, events.BatchFailed)
 NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
-
-Reply = TypeVar("Reply")
 
 
 class RemoteWorker:
@@ -57,14 +56,14 @@ class RemoteWorker:
     ``post`` takes events and WorkerLost, from any thread, after ``start``.
     """
 
-    def __init__(self, name: str, channel: messages.Channel, segments: SegmentStore) -> None:
+    def __init__(self, name: str, channel: Channel, segments: SegmentStore) -> None:
         self.name = name
         self.executors: Sequence[ExecutorSpec] = ()  # set before ``start``
         self.post: Callable[[Any], None] = lambda _: None  # likewise
         self._channel = channel
         self._segments = segments
-        self._outbox: SimpleQueue[object | None] = SimpleQueue()
-        self._replies: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._statistics = WorkerStatistics(NO_TRANSFERS)
         self._heard_s, self._limit_s = time.monotonic(), START_S
         self._why_lost: str | None = None
@@ -84,22 +83,22 @@ class RemoteWorker:
 
     # -- before the work, on a thread that may wait --
 
-    def ask(self, message: object, reply: type[Reply]) -> Reply:
-        """Reply to a message. Raises WorkerBroken."""
-        self._outbox.put(message)
+    def ask(self, reply: str, name: str, *arguments: object) -> tuple[Any, ...]:
+        """Arguments of the reply to a message. Raises WorkerBroken."""
+        self._put(name, *arguments)
         while True:
             with suppress(Empty):
-                answer = self._replies.get(timeout=POLL_S)
-                if isinstance(answer, reply):
-                    return answer
-                if isinstance(answer, messages.Broken):
-                    raise WorkerBroken(self.name, answer.reason)
+                answer, found = self._replies.get(timeout=POLL_S)
+                if answer == reply:
+                    return found
+                if answer == "broken":
+                    raise WorkerBroken(self.name, *found)
             if self._ended.is_set() and self._replies.empty():
                 raise WorkerBroken(self.name, str(self._why_lost))
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
         """Give the packed files that the worker cannot link. Raises WorkerBroken, FileNotFoundError."""
-        self.ask(messages.Offer(files_of(packed, self._segments)), messages.Lacking)
+        self.ask("lacking", "offer", files_of(packed, self._segments))
 
     # -- the loop's thread --
 
@@ -108,45 +107,44 @@ class RemoteWorker:
         if self._ended.is_set():
             self.post(WorkerLost(self.name, str(self._why_lost)))
 
-    def start_load(self, effect: effects.StartLoad) -> None:
-        self._outbox.put(effect)
+    def start_load(self, effect: StartLoad) -> None:
+        self._put("load", effect)
 
-    def evict(self, effect: effects.Evict) -> None:
-        self._outbox.put(messages.EvictCopy(effect.copy, effect.pool))
+    def evict(self, effect: Evict) -> None:
+        self._put("evict", effect.copy, effect.pool)
 
     def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
         for request, image in zip(batch.requests, images, strict=True):
             self._give(request, image)
-        self._outbox.put(messages.RunBatch(batch, is_next))
+        self._put("run", batch, is_next)
 
     def hurry(self, batch: Batch) -> None:
-        self._outbox.put(messages.Hurry(batch))
+        self._put("hurry", batch)
 
-    def prepare(self, effect: effects.Prepare, image: ImageSource) -> None:
+    def prepare(self, effect: Prepare, image: ImageSource) -> None:
         self._give(effect.request, image)
-        self._outbox.put(effect)
+        self._put("prepare", effect)
 
     def forget(self, request: int) -> None:
         if request in self._images:
-            self._outbox.put(messages.Release(request, ended=False))
+            self._put("forget", request)
 
     def end(self, request: int) -> None:
         if request not in self._images:
             return
-        self._outbox.put(messages.Release(request, ended=True))
+        self._put("end", request)
         frame = self._images.pop(request)
         if frame is not None:
             self._frame_uses[frame] -= 1
 
     def set_budget(self, pool: str, size_bytes: int) -> None:
-        self._outbox.put(messages.SetBudget(pool, size_bytes))
+        self._put("budget", pool, size_bytes)
 
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         own = share_of(self.executors, copies, matrix)
-        packed = [copy.packed for copy in own[0].values()]
         with suppress(FileNotFoundError):  # its load fails, and says so
-            self._outbox.put(messages.Offer(files_of(packed, self._segments)))
-        self._outbox.put(messages.Know(*own))
+            self._put("offer", files_of([copy.packed for copy in own[0].values()], self._segments))
+        self._put("know", *own)
 
     def statistics(self) -> WorkerStatistics:
         return self._statistics
@@ -157,10 +155,13 @@ class RemoteWorker:
 
     def stop(self, timeout_s: float) -> bool:
         self._is_stopping = True
-        self._outbox.put(messages.Stop(timeout_s))
+        self._put("stop", timeout_s)
         has_ended = self._ended.wait(timeout_s + POLL_S)
         self._channel.kill()
         return has_ended
+
+    def _put(self, name: str, *arguments: object) -> None:
+        self._outbox.put((name, *arguments))
 
     def _give(self, request: int, image: ImageSource) -> None:
         """Send a request's image, once; a frame once for all of its parts."""
@@ -170,12 +171,11 @@ class RemoteWorker:
         if isinstance(image, FramePart):
             frame = self._frames.setdefault(image.frame, next(self._numbers))
             if not self._frame_uses[frame]:
-                encoded, size = image.frame.image, image.frame.size
-                self._outbox.put(messages.FrameImage(frame, encoded.content, encoded.name, encoded.max_pixels, size))
+                self._put("frame", frame, image.frame.image, image.frame.size)
             self._frame_uses[frame] += 1
-            self._outbox.put(messages.Given(request, messages.FramePiece(frame, image.box, image.name)))
+            self._put("part", request, frame, image.box, image.name)
         else:
-            self._outbox.put(messages.Given(request, image))  # type: ignore[arg-type]  # a file is read by the sender
+            self._put("image", request, image)
         self._images[request] = frame
 
     # -- the threads of the channel --
@@ -183,23 +183,22 @@ class RemoteWorker:
     def _send_all(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                if isinstance(message, messages.Lacking):
-                    self._send_files(message)
+                name, *arguments = message
+                if name == "lacking":
+                    self._send_files(*arguments)
                     continue
-                if isinstance(message, messages.Given) and not isinstance(message.image, messages.FramePiece):
-                    message = messages.Given(message.request, on_the_wire(message.image, message.request))
-                self._channel.send(messages.encode(message))
+                if name == "image":
+                    request, image = arguments
+                    arguments = [request, on_the_wire(image, request)]
+                self._channel.send(encode(name, *arguments))
         except OSError as error:
             self._fail(f"its channel broke: {error}")
 
-    def _send_files(self, lacking: messages.Lacking) -> None:
-        for file in lacking.files:
-            is_segment = file.kind == "segments"
-            path = (self._segments.segment_path if is_segment else self._segments.program_path)(file.sha256)
-            here = messages.PackedFile(file.kind, file.sha256, file.size_bytes, str(path))
+    def _send_files(self, files: Sequence[PackedFile]) -> None:
+        for file in files:
             try:
-                for piece in pieces_of(here):
-                    self._channel.send(messages.encode(piece))
+                for piece in pieces_of(file, self._segments):
+                    self._channel.send(encode("write", file, piece))
             except FileNotFoundError as error:
                 logger.warning("packed_file_missing worker=%s file=%s", self.name, error.filename)
 
@@ -207,17 +206,7 @@ class RemoteWorker:
         try:
             while (content := self._channel.receive()) is not None:
                 self._heard_s, self._limit_s = time.monotonic(), SILENT_S
-                message = messages.decode(content)
-                if isinstance(message, messages.Beat):
-                    self._statistics = message.statistics or self._statistics
-                elif isinstance(message, ANSWERS):
-                    self.post(message)
-                elif isinstance(message, messages.Broken) and self._has_started:
-                    self._why_lost = self._why_lost or message.reason
-                else:
-                    if isinstance(message, messages.Lacking):
-                        self._outbox.put(message)
-                    self._replies.put(message)
+                self._take(*decode(content))
         except (OSError, ValueError) as error:
             self._why_lost = self._why_lost or str(error)
         self._fail("its process ended")
@@ -225,6 +214,18 @@ class RemoteWorker:
         self._ended.set()
         if self._has_started and not self._is_stopping:
             self.post(WorkerLost(self.name, str(self._why_lost)))
+
+    def _take(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "answer":
+            self.post(*arguments)
+        elif name == "beat":
+            self._statistics = arguments[0] or self._statistics
+        elif name == "broken" and self._has_started:
+            self._why_lost = self._why_lost or arguments[0]
+        else:
+            if name == "lacking":
+                self._put(name, *arguments)
+            self._replies.put((name, arguments))
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):

@@ -1,0 +1,206 @@
+"""The contract of a worker, kept by this process, by another one, and by an actor; and what crosses to them."""
+
+import hashlib
+import queue
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agent.core import effects, events
+from agent.core.effects import EvictionDecision
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
+from agent.core.request import Batch, Portion, Rejected
+from agent.runtime.assembly import local_worker
+from agent.runtime.expert_copy import prepared_form
+from agent.runtime.loop import AgentPlan, LoopOptions
+from agent.runtime.machine.detection import detect
+from agent.runtime.worker import WorkerLost
+from agent.runtime.workers.files import FileReceiver, PackedFile, files_of, pieces_of
+from agent.runtime.workers.messages import VERSION, decode, encode
+from agent.runtime.workers.processes import start_process
+from agent.runtime.workers.remote import RemoteWorker
+from experts.errors import CoServeError, WorkerBroken
+from experts.expert import BoundingBox, Precision, Prediction
+from experts.graph import ExpertGraph
+
+PATIENCE_S = 60.0
+BOX = replace(detect("cpu"), cores=1)
+PERFORMANCE = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 2**20)
+
+
+def plan_of(line):
+    largest = max(copy.footprint.total_bytes for copy in line.copies.values())
+    pool = PoolSpec("w1/host", 3 * largest, 64 * 2**20, worker="w1")
+    rows = {
+        copy.expert.id: ExpertProfile(
+            copy.name, PERFORMANCE, copy.footprint, {SSD: 0.01}, None, prepared_form(copy.expert)
+        )
+        for copy in line.copies.values()
+    }
+    executors = (ExecutorSpec(0, "w1/cpu", "w1/host"),)
+    matrix = PerformanceMatrix({"w1/cpu": rows})
+    return AgentPlan(BOX, executors, Limits((pool,)), line.copies, matrix, ExpertGraph((), {}))
+
+
+@contextmanager
+def in_this_process(line, post, _):
+    worker = local_worker(plan_of(line), line.segments, post, LoopOptions())
+    worker.start()
+    yield worker
+    assert worker.stop(PATIENCE_S)
+    worker.close()
+
+
+@contextmanager
+def in_another(line, post, folder):
+    with remote(line, post, start_process(folder / "packed")) as worker:
+        yield worker
+
+
+@contextmanager
+def in_an_actor(line, post, folder):
+    ray_cluster = pytest.importorskip("agent.cluster.ray_cluster", reason="coserve[cluster] is not installed")
+    with ray_cluster.ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"):
+        actor = ray_cluster.WorkerActor.remote("w1", str(folder / "packed"), 30)
+        with remote(line, post, ray_cluster.RayChannel(actor)) as worker:
+            yield worker
+
+
+@contextmanager
+def remote(line, post, channel):
+    plan = plan_of(line)
+    worker = RemoteWorker("w1", channel, line.segments)
+    worker.executors, worker.post = plan.executors, post
+    worker.give_files([copy.packed for copy in line.copies.values()])
+    options = frozenset(), None
+    assert worker.ask("ready", "assemble", BOX, plan.executors, plan.limits, plan.copies, plan.matrix, options) == ({},)
+    worker.start()
+    yield worker
+    worker.stop(PATIENCE_S)
+
+
+@pytest.fixture(params=[in_this_process, in_another, pytest.param(in_an_actor, marks=pytest.mark.slow)])
+def working(request, line, tmp_path):
+    answers = queue.SimpleQueue()
+    with request.param(line, answers.put, tmp_path) as worker:
+        yield worker, answers
+
+
+def load_of(line, name, number=1):
+    copy = line.copy(name)
+    return effects.StartLoad(number, copy.expert.id, copy.name, SSD, "w1/host", copy.footprint.total_bytes)
+
+
+def test_a_worker_loads_judges_evicts_and_loads_again(working, line):
+    worker, answers = working
+    copy = line.copy("own-0")
+    images = [line.pixels(seed) for seed in range(3)]
+    for turn in (1, 2):
+        worker.start_load(load_of(line, "own-0", turn))
+        assert answers.get(timeout=PATIENCE_S) == events.Loaded(turn)
+        requests = tuple(10 * turn + seed for seed in range(3))
+        worker.prepare(effects.Prepare(requests[0], copy.expert.id, (), 0, 0.0, 0), images[0])
+        batch = Batch(turn, 0, copy.expert.id, copy.name, requests, 12 * 2**20)
+        worker.start_batch(batch, images, is_next=True)
+        worker.hurry(batch)
+        finished = answers.get(timeout=PATIENCE_S)
+        assert [each.label for each in finished.results] == [line.predict("own-0", image).label for image in images]
+        for request in requests:
+            worker.forget(request)
+            worker.end(request)
+        worker.evict(effects.Evict(copy.expert.id, copy.name, "w1/host", 0, 0, EvictionDecision("", 0, ())))
+    worker.set_budget("w1/host", 2**30)
+    assert not worker.lose("it hangs") or isinstance(answers.get(timeout=PATIENCE_S), WorkerLost)
+
+
+def test_each_image_has_its_own_answer(working, line):
+    worker, answers = working
+    copy = line.copy("own-1")
+    worker.start_load(load_of(line, "own-1"))
+    assert answers.get(timeout=PATIENCE_S) == events.Loaded(1)
+    images = [b"no image", line.pixels(1), np.zeros((0, 0, 3), np.uint8)]
+    batch = Batch(1, 0, copy.expert.id, copy.name, (1, 2, 3), 12 * 2**20)
+    worker.start_batch(batch, images, is_next=True)
+    kinds = [type(each) for each in answers.get(timeout=PATIENCE_S).results]
+    assert kinds == [Rejected, Prediction, Rejected]
+
+
+def test_what_cannot_be_loaded_is_answered(working, line):
+    worker, answers = working
+    worker.start_load(effects.StartLoad(7, "cls/none", "cls/none@fp32", SSD, "w1/host", 1))
+    failed = answers.get(timeout=PATIENCE_S)
+    assert (type(failed), failed.load, failed.permanent) == (events.LoadFailed, 7, True)
+
+
+def test_a_worker_that_ends_before_it_works_is_said_so(line, tmp_path):
+    worker = RemoteWorker("w1", start_process(tmp_path / "packed"), line.segments)
+    with pytest.raises(WorkerBroken, match="worker w1: BackendUnavailable: nothing: no such device"):
+        worker.ask("detected", "detect", "nothing")
+
+
+BATCH = Batch(1, 2, "a", "a@fp32", (1, 2), 5, None, (Portion("a", "a@fp32", (1,)),))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (BATCH, True),
+        (events.Finished(1, (Prediction("ok", 0.1, (BoundingBox("a", 0.25, 1.0, 2.0, 3.0, 4.0),)), Rejected("é"))),),
+        (Limits((PoolSpec("h", 1, 2),), placement={"a": frozenset({"x", "y"})}),),
+        (b"", b"ab", {("a", 1): 1.5}, None, float("inf"), Precision.BF16),
+    ],
+)
+def test_messages_arrive_as_they_were_sent(arguments):
+    name, arrived = decode(encode("name", *arguments))
+    assert (name, arrived) == ("name", arguments)
+    assert [type(each) for each in arrived] == [type(each) for each in arguments]
+
+
+def test_pixels_arrive_writable():
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    _, (arrived,) = decode(encode("image", pixels))
+    arrived[0, 0, 0] = 9
+    assert (arrived.shape, arrived[1, 3, 2]) == ((2, 4, 3), 23)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no message"),
+        (encode("a", b"x")[:-1], "says"),
+        (bytes([VERSION + 1, 0]) + encode("a")[2:], "install the same version everywhere"),
+        (b"\1\0\x15\0\0\0" + b'[["a",{"$r":["Path"]}],[]]'[:21], "no message|Expecting"),
+    ],
+)
+def test_other_bytes_are_refused(content, told):
+    with pytest.raises(ValueError, match=told):
+        decode(content)
+
+
+def test_only_records_that_are_named_cross():
+    with pytest.raises(TypeError, match="object crosses to no worker"):
+        encode("a", object())
+    forged = encode("a", Portion("a", "b", ())).replace(b"Portion", b"Forgery")
+    with pytest.raises(ValueError, match="Forgery"):
+        decode(forged)
+
+
+def test_packed_files_are_linked_or_sent_and_verified(line, tmp_path):
+    receiver, files = FileReceiver(tmp_path), files_of([line.copy("own-0").packed], line.segments)
+    assert receiver.link(files) == ()
+    assert (tmp_path / "segments" / f"{files[0].sha256}.bin").samefile(files[0].path)
+    sent = FileReceiver(tmp_path / "other")
+    away = tuple(replace(file, path="/nowhere") for file in files)
+    assert sent.link(away) == away
+    for file in away:
+        for piece in pieces_of(file, line.segments):
+            sent.write(file, piece)
+    assert sent.link(away) == ()
+    wrong = PackedFile("segments", hashlib.sha256(b"right").hexdigest(), 5, "/nowhere")
+    with pytest.raises(CoServeError, match="arrived with other bytes"):
+        sent.write(wrong, b"wrong")
+    assert sent.link([wrong]) == (wrong,)
+    with pytest.raises(CoServeError, match="is no packed file"):
+        sent.write(replace(wrong, kind="../segments"), b"right")
