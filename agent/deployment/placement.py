@@ -3,9 +3,8 @@
 The load of a memory is the time that its executors are busy for an image of the line: usage probabilities times K
 (CoServe, section 4.2). Pinned experts are placed first, then the others by load, the largest first (Graham's longest
 processing time, 1969): each where the load is then the least, or with the experts before and after it on routes, as
-long as that memory's load stays within SLACK. Hot experts, such as shared detectors, get several copies: first as many
-as leave no copy with more than a part of a memory's load (of PARTS the one with the best balance), then further ones
-where memory is left.
+long as that memory's load stays within SLACK. Hot experts, such as shared detectors, get several copies: so many that
+none has more than a part of a memory's load, of PARTS the smallest that leaves room for all experts and balance.
 
 Guarantees: no budget is exceeded; a copy lies only where an executor can run it, at most once in a memory; a pinned
 expert lies at its home alone; equal arguments give equal placements. All experts have a place if every memory can run
@@ -20,7 +19,6 @@ that came all at once were judged about as fast (``tests/profiler/simulation/tes
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
 
 SLACK = 0.1  # of a memory's load with perfect balance
-HOT = 0.05  # of the same: a copy with more is worth a further one
-PARTS = (0.25, 0.5, 1.0, math.inf)  # of the same, for one copy
+PARTS = (0.05, 0.1, 0.2, 0.5, 1.0, math.inf)  # of the same, for one copy: the first is of many copies
 LEAST_K_S = 1e-9  # of an expert that is measured to take no time
 
 
@@ -74,9 +71,7 @@ def place_experts(
         placing.place(part)
         return placing
 
-    best = min(map(placed, PARTS), key=_Placing.rank)
-    best.copy_hot()
-    return best.result()
+    return min(map(placed, PARTS), key=_Placing.rank).result()
 
 
 @dataclass(slots=True)
@@ -127,47 +122,27 @@ class _Placing:
     pinned: Mapping[str, str]  # expert -> memory
     found: dict[str, list[_Memory]] = field(default_factory=dict)  # expert -> memories
     unplaced: list[str] = field(default_factory=list)
-    ideal_s: float = 0.0  # of each memory, with perfect balance
+    most_s: float = 0.0  # load of a memory that is in balance
 
-    @property
-    def largest_s(self) -> float:
-        return max(memory.load_s for memory in self.memories)
-
-    def rank(self) -> tuple[bool, bool, int, float]:
+    def rank(self) -> tuple[bool, float, int]:
         """Sort key: a place for each expert before balance, and balance before a place for more of them."""
-        return bool(self.unplaced), self.largest_s > (1.0 + SLACK) * self.ideal_s, len(self.unplaced), self.largest_s
+        return bool(self.unplaced), max(self.most_s, *(each.load_s for each in self.memories)), len(self.unplaced)
 
     def place(self, part: float) -> None:
         """Place each expert, with as many copies as leave none more than this part of a memory's ideal load."""
         able = {name: [each for each in self.memories if name in each.busy_s] for name in self.graph.placed}
         spread_s = {expert: self._share_s(expert, memories) for expert, memories in able.items() if memories}
-        self.ideal_s = sum(spread_s.values())
+        ideal_s = sum(spread_s.values())
+        single_s = max((self._share_s(name, [each]) for name in spread_s for each in able[name]), default=0.0)
+        self.most_s = ideal_s + min(SLACK * ideal_s, single_s)
         for expert in sorted(spread_s, key=lambda name: (name not in self.pinned, -spread_s[name], name)):
-            copies = math.ceil(spread_s[expert] * len(able[expert]) / (part * self.ideal_s)) if self.ideal_s else 1
+            copies = math.ceil(spread_s[expert] * len(able[expert]) / (part * ideal_s)) if ideal_s else 1
             home = self.pinned.get(expert)
             options = [each for each in able[expert] if home in (None, each.spec.name) and each.has_room(expert)]
             if options:
                 self._put(expert, self._chosen(expert, options, max(copies, 1)))
             else:
                 self.unplaced.append(expert)
-
-    def copy_hot(self) -> None:
-        """Copy hot experts into room that is left, the busiest first, where no memory gets busier than the slack."""
-        if self.unplaced:
-            return
-        most_s = max(self.largest_s, (1.0 + SLACK) * self.ideal_s)
-        hot = [(-self._share_s(name, found), name) for name, found in self.found.items() if name not in self.pinned]
-        heapq.heapify(hot)
-        while hot:
-            negative_s, expert = heapq.heappop(hot)
-            options = [memory for memory in self.memories if memory.has_room(expert)]
-            if -negative_s <= HOT * self.ideal_s or not options:
-                continue
-            loads_s = {each.spec.name: self._load_s(expert, each, self.found[expert]) for each in options}
-            chosen = min(options, key=lambda each: (loads_s[each.spec.name], each.used_bytes, each.spec.name))
-            if loads_s[chosen.spec.name] <= most_s:
-                self._put(expert, [chosen])
-                heapq.heappush(hot, (-self._share_s(expert, self.found[expert]), expert))
 
     def result(self) -> ExpertPlacement:
         workers: dict[str, WorkerShare] = {}
@@ -190,7 +165,7 @@ class _Placing:
 
         def rank(memory: _Memory) -> tuple[float, float, int, str]:
             load_s = self._load_s(expert, memory, [each for each in others if each is not memory])
-            tie = ties[memory.spec.worker] if load_s <= (1.0 + SLACK) * self.ideal_s else 0.0
+            tie = ties[memory.spec.worker] if load_s <= self.most_s else 0.0
             return -tie, load_s, memory.used_bytes, memory.spec.name
 
         return sorted(options, key=rank)[:copies]

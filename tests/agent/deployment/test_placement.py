@@ -182,7 +182,7 @@ def test_budgets_are_kept_and_nothing_lies_where_it_cannot_run(cluster):
 
 
 @given(
-    st.lists(st.tuples(SIZES, st.integers(0, 100), st.integers(1, 9)), min_size=1, max_size=16),
+    st.lists(st.tuples(SIZES, st.integers(0, 100), st.integers(1, 9)), min_size=1, max_size=40),
     st.integers(1, 5),
     st.data(),
 )
