@@ -33,7 +33,7 @@ RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
+.PHONY: help venv trainers cluster tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,12 @@ help:  ## what can be made
 venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
 
 trainers: $(TRAINERS)/.installed  ## timm, Lightning and Anomalib, which only tests use; 0.5 GB inside $(VENV)
+
+cluster: $(VENV)/.cluster  ## Ray, which a line with workers on several boxes needs
+
+$(VENV)/.cluster: $(INSTALLED)
+	$(VENV)/bin/pip install --quiet -e '.[cluster]'
+	touch $@
 
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
@@ -70,7 +76,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m
 test: $(INSTALLED) trainers tools  ## the tests of every push: each promise, and one representative of each slow kind
 	$(PYTEST) -m "not slow"
 
-test-all: $(INSTALLED) trainers tools  ## all tests, the slow ones too, and 400 examples of each property
+test-all: $(INSTALLED) trainers cluster tools  ## all tests, the slow ones too, and 400 examples of each property
 	$(PYTEST) --hypothesis-profile=all
 
 # ONNX Runtime asks the CPU itself: its forms are the same ones here.

@@ -185,7 +185,7 @@ class Workforce:
         self._loop = loop
         for worker in self._workers.values():
             worker.post = loop.post
-        loop.employ(self._workers, self._bring_back)
+        loop.employ({name: self._workers[name] for name in self._places}, self._bring_back)
 
     def measured(
         self, config: LineConfig, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]

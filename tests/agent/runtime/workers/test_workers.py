@@ -62,7 +62,9 @@ def in_another(line, post, folder):
 @contextmanager
 def in_an_actor(line, post, folder):
     ray_cluster = pytest.importorskip("agent.cluster.ray_cluster", reason="coserve[cluster] is not installed")
-    with ray_cluster.ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"):
+    with ray_cluster.ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    ):
         actor = ray_cluster.WorkerActor.remote("w1", str(folder / "packed"), 30)
         with remote(line, post, ray_cluster.RayChannel(actor)) as worker:
             yield worker

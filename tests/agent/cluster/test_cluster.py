@@ -1,0 +1,27 @@
+"""A line whose workers are in a Ray cluster; without the extra it is refused with what to install."""
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.cli.app import app
+from agent.cluster import extra
+from tests.agent.deployment.test_workforce import IMAGE, Line, Verdict, judged
+
+
+def test_without_the_extra_a_line_in_a_cluster_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(extra, "find_spec", lambda _: None)
+    line = Line(tmp_path, address="10.0.0.1:6379")
+    told = "cluster.address: a cluster needs ray and pyarrow: install the extra with `pip install 'coserve[cluster]'`"
+    assert told in line.refusal()
+    checked = CliRunner().invoke(app, ["config", "check", str(line.file)])
+    assert checked.exit_code == 78
+    assert told in checked.stderr
+
+
+@pytest.mark.slow
+def test_images_are_judged_by_actors(tmp_path):
+    ray = pytest.importorskip("ray", reason="coserve[cluster] is not installed")
+    local = {"address": "local", "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    with ray.init(num_cpus=2, **local), Line(tmp_path, address="auto").built(starts=True) as (agent, outcomes, _):
+        assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12)} == {Verdict.OK}
+        assert agent.loop.workers == ["w1", "w2"]
