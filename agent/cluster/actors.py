@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import gettempdir
-from threading import Event as Flag
 from threading import Thread
 
 import ray
@@ -27,8 +27,7 @@ class ActorChannel:
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self.outbox: SimpleQueue[bytes] = SimpleQueue()
-        self.has_ended = Flag()
+        self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
 
     def send(self, message: bytes) -> None:
         self.outbox.put(message)
@@ -40,7 +39,7 @@ class ActorChannel:
         self.inbox.put(None)
 
     def close(self) -> None:
-        self.has_ended.set()
+        self.outbox.put(None)
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"in": 1, "out": 1})
@@ -64,13 +63,12 @@ class WorkerActor:
     @ray.method(concurrency_group="out")
     def receive(self) -> list[bytes] | None:
         """Messages of the worker, at least one; [] after RECEIVE_S without any; None once it has ended."""
-        outbox = self._channel.outbox
-        try:
-            found = [outbox.get(timeout=RECEIVE_S)]
-        except Empty:
-            return None if self._channel.has_ended.is_set() else []
-        while not outbox.empty():
-            found.append(outbox.get())
+        found: list[bytes] = []
+        with suppress(Empty):
+            while (message := self._channel.outbox.get(timeout=0.0 if found else RECEIVE_S)) is not None:
+                found.append(message)
+            self._channel.close()  # the next call returns None
+            return found or None
         return found
 
     def _serve(self, folder: Path) -> None:
