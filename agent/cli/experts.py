@@ -12,7 +12,7 @@ import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
-from agent.cli.rejudging import compare_over, lines_of
+from agent.cli.rejudging import judging, lines_of
 
 NEXT = "Name it as `weights:` of an expert in the line file."
 ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving expert, kind/name", show_default=False)]
@@ -41,12 +41,8 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 def compare_expert(
     line: LineFile,
     expert: ExpertName,
-    over: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="judge these anew with both: kept, results, or a folder")
-    ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="with --over: the candidate's weights; default: the expert's shadow")
-    ] = None,
+    over: Annotated[str | None, typer.Option(metavar="SOURCE", help="judge kept, results, or a folder")] = None,
+    weights: Annotated[Path | None, typer.Option(help="with --over: the candidate's; default: the shadow")] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="with --over: flips with thumbnails")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,8 +53,12 @@ def compare_expert(
     if over is None and (weights is not None or page is not None):
         raise typer.BadParameter("--weights and --page need images to judge - add --over")
     if over is not None:
-        done = compare_over(line, expert, over, weights, page)
-        say(as_json, done.as_json(), lines_of(done))
+        with judging(line) as (config, progress):
+            from agent.commands.rejudging.archive import ArchiveQuery
+            from agent.commands.rejudging.rejudge import rejudge_candidate  # loads torch
+
+            row = rejudge_candidate(config, ArchiveQuery(over, expert=expert), weights, page, progress)
+        say(as_json, row, lines_of(row))
         return
     from agent.commands.experts import comparison_of, comparison_row, print_comparison
     from agent.config import read_line

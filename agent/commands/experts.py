@@ -91,7 +91,7 @@ def _profile(config: LineConfig) -> StoredProfile | None:
 
 def comparison_of(config: LineConfig, expert: str) -> Comparison:
     """Answers of an expert and its shadow on the same images. Raises ConfigError without any."""
-    shadow = _shadow_of(config, expert)
+    shadow = shadow_of(config, expert)
     try:
         comparison = read_comparison(config.results_file, expert, shadow)
     except FileNotFoundError as error:
@@ -149,7 +149,7 @@ def promote(file: Path, expert: str) -> tuple[str, tuple[str, ...]]:
     """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version. Returns
     the shadow and the keys that differed. Raises ConfigError; then the file is unchanged."""
     config = line_of(read_document(file.absolute()))
-    shadow = _shadow_of(config, expert)
+    shadow = shadow_of(config, expert)
     entries = read_document(file.absolute()).root.value["experts"]
     if expert not in entries or shadow not in entries:
         raise ConfigError(
@@ -168,7 +168,7 @@ def promote(file: Path, expert: str) -> tuple[str, tuple[str, ...]]:
     return shadow, keys
 
 
-def _shadow_of(config: LineConfig, expert: str) -> str:
+def shadow_of(config: LineConfig, expert: str) -> str:
     if expert not in config.catalog.experts:
         raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
     shadow = config.catalog.graph.shadows.get(expert)

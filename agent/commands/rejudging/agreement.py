@@ -1,120 +1,148 @@
-"""New answers beside earlier ones: agreement of each component and expert, and the flips that are most certain."""
+"""Answers as rows, new ones beside earlier ones: figures of their agreement, and the most certain flips on one page.
+
+The page is one HTML file: no script, nothing fetched, all text escaped.
+"""
 
 from __future__ import annotations
 
+import base64
 import heapq
-import itertools
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
 
-from experts.expert import Verdict
+from PIL import Image
+
+from experts.errors import ConfigError, ImageError
+from experts.expert import Orientation, Verdict
+from experts.filesystem import whole_text_file
+from experts.images import LARGEST_MAX_PIXELS, decode_image
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from agent.commands.rejudging.archive import ArchivedImage
+    from agent.core.request import Outcome
+
+    Row = dict[str, Any]
 
 MOST_FLIPS = 500  # that a page shows
-SAME, OTHER_LABEL, OK_TO_NG, NG_TO_OK, TO_UNKNOWN, FROM_UNKNOWN = (
-    "agreeing", "other_label", "ok_to_ng", "ng_to_ok", "to_unknown", "from_unknown"
-)  # fmt: skip
-KINDS = (SAME, OTHER_LABEL, OK_TO_NG, NG_TO_OK, TO_UNKNOWN, FROM_UNKNOWN)
+KINDS = ("agreeing", "other_label", "ok_to_ng", "ng_to_ok", "to_unknown", "from_unknown")
+ALIKE = KINDS[:2]  # of one verdict
+THUMBNAIL_PX = 160
+PAGE = Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" \
+content="default-src 'none'; img-src data:; style-src 'unsafe-inline'"><title>$title</title><style>
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; background: #101214; color: #e4e6e8 }
+section { display: flex; flex-wrap: wrap; gap: 1em } figure { margin: 0; width: 12em; overflow-wrap: anywhere }
+img { width: 160px; height: 160px; object-fit: contain; background: #000; image-rendering: pixelated }
+.OK { color: #56d67e } .NG { color: #ff483e } .UNKNOWN { color: #ffb830 } small { color: #9aa0a6 }
+</style>
+<h1>$title</h1>
+<p>$images images, $compared with an earlier answer; $agreeing agree.</p>
+<h2>Other verdicts: $flips</h2>
+<p>The $shown most certain first.</p>
+<section>
+$figures</section>
+</html>
+""")
 
 
-class Place(NamedTuple):
-    """Component, and the expert that decided its new answer; "" for none."""
-
-    component: str
-    expert: str
-
-
-@dataclass(slots=True)
-class AnswersCompared:
-    """Comparison of answers. ``kinds``: images by place and kind; ``alone``: images without an earlier answer.
-
-    ``flips``: rows with another verdict, the most certain first, at most MOST_FLIPS of ``flips_in_all``.
-    """
-
-    images: int = 0
-    alone: int = 0
-    kinds: Mapping[Place, Counter[str]] = field(default_factory=dict)
-    flips: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def total(self) -> Counter[str]:
-        return sum(self.kinds.values(), Counter())
-
-    @property
-    def compared(self) -> int:
-        return self.images - self.alone
-
-    @property
-    def flips_in_all(self) -> int:
-        return self.compared - self.total[SAME] - self.total[OTHER_LABEL]
-
-    def as_json(self) -> dict[str, Any]:
-        total = self.total
-        return {
-            "images": self.images,
-            "compared": self.compared,
-            "agreement": total[SAME] / self.compared if self.compared else None,
-            **_counts(total),
-            "places": [
-                place._asdict() | {"images": counts.total(), **_counts(counts)}
-                for place, counts in self.least_agreeing()
-            ],
-        }
-
-    def least_agreeing(self) -> list[tuple[Place, Counter[str]]]:
-        """Places with their counts, the one with the most disagreeing images first."""
-        return sorted(self.kinds.items(), key=lambda each: (each[1][SAME] - each[1].total(), each[0]))
+def new_row(image: ArchivedImage, outcome: Outcome) -> Row:
+    """Row of an image with its new answer."""
+    row = {name: getattr(image.subject, name) for name in ("key", "box", "component", "board", "ref")}
+    row |= {name: getattr(outcome, name) for name in ("verdict", "label", "score", "reason")}
+    experts, scores = [each.expert for each in outcome.steps], [each.prediction.score for each in outcome.steps]
+    return row | {"path": image.path, "experts": experts, "scores": scores}
 
 
-def answer_row(image: ArchivedImage, answer: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Row of one image, with its new answer and an earlier one."""
-    row = {name: getattr(image, name) for name in ("key", "path", "box", "component", "board", "ref")} | dict(answer)
-    earlier = earlier or {}
-    row |= {f"stored_{name}": earlier.get(name) for name in ("verdict", "label", "score")}
-    return row | {"stored_at": earlier.get("finished_at"), "agrees": kind_of(row) == SAME if earlier else None}
+def beside(row: Row, earlier: Mapping[str, Any] | None) -> Row:
+    """The row with an earlier answer."""
+    row = row | {f"stored_{name}": (earlier or {}).get(name) for name in ("verdict", "label", "score", "at")}
+    return row | {"agrees": _kind_of(row) == "agreeing" if earlier else None}
 
 
-def kind_of(row: Mapping[str, Any]) -> str:
-    """Kind of a row with an earlier answer."""
+def compare_answers(rows: Iterable[Row], most: int = MOST_FLIPS) -> tuple[Row, list[Row]]:
+    """Figures for `--json`, and the ``most`` certain of the rows with another verdict. Rows are read once, not held."""
+    images, total = 0, _no_answers()
+    places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(_no_answers)  # component, deciding expert
+
+    def flips() -> Iterator[Row]:
+        nonlocal images
+        for row in rows:
+            images += 1
+            if row["stored_verdict"] is not None:
+                kind = _kind_of(row)
+                total[kind] += 1
+                places[row["component"] or "", row["experts"][-1] if row["experts"] else ""][kind] += 1
+                if kind not in ALIKE:
+                    yield row
+
+    most_certain = heapq.nlargest(most, flips(), key=_certainty)
+    compared = total.total()
+    agreement = total["agreeing"] / compared if compared else None
+    least_agreeing = sorted(places.items(), key=lambda each: (each[1]["agreeing"] - each[1].total(), each[0]))
+    told = [
+        {"component": component, "expert": expert, "images": counts.total(), **counts}
+        for (component, expert), counts in least_agreeing
+    ]
+    return {"images": images, "compared": compared, "agreement": agreement, **total, "places": told}, most_certain
+
+
+def write_page(file: Path, title: str, figures: Row, flips: list[Row]) -> Path | None:
+    """Write the page, whole or not at all; None without flips. Raises ConfigError if the disk refuses."""
+    if not flips:
+        return None
+    shown = {"title": escape(title), "shown": len(flips), "figures": "".join(map(_figure, flips))}
+    shown["flips"] = figures["compared"] - sum(figures[kind] for kind in ALIKE)
+    try:
+        with whole_text_file(file) as out:
+            out.write(PAGE.substitute(figures, **shown))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error} - everything else is written") from error
+    return file
+
+
+def _no_answers() -> Counter[str]:
+    return Counter(dict.fromkeys(KINDS, 0))
+
+
+def _kind_of(row: Row) -> str:
     now, before = row["verdict"], row["stored_verdict"]
     if now == before:
-        return SAME if row["label"] == row["stored_label"] else OTHER_LABEL
+        return "agreeing" if row["label"] == row["stored_label"] else "other_label"
     if Verdict.UNKNOWN in (now, before):
-        return TO_UNKNOWN if now == Verdict.UNKNOWN else FROM_UNKNOWN
-    return OK_TO_NG if now == Verdict.NG else NG_TO_OK
+        return "to_unknown" if now == Verdict.UNKNOWN else "from_unknown"
+    return "ok_to_ng" if now == Verdict.NG else "ng_to_ok"
 
 
-def compare_answers(rows: Iterable[Mapping[str, Any]], most: int = MOST_FLIPS) -> AnswersCompared:
-    """Comparison of rows, read once, of which the ``most`` certain flips are held."""
-    found = AnswersCompared()
-    kinds: defaultdict[Place, Counter[str]] = defaultdict(Counter)
-    flips: list[tuple[float, int, Mapping[str, Any]]] = []
-    number = itertools.count()
-    for row in rows:
-        found.images += 1
-        if row["stored_verdict"] is None:
-            found.alone += 1
-            continue
-        kind = kind_of(row)
-        kinds[Place(row["component"] or "", row["experts"][-1] if row["experts"] else "")][kind] += 1
-        if kind not in {SAME, OTHER_LABEL}:
-            heapq.heappush(flips, (_certainty(row), -next(number), row))
-            if len(flips) > most:
-                heapq.heappop(flips)
-    found.kinds = dict(kinds)
-    found.flips = [row for *_, row in sorted(flips, key=lambda each: each[:2], reverse=True)]
-    return found
-
-
-def _certainty(row: Mapping[str, Any]) -> float:
+def _certainty(row: Row) -> float:
     """Score of the less certain of both answers; 0 for none. Scores of anomalies are on no scale: 1 at most."""
     return min(1.0, *(row[name] or 0.0 for name in ("score", "stored_score")))
 
 
-def _counts(counts: Counter[str]) -> dict[str, int]:
-    return {kind: counts[kind] for kind in KINDS}
+def _figure(row: Row) -> str:
+    before = _answer(row["stored_verdict"], row["stored_label"], row["stored_score"])
+    now = _answer(row["verdict"], row["label"] or row["reason"], row["score"])
+    told = escape(" ".join(row[name] for name in ("component", "board", "ref") if row[name]))
+    caption = f"{before} &rarr; {now}<br>{told}<br><small>{escape(row['path'])}</small>"
+    return f"<figure>{_thumbnail(row)}<figcaption>{caption}</figcaption></figure>\n"
+
+
+def _answer(verdict: str, label: str | None, score: float | None) -> str:
+    return f'<b class="{verdict}">{verdict}</b> {escape(label or "")}' + ("" if score is None else f" {score:.3f}")
+
+
+def _thumbnail(row: Row) -> str:
+    try:
+        pixels = decode_image(Path(row["path"]), row["path"], LARGEST_MAX_PIXELS).turned(Orientation.EXIF)
+        picture = Image.fromarray(pixels).crop(row["box"]) if row["box"] else Image.fromarray(pixels)
+        picture.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        png = BytesIO()
+        picture.save(png, "PNG")
+    except (ImageError, OSError, ValueError):
+        return "<p>no image any more</p>"
+    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
@@ -16,42 +17,26 @@ from agent.sources.folder.files.shelves import as_it_came, files_below, judged_f
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.subject import Subject, image_key, pieces
 from experts.errors import ConfigError
-from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.line_file.intake import CameraSection, FolderSection
     from agent.records.results import Result
 
-KEPT, RESULTS = "kept", "results"
 GONE = "the image is no longer there"
-NO_PART = "its result names no component and no expert of this line"
-NO_ROUTE = "no route for its component"
+STORED = "SELECT key, verdict, label, score, finished_at FROM results WHERE key IN (SELECT value FROM json_each(?))"
 
 
-@dataclass(frozen=True, slots=True)
-class ArchivedImage:
-    """Image, or one part of it, to judge by its component's route, or by one expert where it has no component.
+class ArchivedImage(NamedTuple):
+    """Subject to judge, and its file. ``size``: (height, width) that the layout requires; None: any."""
 
-    ``key``: of its stored result, if it has one. ``box``: (left, top, right, bottom) in pixels; None: all of the image.
-    ``size``: (height, width) that the layout requires; None: any.
-    """
-
-    key: str
+    subject: Subject
     path: str
-    component: str | None
-    max_pixels: int = DEFAULT_MAX_PIXELS
-    expert: str | None = None
-    board: str | None = None
-    ref: str | None = None
-    box: tuple[int, int, int, int] | None = None
     size: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveQuery:
+class ArchiveQuery(NamedTuple):
     """Images to judge. ``source``: kept, results, or a folder. Times: of the stored verdict, or of a folder's file."""
 
     source: str
@@ -64,75 +49,53 @@ class ArchiveQuery:
         return (self.since is None or at >= self.since) and (self.until is None or at < self.until)
 
 
-@dataclass(slots=True)
-class Archive:
-    """Images found. ``left_out``: number of images that cannot be judged, by reason."""
+def find_images(config: LineConfig, query: ArchiveQuery) -> tuple[list[ArchivedImage], Counter[str]]:
+    """Images of a query, in the order of their results or names; and how many cannot be judged, by reason.
 
-    images: list[ArchivedImage] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def find_images(config: LineConfig, query: ArchiveQuery) -> Archive:
-    """Images of a query, in the order of their results or names. Raises ConfigError for an unknown component or expert,
-    and for a source without any image."""
-    routes, experts = config.catalog.graph.routes, config.catalog.experts
-    if query.component is not None and query.component not in routes:
-        raise ConfigError(f"no route for component {query.component!r} - this line knows {', '.join(sorted(routes))}")
-    if query.expert is not None and query.expert not in experts:
+    Raises ConfigError for an unknown component or expert, and for a source without any image.
+    """
+    graph, experts = config.catalog.graph, config.catalog.experts
+    if query.component not in {None, *graph.routes}:
+        known = ", ".join(sorted(graph.routes))
+        raise ConfigError(f"no route for component {query.component!r} - this line knows {known}")
+    if query.expert not in {None, *experts}:
         raise ConfigError(f"no expert {query.expert!r} - `coserve experts list` shows the line's")
-    archive = Archive()
-    is_stored = query.source in {KEPT, RESULTS}
-    for image in (_of_results if is_stored else _of_folder)(config, query, archive.left_out):
-        if image.component is None and image.expert not in experts:
-            archive.left_out[NO_PART] += 1
-        elif image.component is not None and image.component not in routes:
-            archive.left_out[NO_ROUTE] += 1
-        elif _is_wanted(config, query, image):
-            archive.images.append(image)
-    if not archive.images:
-        reasons = "".join(f"; {count}: {reason}" for reason, count in archive.left_out.most_common())
+    images: list[ArchivedImage] = []
+    left_out: Counter[str] = Counter()
+    for image in (_of_results if query.source in {"kept", "results"} else _of_folder)(config, query):
+        if isinstance(image, str):
+            left_out[image] += 1
+            continue
+        component, expert = image.subject.component, image.subject.expert
+        reached = (expert,) if component is None else graph.experts_of(component)
+        if component is None and expert not in experts:
+            left_out["its result names no component and no expert of this line"] += 1
+        elif not reached:
+            left_out["no route for its component"] += 1
+        elif query.component in {None, component} and query.expert in {None, *reached}:
+            images.append(image)
+    if not images:
+        reasons = "".join(f"; {count}: {reason}" for reason, count in left_out.most_common())
         raise ConfigError(f"{query.source} has no image to judge{reasons} - choose another source, time or component")
-    return archive
+    return images, left_out
 
 
-def stored_answers(config: LineConfig, images: Sequence[ArchivedImage]) -> list[dict[str, Any] | None]:
-    """Stored verdict, label, score and time of each image; None: the line has no result of it."""
-    found, marks = {}, ", ".join("?" * len(images))
-    if config.results_file.is_file():
-        names = ("key", "verdict", "label", "score", "finished_at")
-        sql = f"SELECT {', '.join(names)} FROM results WHERE key IN ({marks})"
-        for row in read_rows(config.results_file, sql, [image.key for image in images]):
-            found[row["key"]] = {**row, "finished_at": datetime.fromisoformat(row["finished_at"])}
-    return [found.get(image.key) for image in images]
+def stored_answers(config: LineConfig, keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Stored verdict, label, score and time (``at``), by key; without keys that have no result."""
+    rows = read_rows(config.results_file, STORED, [json.dumps(keys)]) if config.results_file.is_file() else []
+    return {row["key"]: {**row, "at": datetime.fromisoformat(row["finished_at"])} for row in rows}
 
 
-def _is_wanted(config: LineConfig, query: ArchiveQuery, image: ArchivedImage) -> bool:
-    if query.component not in {None, image.component}:
-        return False
-    reached = config.catalog.graph.experts_of(image.component or "") or (image.expert,)
-    return query.expert is None or query.expert in reached
-
-
-def _of_results(config: LineConfig, query: ArchiveQuery, left_out: Counter[str]) -> Iterator[ArchivedImage]:
+def _of_results(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
     if not config.results_file.is_file():
         raise ConfigError(f"{config.results_file}: no results yet - start `coserve serve` for this line first")
-    most = _most_pixels(config)
     for row in ResultReader(config.results_file).query(since=query.since):
         result, subject = row.result, row.result.subject
-        if not query.covers(result.finished_at) or (query.source == KEPT and result.kept_as is None):
-            continue
-        if (path := _place_of(config, result)) is None:
-            left_out[GONE] += 1
-            continue
-        expert = result.experts[0] if subject.component is None and result.experts else None
-        place = (expert, subject.board, subject.ref, subject.box)
-        yield ArchivedImage(subject.key, str(path), subject.component, most, *place)
-
-
-def _most_pixels(config: LineConfig) -> int:
-    """The largest limit of the line's sources: a frame's own is not stored with its result."""
-    sections: list[FolderSection | CameraSection] = [*config.intake.folders, *config.intake.cameras]
-    return max((section.max_pixels for section in sections), default=DEFAULT_MAX_PIXELS)
+        if query.covers(result.finished_at) and (query.source == "results" or result.kept_as is not None):
+            if subject.component is None and result.experts:
+                subject = replace(subject, expert=result.experts[0])
+            path = _place_of(config, result)
+            yield GONE if path is None else ArchivedImage(subject, str(path))
 
 
 def _place_of(config: LineConfig, result: Result) -> Path | None:
@@ -147,32 +110,28 @@ def _place_of(config: LineConfig, result: Result) -> Path | None:
     return None
 
 
-def _of_folder(config: LineConfig, query: ArchiveQuery, left_out: Counter[str]) -> Iterator[ArchivedImage]:
+def _of_folder(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
     folder = Path(query.source).absolute()
     if not folder.is_dir():
         raise ConfigError(f"{query.source} is no folder - name one, or `kept`, or `results`")
-    sections = config.intake.folders
-    if not sections:
+    if not config.intake.folders:
         raise ConfigError("the line has no intake folder to read names of images by - add one, or take `results`")
-    around = next((section for section in sections if folder.is_relative_to(section.path)), None)
-    root = folder if around is None else around.path
-    namings = [naming_of(section, config) for section in (sections if around is None else (around,))]
-    most = _most_pixels(config)
-    for below in files_below(folder):
-        path = folder / below
+    around = [section for section in config.intake.folders if folder.is_relative_to(section.path)][:1]
+    inbox = Inbox(around[0].path if around else folder, "")
+    namings = [naming_of(section, config) for section in around or config.intake.folders]
+    has_sidecars = any(naming.has_sidecars for naming in namings)
+    for path in (folder / below for below in files_below(folder)):
         seen = sighting_of(path)
-        if seen is None or not query.covers(datetime.fromtimestamp(seen.mtime_ns / 1e9).astimezone()):
+        is_sidecar = has_sidecars and path.suffix.lower() == SUFFIX
+        if is_sidecar or not seen or not query.covers(datetime.fromtimestamp(seen.mtime_ns / 1e9).astimezone()):
             continue
-        relpath = as_it_came(path.relative_to(root).as_posix())
+        relpath = as_it_came(path.relative_to(inbox.root).as_posix())
         named = [name_of(naming, path, relpath) for naming in namings]
         fields = next((each for each in named if not isinstance(each, str)), None)
-        if fields is not None:
-            key = Inbox(root, "").key(relpath, seen)
-            subject = Subject(key, "", relpath, datetime.now().astimezone(), **fields)
-            layout = config.layouts[str(subject.board_type)] if subject.shows_board else None
-            size = None if layout is None else layout.size
-            for part in pieces(subject, layout):
-                place = (part.board, part.ref, part.box, size)
-                yield ArchivedImage(part.key, str(path), part.component, most, None, *place)
-        elif not (path.name.lower().endswith(SUFFIX) and any(naming.has_sidecars for naming in namings)):
-            left_out[str(named[0])] += 1
+        if fields is None:
+            yield str(named[0])
+            continue
+        subject = Subject(inbox.key(relpath, seen), "", relpath, datetime.now().astimezone(), **fields)
+        layout = config.layouts[str(subject.board_type)] if subject.shows_board else None
+        for part in pieces(subject, layout):
+            yield ArchivedImage(part, str(path), layout.size if layout else None)

@@ -1,157 +1,193 @@
-"""`coserve rejudge`, and a candidate beside the present expert over an archive."""
+"""`coserve rejudge`, and a candidate beside the present expert over an archive, in groups of images.
+
+Guarantees: an expert is loaded once for a group, as the Engine collects the requests of each expert, and no age of a
+request breaks this order (NO_HURRY_S). For an agent that serves the line on this box: its state is not locked, its
+packed weights do not change; experts that are not packed yet are packed beside them, for this run only.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent.commands.experts import STAYING
-from agent.commands.rejudging.agreement import AnswersCompared, answer_row, compare_answers
+from agent.commands.experts import STAYING, shadow_of
+from agent.commands.rejudging.agreement import beside, compare_answers, new_row, write_page
 from agent.commands.rejudging.archive import find_images, stored_answers
-from agent.commands.rejudging.flips_page import write_page
-from agent.commands.rejudging.judging import GROUP_IMAGES, groups_of, local_judge
-from agent.commands.rejudging.parts import answer_parts, refuse_file, require_parquet, rows_of
 from agent.config import line_of
+from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.deployment.workforce import on_cluster
-from experts.document import suggestion
+from agent.records.database import refuse_root_beside_another
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from experts.errors import ConfigError
+from experts.images import DEFAULT_MAX_PIXELS
+from experts.packed.snapshot import snapshot
+from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
-    from agent.commands.rejudging.archive import Archive, ArchiveQuery
-    from agent.commands.rejudging.judging import LocalJudge, Progress
+    from agent.commands.progress import Report
+    from agent.commands.rejudging.agreement import Row
+    from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery
     from agent.config import LineConfig
+    from agent.deployment.build import Agent
+    from agent.runtime.requests import Requests
+    from experts.graph import ExpertGraph
 
-STAGE = "rejudge"
-
-
-@dataclass(frozen=True, slots=True)
-class Rejudged:
-    """Result of a run. ``resumed``: images whose answers an earlier run had written. ``page``: None without flips."""
-
-    file: Path | None
-    page: Path | None
-    compared: AnswersCompared
-    left_out: Counter[str]
-    resumed: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "file": self.file and str(self.file),
-            "page": self.page and str(self.page),
-            "resumed": self.resumed,
-            "left_out": dict(self.left_out),
-            **self.compared.as_json(),
-        }
+GROUP_IMAGES = 2000  # that an interruption costs at most; an expert is loaded in 1 s, and judges them in 10 s or more
+GROUP_FRAMES = 16  # images that are cut: each stays decoded until its last part is judged
+NO_HURRY_S = 86_400.0  # the largest value of max_overtake_s
 
 
-def rejudge(
-    config: LineConfig,
-    query: ArchiveQuery,
-    out: Path,
-    progress: Progress,
-    cluster: str | None = None,
-    images_at_once: int = GROUP_IMAGES,
-) -> Rejudged:
-    """Judge an archive, write ``out``, and compare with the stored verdicts. Goes on where an earlier run ended.
+def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Report, cluster: str | None = None) -> Row:
+    """Judge an archive, write ``out``, and compare with the stored verdicts; what `--json` tells.
 
-    An agent may serve the line meanwhile. Raises ConfigError, AgentCrashed.
+    Goes on where an earlier run ended. Raises ConfigError, AgentCrashed.
     """
-    require_parquet()
+    try:
+        from agent.commands.rejudging.parts import known_keys, merged_rows, parts_of, write_part
+    except ModuleNotFoundError as error:
+        raise ConfigError("Parquet files need pyarrow - pip install 'coserve[cluster]'") from error
     where = config if cluster is None else on_cluster(config, cluster)
-    page = out.with_suffix(".html")
-    refuse_file(out)
-    refuse_file(page)
-    archive = find_images(config, query)
-    resumed = 0
-
-    def judged(count: int) -> None:
-        progress(STAGE, resumed + count, len(archive.images))
-
-    with (
-        local_judge(where, progress, judged) as judge,
-        answer_parts(out, _made_with(config, query, judge)) as parts,
-    ):
-        known = parts.keys()
-        images = [image for image in archive.images if image.key not in known]
-        resumed = len(archive.images) - len(images)
-        for group, answers in judge.judge_groups(groups_of(images, config.catalog.graph, images_at_once)):
-            parts.write(list(map(answer_row, group, answers, stored_answers(config, group))))
-        parts.merge()
-    compared = compare_answers(rows_of(out))
-    is_written = _write_flips(page, f"{config.line}: judged anew", compared)
-    return Rejudged(out, page if is_written else None, compared, archive.left_out, resumed)
+    _refuse_file(out)
+    _refuse_file(out.with_suffix(".html"))
+    images, left_out = find_images(config, query)
+    with patient_agent(where, progress) as (agent, requests), parts_of(out) as folder:
+        weights = [(copy, packed.source_sha256) for copy, packed in sorted(agent.packed.items())]
+        line = (config.document.values, config.layouts)
+        made_with = {"line file": _digest(line), "weights": _digest(weights), "selection of images": _digest(query)}
+        known = known_keys(folder, made_with)
+        new = [image for image in images if image.subject.key not in known]
+        resumed = len(images) - len(new)
+        done = count(resumed + 1)
+        for rows in judge(config, requests, new, lambda *_: progress("rejudge", next(done), len(images))):
+            stored = stored_answers(config, [row["key"] for row in rows])
+            write_part(folder, made_with, [beside(row, stored.get(row["key"])) for row in rows])
+        figures, flips = compare_answers(merged_rows(folder, out))
+    page = write_page(out.with_suffix(".html"), f"{config.line}: judged anew", figures, flips)
+    return {"file": out, "page": page, "resumed": resumed, "left_out": left_out, **figures}
 
 
 def rejudge_candidate(
-    config: LineConfig, query: ArchiveQuery, weights: Path | None, page: Path | None, progress: Progress
-) -> Rejudged:
-    """Judge an expert's images by their routes, with the expert and then with its candidate; compare both.
+    config: LineConfig, query: ArchiveQuery, weights: Path | None, page: Path | None, progress: Report
+) -> Row:
+    """Judge an expert's images by their routes, with its candidate and with itself; compare both.
 
     ``weights``: the candidate's; None: its shadow is the candidate. Raises ConfigError, AgentCrashed.
     """
     if page is not None:
-        refuse_file(page)
-    candidate = candidate_line(config, str(query.expert), weights)
-    archive = find_images(config, query)
-    given = _answers(candidate, query, archive, progress, "candidate")
-    before = _answers(config, query, archive, progress, "present")
-    compared = compare_answers(
-        answer_row(image, new, old)
-        for image, new, old in zip(archive.images, given, before, strict=True)
-        if query.expert in {*new["experts"], *old["experts"]}
-    )
-    is_written = page is not None and _write_flips(page, f"{config.line}: candidate of {query.expert}", compared)
-    return Rejudged(None, page if is_written else None, compared, archive.left_out)
+        _refuse_file(page)
+    expert = str(query.expert)
+    images, left_out = find_images(config, query)
+    rows = _rows(candidate_line(config, expert, weights), expert, images, progress, "candidate")
+    present = _rows(config, expert, images, progress, "present")
+    reached = (key for key in rows if expert in {*rows[key]["experts"], *present[key]["experts"]})
+    figures, flips = compare_answers(beside(rows[key], present[key]) for key in reached)
+    written = page and write_page(page, f"{config.line}: candidate of {expert}", figures, flips)
+    return {"file": None, "page": written, "resumed": 0, "left_out": left_out, **figures}
 
 
 def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> LineConfig:
     """The line as it would be with other weights of an expert, or with its shadow promoted. Raises ConfigError."""
-    if expert not in config.catalog.experts:
-        raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
     entries = config.document.values["experts"]
-    if weights is not None:
-        if not weights.exists():
-            raise ConfigError(f"{weights}: no such file - name the candidate's weights")
+    if weights is None:
+        shadow = entries[shadow_of(config, expert)]
+        stays = {key: value for key, value in entries[expert].items() if key in STAYING}
+        entry = {key: value for key, value in shadow.items() if key not in STAYING} | stays
+    elif weights.exists():
         entry = entries[expert] | {"weights": str(weights.absolute())}
-    elif (shadow := config.catalog.graph.shadows.get(expert)) is not None:
-        stays = {key: entries[expert][key] for key in STAYING if key in entries[expert]}
-        entry = {key: value for key, value in entries[shadow].items() if key not in STAYING} | stays
     else:
-        raise ConfigError(f"{expert} has no shadow - name it as `shadow:` of its entry, or give --weights")
+        raise ConfigError(f"{weights}: no such file - name the candidate's weights")
     return line_of(config.document.having(("experts", expert), entry, f"the candidate of {expert}"), {})
 
 
-def _answers(
-    config: LineConfig, query: ArchiveQuery, archive: Archive, progress: Progress, stage: str
-) -> list[dict[str, Any]]:
-    """Answers to all images of an archive, in its order. Raises ConfigError where the query's expert cannot run."""
-    found: dict[str, dict[str, Any]] = {}
-    with local_judge(config, progress, lambda count: progress(stage, count, len(archive.images))) as judge:
-        if (reason := judge.agent.setup.broken.get(str(query.expert))) is not None:
-            raise ConfigError(f"the {stage} version of {query.expert} cannot run: {reason}")
-        for group, answers in judge.judge_groups(groups_of(archive.images, config.catalog.graph)):
-            found.update(zip((image.key for image in group), answers, strict=True))
-    return [found[image.key] for image in archive.images]
+@contextmanager
+def patient_agent(config: LineConfig, progress: Report) -> Iterator[tuple[Agent, Requests]]:
+    """A started agent of the line, beside another or without one. Raises as ``build_agent``."""
+    patient = replace(config, scheduling=config.scheduling.model_copy(update={"max_overtake_s": NO_HURRY_S}))
+    refuse_root_beside_another(config.state)
+    with (
+        closing(SegmentStore(config.packed_folder)) as segments,
+        snapshot(segments) as packed,
+        agent_with_requests(patient, progress, AgentOptions(packed=packed)) as (agent, requests),
+    ):
+        agent.start()
+        yield agent, requests
 
 
-def _made_with(config: LineConfig, query: ArchiveQuery, judge: LocalJudge) -> dict[str, str]:
-    """What parts of one file have in common, by the name in a refusal."""
-    selection = json.dumps(asdict(query), default=str)
-    weights = hashlib.sha256(json.dumps(judge.weights).encode()).hexdigest()
-    line = hashlib.sha256(json.dumps([config.document.values, str(config.layouts)], default=str).encode()).hexdigest()
-    return {"line file": line, "weights": weights, "selection of images": selection}
+def judge(
+    config: LineConfig, requests: Requests, images: Sequence[ArchivedImage], tell: Callable[[int, int], None]
+) -> Iterator[list[Row]]:
+    """Rows of each group, as it is ready. ``tell``: called for each answer. Raises AgentCrashed."""
+    limits = {each.max_pixels for each in config.intake.folders} | {each.max_pixels for each in config.intake.cameras}
+    most_pixels = max(limits, default=DEFAULT_MAX_PIXELS)  # a result does not tell its source's
+    for group in groups_of(images, config.catalog.graph):
+        frames: dict[str, Frame] = {}
+        for image in group:
+            source = _source(image, most_pixels, frames)
+            requests.submit(source, component=image.subject.component, expert=image.subject.expert)
+        ended = requests.collect(tell)
+        yield [new_row(image, each.outcome) for image, each in zip(group, ended, strict=True)]
 
 
-def _write_flips(page: Path, title: str, compared: AnswersCompared) -> bool:
-    """Write the page of flips; False without any. Raises ConfigError if the disk refuses."""
-    try:
-        if compared.flips:
-            write_page(page, title, compared)
-    except OSError as error:
-        raise ConfigError(f"{page}: {error.strerror or error} - everything else is written") from error
-    return bool(compared.flips)
+def groups_of(images: Sequence[ArchivedImage], graph: ExpertGraph) -> Iterator[list[ArchivedImage]]:
+    """Groups of at most GROUP_IMAGES images, or of all parts of GROUP_FRAMES images; see the module."""
+
+    def first(image: ArchivedImage) -> str:
+        return image.subject.expert or graph.first_expert(image.subject.component or "") or ""
+
+    def rank(image: ArchivedImage) -> tuple[int, str, str]:
+        return -counts[first(image)], first(image), image.subject.component or ""
+
+    counts = Counter(map(first, images))
+    files: defaultdict[tuple[bool, str], list[ArchivedImage]] = defaultdict(list)
+    for image in sorted(images, key=rank):
+        is_cut = image.subject.box is not None
+        files[is_cut, image.path if is_cut else image.subject.key].append(image)
+    for kind, most in ((False, GROUP_IMAGES), (True, GROUP_FRAMES)):
+        of_kind = [file for (is_cut, _), file in files.items() if is_cut is kind]
+        for start in range(0, len(of_kind), most):
+            yield sorted(chain.from_iterable(of_kind[start : start + most]), key=rank)
+
+
+def _source(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
+    path, subject = Path(image.path), image.subject
+    if subject.box is None:
+        return ImageFile(path, max_pixels)
+    if image.path not in frames:
+        try:
+            encoded = EncodedImage(path.read_bytes(), path.name, max_pixels)
+        except OSError as error:  # its decoder refuses it, with the reason in its name
+            encoded = EncodedImage(b"", f"{path.name} ({error.strerror})", max_pixels)
+        frames[image.path] = Frame(encoded, image.size)
+    frame = frames[image.path]
+    return FramePart(frame, subject.box, f"{frame.name}#{subject.ref}")
+
+
+def _rows(
+    config: LineConfig, expert: str, images: Sequence[ArchivedImage], progress: Report, stage: str
+) -> dict[str, Row]:
+    """Rows of all images by key. Raises ConfigError where the expert cannot run."""
+    with patient_agent(config, progress) as (agent, requests):
+        if (reason := agent.setup.broken.get(expert)) is not None:
+            raise ConfigError(f"the {stage} version of {expert} cannot run: {reason}")
+        done = count(1)
+        groups = judge(config, requests, images, lambda *_: progress(stage, next(done), len(images)))
+        return {row["key"]: row for group in groups for row in group}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+def _refuse_file(file: Path) -> None:
+    if file.exists():
+        raise ConfigError(f"{file} exists - name another file, or move it away")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file.parent} is no folder - make it, or name another file")

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.commands.rejudging import rejudge as rejudging
-from agent.commands.rejudging.agreement import answer_row, compare_answers
+from agent.commands.rejudging.agreement import beside, compare_answers
 from agent.commands.rejudging.archive import GONE, ArchivedImage, ArchiveQuery, find_images
-from agent.commands.rejudging.judging import groups_of, local_judge
-from agent.commands.rejudging.parts import answer_parts, rows_of
-from agent.commands.rejudging.rejudge import candidate_line, rejudge
+from agent.commands.rejudging.parts import parts_of
+from agent.commands.rejudging.rejudge import candidate_line, groups_of, judge, patient_agent, rejudge
 from agent.core.effects import StartLoad
 from agent.core.engine import Engine
 from agent.records.database import state_held
+from agent.subject import Subject
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.fake_line import picture
@@ -31,6 +31,14 @@ from tests.agent.service.fake_line import picture
 
 def quiet(*_):
     pass
+
+
+def archived(key, path, component, box=None):
+    return ArchivedImage(Subject(key, "", path, datetime.now(UTC), component, box=box), path)
+
+
+def rows_of(file):
+    return pq.read_table(file).to_pylist()
 
 
 def told(*arguments):
@@ -57,7 +65,7 @@ class TestWhatIsJudged:
         done, rows = judged(served)
         assert Counter(row["verdict"] for row in rows.values()) == {"OK": 6, "UNKNOWN": 1}
         assert all(row["agrees"] and row["stored_verdict"] == row["verdict"] for row in rows.values())
-        assert (done.compared.compared, done.compared.flips_in_all, done.page) == (7, 0, None)
+        assert (done["compared"], done["agreeing"], done["page"]) == (7, 7, None)
         assert rows["R4"]["experts"] == ["cls/f1"]
         assert rows["R4"]["scores"] == [0.9]
         assert rows["R4"]["stored_at"] is not None
@@ -66,7 +74,7 @@ class TestWhatIsJudged:
         next((served.inbox / "done").rglob("B0_c0_R0.png")).unlink()
         done, rows = judged(served)
         assert "R0" not in rows
-        assert done.left_out == {GONE: 1}
+        assert done["left_out"] == {GONE: 1}
 
     def test_kept_images_are_judged_and_parts_of_a_frame_are_cut_as_they_were(self, line):
         line.document["records"] = {"images": "all"}
@@ -80,7 +88,7 @@ class TestWhatIsJudged:
             assert {ref: (row["verdict"], row["box"]) for ref, row in rows.items()} == {
                 "R1": ("OK", [0, 0, 16, 16]), "R2": ("NG", [16, 0, 32, 16]),
             }  # fmt: skip
-            assert done.compared.total == {"agreeing": 1, "ok_to_ng": 1}
+            assert (done["compared"], done["agreeing"], done["ok_to_ng"]) == (2, 1, 1)
 
     def test_a_folder_of_images_is_read_as_the_inbox_names_them(self, served, tmp_path):
         folder = tmp_path / "month"
@@ -91,10 +99,10 @@ class TestWhatIsJudged:
         assert {ref: (row["board"], row["component"], row["stored_verdict"]) for ref, row in rows.items()} == {
             "R7": ("B7", "c0", None)
         }
-        named, strange = sorted(done.left_out)
+        named, strange = sorted(done["left_out"])
         assert named == "no route for the component 'c9'"
         assert strange.startswith("the name does not match the pattern")
-        assert (done.compared.images, done.compared.compared) == (1, 0)
+        assert (done["images"], done["compared"]) == (1, 0)
 
     def test_a_shelf_of_the_inbox_brings_its_stored_verdicts(self, served):
         served.fake(0, label="bad")
@@ -148,28 +156,29 @@ class TestHowItIsJudged:
 
         monkeypatch.setattr(Engine, "handle", counted)
         file = str(tmp_path / "i.png")
-        images = [ArchivedImage(str(number), file, f"c{number % 6}") for number in range(90)]
+        images = [archived(str(number), file, f"c{number % 6}") for number in range(90)]
         config = line.config
-        with local_judge(config, quiet) as judge:
-            (group,) = groups_of(images, config.catalog.graph)
-            answers = judge.judge(group)
-            statistics = judge.agent.loop.statistics().engine
-        assert {tuple(answer["experts"]) for answer in answers} == {(name, "det/last") for name in names}
+        with patient_agent(config, quiet) as (agent, requests):
+            (rows,) = judge(config, requests, images, quiet)
+            statistics = agent.loop.statistics().engine
+        assert {tuple(row["experts"]) for row in rows} == {(name, "det/last") for name in names}
         assert set(loads.values()) == {1}
         assert sum(statistics.loads.values()) == len(loads) == 7
 
-    def test_groups_follow_the_experts_and_keep_parts_of_a_frame_together(self, served):
-        images = [ArchivedImage(f"{number}", f"{number}.png", f"c{number % 3 // 2}") for number in range(9)]
+    def test_groups_follow_the_experts_and_keep_parts_of_a_frame_together(self, served, monkeypatch):
+        monkeypatch.setattr(rejudging, "GROUP_IMAGES", 4)
+        images = [archived(f"{number}", f"{number}.png", f"c{number % 3 // 2}") for number in range(9)]
         images += [
-            ArchivedImage(f"f{frame}#{part}", f"f{frame}.png", f"c{part}", box=(0, 0, 1, 1))
+            archived(f"f{frame}#{part}", f"f{frame}.png", f"c{part}", (0, 0, 1, 1))
             for part in range(2) for frame in range(20)
         ]  # fmt: skip
-        groups = list(groups_of(images, served.config.catalog.graph, 4))
-        components = [[image.component for image in group] for group in groups[:3]]
+        groups = list(groups_of(images, served.config.catalog.graph))
+        components = [[image.subject.component for image in group] for group in groups[:3]]
         assert components == [["c0"] * 4, ["c0"] * 2 + ["c1"] * 2, ["c1"]]
         frames = [{image.path for image in group} for group in groups[3:]]
         assert [len(each) for each in frames] == [16, 4]
-        assert sum(len(group) for group in groups) == len({image.key for group in groups for image in group}) == 49
+        keys = [image.subject.key for group in groups for image in group]
+        assert len(keys) == len(set(keys)) == 49
 
     def test_beside_an_agent_nothing_of_its_state_changes(self, served):
         served.fake(0, label="bad")
@@ -177,7 +186,7 @@ class TestHowItIsJudged:
             before = state_of(served)
             done, _ = judged(served)
             assert state_of(served) == before
-        assert done.compared.total["ok_to_ng"] == 4
+        assert done["ok_to_ng"] == 4
         assert list((served.config.state / "snapshots").iterdir()) == []
 
 
@@ -194,14 +203,15 @@ class TestParts:
                 raise KeyboardInterrupt
             return stored(config, keys)
 
+        monkeypatch.setattr(rejudging, "GROUP_IMAGES", 3)
         monkeypatch.setattr(rejudging, "stored_answers", first_group_alone)
         with pytest.raises(KeyboardInterrupt):
-            rejudge(served.config, query, out, quiet, None, 3)
+            rejudge(served.config, query, out, quiet)
         assert not out.exists()
         monkeypatch.setattr(rejudging, "stored_answers", stored)
         seen = []
-        done = rejudge(served.config, query, out, lambda *told: seen.append(told), None, 3)
-        assert (done.resumed, done.compared.images) == (3, 7)
+        done = rejudge(served.config, query, out, lambda *told: seen.append(told))
+        assert (done["resumed"], done["images"]) == (3, 7)
         assert [count for stage, count, _ in seen if stage == "rejudge"] == [4, 5, 6, 7]
         assert len({row["key"] for row in rows_of(out)}) == pq.read_metadata(out).num_rows == 7
         assert not (tmp_path / "out.parquet.parts").exists()
@@ -217,7 +227,7 @@ class TestParts:
     def test_parts_of_other_weights_or_another_line_are_refused(self, served, tmp_path, monkeypatch, change, reason):
         out = tmp_path / "out.parquet"
         with monkeypatch.context() as broken:
-            broken.setattr("agent.commands.rejudging.parts.AnswerParts.merge", lambda parts: 1 / 0)
+            broken.setattr("agent.commands.rejudging.parts.merged_rows", lambda folder, file: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rejudge(served.config, ArchiveQuery("results"), out, quiet)
         change(served)
@@ -233,12 +243,12 @@ class TestParts:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as broken:
-            broken.setattr("agent.commands.rejudging.parts.AnswerParts.merge", full)
+            broken.setattr("agent.commands.rejudging.parts.pq.ParquetWriter", full)
             with pytest.raises(ConfigError, match="No space left on device - what is judged is kept"):
                 rejudge(served.config, query, out, quiet)
-        with answer_parts(out, {}), pytest.raises(ConfigError, match="another run writes it"):
+        with parts_of(out), pytest.raises(ConfigError, match="another run writes it"):
             rejudge(served.config, query, out, quiet)
-        assert rejudge(served.config, query, out, quiet).resumed == 7
+        assert rejudge(served.config, query, out, quiet)["resumed"] == 7
 
     def test_a_file_that_is_there_is_not_replaced(self, served, tmp_path):
         (tmp_path / "out.parquet").write_text("dear")
@@ -251,7 +261,8 @@ class TestParts:
         monkeypatch.setattr("agent.cluster.extra.find_spec", lambda name: None)
         code, output = told(*arguments, "--cluster", "auto")
         assert (code, "coserve[cluster]" in output) == (78, True)
-        monkeypatch.setattr("agent.commands.rejudging.parts.find_spec", lambda name: None)
+        monkeypatch.delitem(sys.modules, "agent.commands.rejudging.parts")
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
         code, output = told(*arguments)
         assert (code, "pip install 'coserve[cluster]'" in output) == (78, True)
         assert not list(tmp_path.glob("out*"))
@@ -279,26 +290,25 @@ class TestTheComparison:
 
     def test_the_most_certain_flips_come_first_and_are_bounded(self):
         def row(number, before, now, scores):
-            image = ArchivedImage(str(number), "x.png", "c0")
             old, new = ({"verdict": each, "label": "l"} for each in (before, now))
-            answer = new | {"score": scores[1], "experts": []}
-            return answer_row(image, answer, old | {"score": scores[0]})
+            answer = new | {"key": str(number), "component": "c0", "score": scores[1], "experts": []}
+            return beside(answer, old | {"score": scores[0]})
 
         rows = [
             row(0, "OK", "NG", (0.9, 0.5)), row(1, "OK", "NG", (0.8, 0.8)), row(2, "OK", "OK", (1.0, 1.0)),
             row(3, "NG", "OK", (0.99, 0.9)), row(4, "OK", "UNKNOWN", (0.9, None)), row(5, "UNKNOWN", "NG", (None, 0.9)),
         ]  # fmt: skip
-        found = compare_answers(rows, most=3)
-        assert [each["key"] for each in found.flips] == ["3", "1", "0"]
-        assert found.flips_in_all == 5
-        assert found.total == {"agreeing": 1, "ok_to_ng": 2, "ng_to_ok": 1, "to_unknown": 1, "from_unknown": 1}
+        figures, flips = compare_answers(rows, most=3)
+        assert [each["key"] for each in flips] == ["3", "1", "0"]
+        counts = {"agreeing": 1, "other_label": 0, "ok_to_ng": 2, "ng_to_ok": 1, "to_unknown": 1, "from_unknown": 1}
+        assert figures.items() >= counts.items()
 
     def test_what_a_file_is_called_is_escaped_on_the_page(self, served, tmp_path):
         name = "B<script>_c1_R7.png"
         served.serve(name)
         served.fake(1, label="bad")
         done, _ = judged(served)
-        page = done.page.read_text()
+        page = done["page"].read_text()
         assert "<script" not in page
         assert "B&lt;script&gt;" in page
 
