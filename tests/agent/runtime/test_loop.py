@@ -35,14 +35,18 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 
 
 class Agent(Served):
-    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, **options):
+    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, device=False, **options):
         self.line, self.outcomes = line, {}
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         largest = max(copy.footprint.total_bytes for copy in line.copies.values())
-        pool = PoolSpec("host", room * largest, WORKSPACE_BYTES)
-        limits = worlds.limits((pool,), load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
+        pools = (PoolSpec("host", room * largest, WORKSPACE_BYTES),)
+        if device:
+            specs.append(ExecutorSpec(executors, "emulated", "device"))
+            pools += (replace(pools[0], name="device", cache="host"),)
+        limits = worlds.limits(pools, load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
         engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
-        plan = AgentPlan(replace(detect("cpu"), cores=1), specs, limits, line.copies, self.profile(specs), self.graph())
+        box = replace(detect("emulated" if device else "cpu"), cores=1)
+        plan = AgentPlan(box, specs, limits, line.copies, self.profile(specs), self.graph())
         told = on_outcome or self.outcomes.__setitem__
         self.loop = assemble(engine, plan, line.segments, told, LoopOptions(checks_invariants=True, **options))
 
@@ -58,7 +62,7 @@ class Agent(Served):
     def profile(self, specs):
         rows = {}
         for copy in self.line.copies.values():
-            loads, form = {SSD: 0.01}, prepared_form(copy.expert)
+            loads, form = {SSD: 0.01, "host": 0.001}, prepared_form(copy.expert)
             rows[copy.expert.id] = ExpertProfile(copy.name, PERFORMANCE, copy.footprint, loads, prepared=form)
         return PerformanceMatrix({spec.processor: rows for spec in specs})
 
@@ -200,6 +204,47 @@ def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypa
     with pytest.raises(AgentCrashed, match="illegal memory access"):
         agent.loop.stop()
     assert (agent.outcomes, agent.loop.statistics().engine.quarantined) == ({}, {})
+
+
+def is_all_else_idle(engine):
+    """But for the device's executor, number 1."""
+    here = next(queue for queue in engine.queues if queue.executor == 0)
+    return not (here.requests or here.running or any(pool.loading for pool in engine.pools))
+
+
+@pytest.mark.parametrize("how", ["lost", "hung"])
+def test_a_device_that_is_lost_or_hangs_leaves_its_work_to_other_executors(line, monkeypatch, request, how):
+    now_s, released, hung = 1000.0, threading.Event(), threading.Event()
+    request.addfinalizer(released.set)
+    infer = ModuleSkeleton.infer
+
+    def run(skeleton, *arguments):
+        if threading.current_thread().name == "executor-1":
+            if how == "lost":
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            hung.set()
+            released.wait()
+        return infer(skeleton, *arguments)
+
+    monkeypatch.setattr(ModuleSkeleton, "infer", run)
+    monkeypatch.setattr(agent.runtime.loop, "STOP_S", 0.1)
+    with Agent(line, device=True, clock=lambda: now_s) as split:
+        numbers = {
+            split.submit(component, seed): (component, seed) for component in ("own-0", "own-1") for seed in range(8)
+        }
+        if how == "hung":
+            assert hung.wait(PATIENCE_S)
+            until(lambda: is_all_else_idle(split.loop.statistics().engine))
+            while not split.loop.lost:  # its age is logged, then it is given up
+                now_s += LoopOptions().ages.ended_s
+                for _ in range(2):  # ages are looked at after each message
+                    split.loop.statistics()
+        split.settle()
+        assert (split.loop.crash, split.loop.lost.keys()) == (None, {"emulated"})
+        for number, (component, seed) in numbers.items():
+            outcome = split.outcomes[number]
+            assert (outcome.verdict, outcome.label) == expected_of(line, component, line.pixels(seed))
+        assert {pool.name for pool in split.loop.statistics().engine.pools} == {"host"}
 
 
 HANGING = {"batch": (ModuleSkeleton, "infer"), "load": (SegmentStore, "read")}
