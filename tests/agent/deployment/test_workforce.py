@@ -44,7 +44,10 @@ def worker_processes(folder):
     """Process numbers by name of the worker, of this line."""
     found = {}
     for process in psutil.Process().children():
-        arguments = process.cmdline()
+        try:
+            arguments = process.cmdline()
+        except psutil.NoSuchProcess:  # just killed, a zombie is one
+            continue
         if "agent.runtime.workers.processes" in arguments and str(folder) in arguments[-2]:
             found[Path(arguments[-2]).parent.name] = process.pid
     return found

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from agent.runtime.loop import BatchWatch
 from agent.service.inspections.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
+from tests.agent.deployment.test_workforce import worker_processes
 from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, write_clip
 from tests.lines import NOON, result
 from tests.lines import order as order_of
@@ -34,7 +36,7 @@ HISTOGRAMS = {"coserve_verdict_seconds", "coserve_text_first_token_seconds"}
 LABELS = {
     "found",
     "version", "python", "line", "device", "verdict", "source", "le", "reason", "executor", "processor", "pool", "tier",
-    "expert", "folder", "camera", "state", "receiver", "ending",
+    "expert", "folder", "camera", "state", "receiver", "ending", "worker",
 }  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
 def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_prometheus_s(busy, tmp_path):
     told = {key[0] for key in Scraped(busy).samples} | HISTOGRAMS
     named = set(re.findall(r"\bcoserve_[a-z_]+\b", DOCUMENTED.read_text("utf-8")))
-    assert named - told == set()
+    assert named - told == {"coserve_worker_up"}  # see below
     assert len(named) > 30
     blocks = re.findall(r"^```yaml\n(scrape_configs:.*?|groups:.*?)^```", DOCUMENTED.read_text("utf-8"), re.M | re.S)
     for kind, content in zip(("config", "rules"), blocks, strict=True):
@@ -124,6 +126,20 @@ def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_promet
         file.write_text(content)
         done = promtool(kind, file)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_lost_worker_is_told_by_metrics_and_status_until_it_is_back(tmp_path):
+    line = FakeLine(tmp_path)
+    line.document |= {"cluster": {"workers": [{"count": 1, "device": "cpu"}]}}
+    line.document["api"] = {"http": "127.0.0.1:0"}
+    with line.served() as service:
+        assert Scraped(service)("worker_up", worker="w1") == 1
+        assert {queue.processor for queue in service.desk.status().queues} == {"w1/cpu"}
+        os.kill(worker_processes(line.folder)["w1"], signal.SIGKILL)
+        until(lambda: Scraped(service)("worker_up", worker="w1") == 0)
+        assert service.desk.status().alarms == ("worker w1 is lost, and starts again: its process ended",)
+        until(lambda: Scraped(service)("worker_up", worker="w1") == 1)
+        assert service.desk.status().alarms == ()
 
 
 def test_what_the_parts_of_a_line_did_is_told_of_each(busy):
