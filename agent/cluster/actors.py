@@ -84,6 +84,10 @@ def _made(folder: Path, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        folder = Path(gettempdir()) / f"coserve-{os.getuid()}" / digest / name / folder.name
+        own = Path(gettempdir()) / f"coserve-{os.getuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        if own.stat().st_uid != os.getuid():
+            raise PermissionError(f"{own} is of another user: remove it") from None
+        folder = own / digest / name / folder.name
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -58,7 +58,7 @@ class LocalWorker:
 
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         """Serve these copies, each bound only on devices of executors with a row for it."""
-        fresh = {copy.expert.id for name, copy in copies.items() if self.copies.get(name) is not copy}
+        fresh = {copy.expert.id for name, copy in copies.items() if self.copies.get(name) != copy}
         self.preparation.scaled -= fresh  # decided for the experts that these copies replace
         self.copies = copies
         self._experts = {expert_name(copy): copy.expert for copy in copies.values()}

@@ -136,6 +136,17 @@ def test_what_cannot_be_loaded_is_answered(working, line):
     assert (type(failed), failed.load, failed.permanent) == (events.LoadFailed, 7, True)
 
 
+def test_copies_that_are_told_again_keep_their_smaller_images(line, tmp_path):
+    with in_this_process(line, lambda _: None, tmp_path) as worker:
+        worker.preparation.scaled = frozenset({"cls/own-0"})
+        _, (copies,) = decode(encode("know", line.copies))
+        worker.know(copies, plan_of(line).matrix)
+        assert worker.preparation.scaled == {"cls/own-0"}
+        other = replace(copies["cls/own-0@fp32"], expert=replace(copies["cls/own-0@fp32"].expert, labels=("a", "b")))
+        worker.know(copies | {"cls/own-0@fp32": other}, plan_of(line).matrix)
+        assert worker.preparation.scaled == frozenset()
+
+
 def test_a_worker_that_ends_before_it_works_is_said_so(line, tmp_path):
     worker = RemoteWorker("w1", start_process(tmp_path / "packed"), line.segments)
     with pytest.raises(WorkerBroken, match="worker w1: BackendUnavailable: nothing: no such device"):
