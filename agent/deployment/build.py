@@ -16,6 +16,7 @@ import psutil
 
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
+from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
@@ -263,7 +264,10 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     box = detect_box(config)
     stored, alarms = usable_profile(config, box) if options.profile == "auto" else (options.profile, ())
     found = [] if stored is None else packed_experts(config, packed)
-    ground = groundwork(config, box, stored, found, options.given)
+    given = options.given
+    if given.executors is None and are_in_workers(config):
+        given = replace(given, executors=())
+    ground = groundwork(config, box, stored, found, given)
     ground = replace(ground, alarms=alarms, takes_any=options.profile != "auto")
     return replace(ground, precisions=_calibrated(config, packed, _executable(ground.precisions)))
 

@@ -143,7 +143,7 @@ def groundwork(
     """Decisions by line file and profile. ``packed``: experts packed so far, by program for ONNX graphs.
     Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
-    executors = tuple(given.executors or executor_specs(config, box, allocation))
+    executors = given.executors if given.executors is not None else executor_specs(config, box, allocation)
     programs = programs_of(packed)  # kinds of ONNX graphs differ by program
     precisions = {
         processor: {
@@ -152,7 +152,7 @@ def groundwork(
         for processor in dict.fromkeys(spec.processor for spec in executors)
     }
     usage = given.usage or usage_of(config, profile)
-    return Groundwork(config, box, profile, executors, precisions, usage, given.pools)
+    return Groundwork(config, box, profile, tuple(executors), precisions, usage, given.pools)
 
 
 def planned(

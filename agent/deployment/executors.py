@@ -21,11 +21,7 @@ EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """Executors of a line in the agent's process, the device's first; none beside workers, unless the line file names
-    some or has language models. Raises ConfigError for a processor that the box lacks."""
-    takes_texts = any(expert.takes_texts for expert in config.catalog.experts.values())
-    if config.executors is None and config.cluster.workers and not takes_texts:
-        return ()  # the workers have executors
+    """Executors of a line on this box, the device's first. Raises ConfigError for a processor that the box lacks."""
     if config.executors is not None:
         counts = config.executors
     else:
@@ -41,6 +37,13 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
     if not processors:
         raise config.document.error("there is no executor - give one at least", "executors")
     return executors_on(box, processors)
+
+
+def are_in_workers(config: LineConfig) -> bool:
+    """True if the agent's own process has no executor: beside workers, unless the line file names some or has language
+    models."""
+    takes_texts = any(expert.takes_texts for expert in config.catalog.experts.values())
+    return bool(config.cluster.workers) and config.executors is None and not takes_texts
 
 
 def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...]:
