@@ -131,7 +131,7 @@ ROOMS = {
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
         "agent.runtime.requests", "agent.deployment.build", "agent.deployment.workforce", "agent.records",
-        "agent.sources.folder.files", "agent.commands.experts", "agent.commands.progress",
+        "agent.sources.folder.files", "agent.commands.experts",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),

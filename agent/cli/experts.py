@@ -42,7 +42,9 @@ def compare_expert(
     line: LineFile,
     expert: ExpertName,
     over: Annotated[str | None, typer.Option(metavar="SOURCE", help="judge kept, results, or a folder")] = None,
-    weights: Annotated[Path | None, typer.Option(help="with --over: the candidate's; default: the shadow")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(exists=True, help="with --over: the candidate's; default: the expert's shadow")
+    ] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="with --over: flips with thumbnails")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -51,11 +51,10 @@ def judging(line: Path) -> Iterator[tuple[LineConfig, Report]]:
     from agent.config import read_line, set_spinning
 
     log_to_stderr(logging.WARNING)
-    with explained():
+    with explained(), progress_on_stderr() as progress:
         config = read_line(line)
         set_spinning()
-        with progress_on_stderr() as progress:
-            yield config, progress
+        yield config, progress
 
 
 def lines_of(row: dict[str, Any]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Answers as rows, new ones beside earlier ones: figures of their agreement, and the most certain flips on one page.
-
-The page is one HTML file: no script, nothing fetched, all text escaped.
-"""
+"""Answers as rows, new ones beside earlier ones: figures of their agreement, and the most certain flips on one page."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ if TYPE_CHECKING:
     from agent.commands.rejudging.archive import ArchivedImage
     from agent.core.request import Outcome
 
-    Row = dict[str, Any]
-
+Row = dict[str, Any]
 MOST_FLIPS = 500  # that a page shows
 KINDS = ("agreeing", "other_label", "ok_to_ng", "ng_to_ok", "to_unknown", "from_unknown")
-ALIKE = KINDS[:2]  # of one verdict
 THUMBNAIL_PX = 160
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" \
@@ -67,8 +62,8 @@ def beside(row: Row, earlier: Mapping[str, Any] | None) -> Row:
 
 def compare_answers(rows: Iterable[Row], most: int = MOST_FLIPS) -> tuple[Row, list[Row]]:
     """Figures for `--json`, and the ``most`` certain of the rows with another verdict. Rows are read once, not held."""
-    images, total = 0, _no_answers()
-    places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(_no_answers)  # component, deciding expert
+    images, total = 0, Counter(dict.fromkeys(KINDS, 0))
+    places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(lambda: Counter(dict.fromkeys(KINDS, 0)))
 
     def flips() -> Iterator[Row]:
         nonlocal images
@@ -78,36 +73,33 @@ def compare_answers(rows: Iterable[Row], most: int = MOST_FLIPS) -> tuple[Row, l
                 kind = _kind_of(row)
                 total[kind] += 1
                 places[row["component"] or "", row["experts"][-1] if row["experts"] else ""][kind] += 1
-                if kind not in ALIKE:
+                if row["verdict"] != row["stored_verdict"]:
                     yield row
 
-    most_certain = heapq.nlargest(most, flips(), key=_certainty)
+    # of the less certain of both answers; scores of anomalies are on no scale
+    most_certain = heapq.nlargest(most, flips(), lambda row: min(1.0, row["score"] or 0.0, row["stored_score"] or 0.0))
     compared = total.total()
     agreement = total["agreeing"] / compared if compared else None
-    least_agreeing = sorted(places.items(), key=lambda each: (each[1]["agreeing"] - each[1].total(), each[0]))
-    told = [
+    told: list[Row] = [
         {"component": component, "expert": expert, "images": counts.total(), **counts}
-        for (component, expert), counts in least_agreeing
+        for (component, expert), counts in sorted(places.items())
     ]
+    told.sort(key=lambda place: place["agreeing"] - place["images"])
     return {"images": images, "compared": compared, "agreement": agreement, **total, "places": told}, most_certain
 
 
 def write_page(file: Path, title: str, figures: Row, flips: list[Row]) -> Path | None:
-    """Write the page, whole or not at all; None without flips. Raises ConfigError if the disk refuses."""
+    """Write the page: no script, nothing fetched, all text escaped. None without flips. Raises ConfigError."""
     if not flips:
         return None
+    other_verdicts = sum(figures[kind] for kind in KINDS[2:])
     shown = {"title": escape(title), "shown": len(flips), "figures": "".join(map(_figure, flips))}
-    shown["flips"] = figures["compared"] - sum(figures[kind] for kind in ALIKE)
     try:
         with whole_text_file(file) as out:
-            out.write(PAGE.substitute(figures, **shown))
+            out.write(PAGE.substitute(figures, flips=other_verdicts, **shown))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error} - everything else is written") from error
     return file
-
-
-def _no_answers() -> Counter[str]:
-    return Counter(dict.fromkeys(KINDS, 0))
 
 
 def _kind_of(row: Row) -> str:
@@ -117,11 +109,6 @@ def _kind_of(row: Row) -> str:
     if Verdict.UNKNOWN in (now, before):
         return "to_unknown" if now == Verdict.UNKNOWN else "from_unknown"
     return "ok_to_ng" if now == Verdict.NG else "ng_to_ok"
-
-
-def _certainty(row: Row) -> float:
-    """Score of the less certain of both answers; 0 for none. Scores of anomalies are on no scale: 1 at most."""
-    return min(1.0, *(row[name] or 0.0 for name in ("score", "stored_score")))
 
 
 def _figure(row: Row) -> str:

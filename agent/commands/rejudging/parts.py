@@ -52,10 +52,7 @@ def parts_of(file: Path) -> Iterator[Path]:
 
 
 def known_keys(folder: Path, made_with: Mapping[str, str]) -> set[str]:
-    """Keys of the images that the parts hold. ``made_with``: by name, digests of what all parts have in common.
-
-    Raises ConfigError for a part that was made with something else.
-    """
+    """Keys of the images that the parts hold. Raises ConfigError for a part that was made with something else."""
     parts = sorted(folder.glob("*.parquet"))
     for part in parts:
         if other := [name for name, digest in made_with.items() if digest not in part.name.split("-")]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.commands.experts import STAYING, shadow_of
-from agent.commands.rejudging.agreement import beside, compare_answers, new_row, write_page
-from agent.commands.rejudging.archive import find_images, stored_answers
-from agent.config import line_of
-from agent.deployment.build import AgentOptions, agent_with_requests
+from agent.commands.rejudging.agreement import Row, beside, compare_answers, new_row, write_page
+from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_images, stored_answers
+from agent.config import LineConfig, line_of
+from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
 from agent.deployment.workforce import on_cluster
 from agent.records.database import refuse_root_beside_another
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
@@ -30,33 +30,29 @@ from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from agent.commands.progress import Report
-    from agent.commands.rejudging.agreement import Row
-    from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery
-    from agent.config import LineConfig
-    from agent.deployment.build import Agent
     from agent.runtime.requests import Requests
     from experts.graph import ExpertGraph
+
+Images = list[ArchivedImage]
 
 GROUP_IMAGES = 2000  # that an interruption costs at most; an expert is loaded in 1 s, and judges them in 10 s or more
 GROUP_FRAMES = 16  # images that are cut: each stays decoded until its last part is judged
 NO_HURRY_S = 86_400.0  # the largest value of max_overtake_s
 
 
-def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Report, cluster: str | None = None) -> Row:
-    """Judge an archive, write ``out``, and compare with the stored verdicts; what `--json` tells.
+def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Progress, cluster: str | None = None) -> Row:
+    """What `--json` tells of an archive judged anew, into ``out``. Goes on where an earlier run ended.
 
-    Goes on where an earlier run ended. Raises ConfigError, AgentCrashed.
+    Raises ConfigError, AgentCrashed.
     """
     try:
         from agent.commands.rejudging.parts import known_keys, merged_rows, parts_of, write_part
     except ModuleNotFoundError as error:
         raise ConfigError("Parquet files need pyarrow - pip install 'coserve[cluster]'") from error
-    where = config if cluster is None else on_cluster(config, cluster)
-    _refuse_file(out)
-    _refuse_file(out.with_suffix(".html"))
+    where = on_cluster(config, cluster) if cluster else config
+    _refuse_files(out, page := out.with_suffix(".html"))
     images, left_out = find_images(config, query)
     with patient_agent(where, progress) as (agent, requests), parts_of(out) as folder:
         weights = [(copy, packed.source_sha256) for copy, packed in sorted(agent.packed.items())]
@@ -66,23 +62,22 @@ def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Report
         new = [image for image in images if image.subject.key not in known]
         resumed = len(images) - len(new)
         done = count(resumed + 1)
-        for rows in judge(config, requests, new, lambda *_: progress("rejudge", next(done), len(images))):
+        for rows in judge(config, requests, new, lambda: progress("rejudge", next(done), len(images))):
             stored = stored_answers(config, [row["key"] for row in rows])
             write_part(folder, made_with, [beside(row, stored.get(row["key"])) for row in rows])
         figures, flips = compare_answers(merged_rows(folder, out))
-    page = write_page(out.with_suffix(".html"), f"{config.line}: judged anew", figures, flips)
-    return {"file": out, "page": page, "resumed": resumed, "left_out": left_out, **figures}
+    written = write_page(page, f"{config.line}: judged anew", figures, flips)
+    return {"file": out, "page": written, "resumed": resumed, "left_out": left_out, **figures}
 
 
 def rejudge_candidate(
-    config: LineConfig, query: ArchiveQuery, weights: Path | None, page: Path | None, progress: Report
+    config: LineConfig, query: ArchiveQuery, weights: Path | None, page: Path | None, progress: Progress
 ) -> Row:
-    """Judge an expert's images by their routes, with its candidate and with itself; compare both.
+    """What `--json` tells of an expert's images, judged by their routes with its candidate and with itself.
 
     ``weights``: the candidate's; None: its shadow is the candidate. Raises ConfigError, AgentCrashed.
     """
-    if page is not None:
-        _refuse_file(page)
+    _refuse_files(*filter(None, [page]))
     expert = str(query.expert)
     images, left_out = find_images(config, query)
     rows = _rows(candidate_line(config, expert, weights), expert, images, progress, "candidate")
@@ -96,19 +91,17 @@ def rejudge_candidate(
 def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> LineConfig:
     """The line as it would be with other weights of an expert, or with its shadow promoted. Raises ConfigError."""
     entries = config.document.values["experts"]
-    if weights is None:
-        shadow = entries[shadow_of(config, expert)]
-        stays = {key: value for key, value in entries[expert].items() if key in STAYING}
-        entry = {key: value for key, value in shadow.items() if key not in STAYING} | stays
-    elif weights.exists():
+    if weights is not None:
         entry = entries[expert] | {"weights": str(weights.absolute())}
     else:
-        raise ConfigError(f"{weights}: no such file - name the candidate's weights")
+        stays = {key: value for key, value in entries[expert].items() if key in STAYING}
+        shadow = entries[shadow_of(config, expert)]
+        entry = {key: value for key, value in shadow.items() if key not in STAYING} | stays
     return line_of(config.document.having(("experts", expert), entry, f"the candidate of {expert}"), {})
 
 
 @contextmanager
-def patient_agent(config: LineConfig, progress: Report) -> Iterator[tuple[Agent, Requests]]:
+def patient_agent(config: LineConfig, progress: Progress) -> Iterator[tuple[Agent, Requests]]:
     """A started agent of the line, beside another or without one. Raises as ``build_agent``."""
     patient = replace(config, scheduling=config.scheduling.model_copy(update={"max_overtake_s": NO_HURRY_S}))
     refuse_root_beside_another(config.state)
@@ -121,10 +114,8 @@ def patient_agent(config: LineConfig, progress: Report) -> Iterator[tuple[Agent,
         yield agent, requests
 
 
-def judge(
-    config: LineConfig, requests: Requests, images: Sequence[ArchivedImage], tell: Callable[[int, int], None]
-) -> Iterator[list[Row]]:
-    """Rows of each group, as it is ready. ``tell``: called for each answer. Raises AgentCrashed."""
+def judge(config: LineConfig, requests: Requests, images: Images, judged: Callable[[], None]) -> Iterator[list[Row]]:
+    """Rows of each group, as it is ready. ``judged``: called for each image. Raises AgentCrashed."""
     limits = {each.max_pixels for each in config.intake.folders} | {each.max_pixels for each in config.intake.cameras}
     most_pixels = max(limits, default=DEFAULT_MAX_PIXELS)  # a result does not tell its source's
     for group in groups_of(images, config.catalog.graph):
@@ -132,21 +123,21 @@ def judge(
         for image in group:
             source = _source(image, most_pixels, frames)
             requests.submit(source, component=image.subject.component, expert=image.subject.expert)
-        ended = requests.collect(tell)
+        ended = requests.collect(lambda *_: judged())
         yield [new_row(image, each.outcome) for image, each in zip(group, ended, strict=True)]
 
 
-def groups_of(images: Sequence[ArchivedImage], graph: ExpertGraph) -> Iterator[list[ArchivedImage]]:
-    """Groups of at most GROUP_IMAGES images, or of all parts of GROUP_FRAMES images; see the module."""
-
-    def first(image: ArchivedImage) -> str:
-        return image.subject.expert or graph.first_expert(image.subject.component or "") or ""
+def groups_of(images: Images, graph: ExpertGraph) -> Iterator[Images]:
+    """Groups of at most GROUP_IMAGES images, or of all parts of GROUP_FRAMES images; the most used expert's first."""
 
     def rank(image: ArchivedImage) -> tuple[int, str, str]:
         return -counts[first(image)], first(image), image.subject.component or ""
 
+    def first(image: ArchivedImage) -> str:
+        return image.subject.expert or graph.first_expert(image.subject.component or "") or ""
+
     counts = Counter(map(first, images))
-    files: defaultdict[tuple[bool, str], list[ArchivedImage]] = defaultdict(list)
+    files: defaultdict[tuple[bool, str], Images] = defaultdict(list)
     for image in sorted(images, key=rank):
         is_cut = image.subject.box is not None
         files[is_cut, image.path if is_cut else image.subject.key].append(image)
@@ -170,15 +161,13 @@ def _source(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> 
     return FramePart(frame, subject.box, f"{frame.name}#{subject.ref}")
 
 
-def _rows(
-    config: LineConfig, expert: str, images: Sequence[ArchivedImage], progress: Report, stage: str
-) -> dict[str, Row]:
+def _rows(config: LineConfig, expert: str, images: Images, progress: Progress, stage: str) -> dict[str, Row]:
     """Rows of all images by key. Raises ConfigError where the expert cannot run."""
     with patient_agent(config, progress) as (agent, requests):
         if (reason := agent.setup.broken.get(expert)) is not None:
             raise ConfigError(f"the {stage} version of {expert} cannot run: {reason}")
         done = count(1)
-        groups = judge(config, requests, images, lambda *_: progress(stage, next(done), len(images)))
+        groups = judge(config, requests, images, lambda: progress(stage, next(done), len(images)))
         return {row["key"]: row for group in groups for row in group}
 
 
@@ -186,8 +175,9 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
-def _refuse_file(file: Path) -> None:
-    if file.exists():
-        raise ConfigError(f"{file} exists - name another file, or move it away")
-    if not file.parent.is_dir():
-        raise ConfigError(f"{file.parent} is no folder - make it, or name another file")
+def _refuse_files(*files: Path) -> None:
+    for file in files:
+        if file.exists():
+            raise ConfigError(f"{file} exists - name another file, or move it away")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{file.parent} is no folder - make it, or name another file")
