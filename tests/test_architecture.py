@@ -161,6 +161,7 @@ ROOMS = {
     "proof.parts": ("proof.paper.tasks",),
     "proof.llm": (),
     "proof.compute": (),
+    "proof.cluster": ("proof.paper.devices",),
 }  # fmt: skip
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
@@ -217,7 +218,8 @@ RULES = (
          exempt=("experts.llm.text", "agent.demo.texts")),
     Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
          exempt=("proof",)),
-    Rule("Ray is one room's business", ("",), ("ray", "pandas"), exempt=("agent.cluster",)),
+    Rule("Ray is one room's business, and its peer's", ("",), ("ray", "pandas"),
+         exempt=("agent.cluster", "proof.cluster")),
     Rule("Parquet is one room's business", ("",), ("pyarrow",), exempt=("agent.commands.rejudging.parts",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),

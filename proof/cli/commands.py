@@ -30,7 +30,7 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (compute, decisions, generate, llm, load, report, start, tasks):
+    for command in (cluster, compute, decisions, generate, llm, load, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -53,6 +53,19 @@ def _measuring(line: Path | None = None) -> Iterator[tuple[Callable[[str, int, i
 
 def _show(measured: Measured, *, as_json: bool) -> None:
     print(json.dumps(measured.as_json()) if as_json else measured.text())
+
+
+def cluster(
+    directory: Directory = None,
+    turns: Annotated[int, typer.Option(min=1, help="of each contestant; medians are compared")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Workers on three nodes of Ray on this machine, beside Ray Serve's model multiplexing; compute is emulated."""
+    with _measuring() as (progress, _):
+        from proof.cluster.report import measure_cluster
+
+        measured = measure_cluster(scratch_folder(directory), progress, turns=turns)
+    _show(measured, as_json=as_json)
 
 
 def compute(

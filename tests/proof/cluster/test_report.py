@@ -1,0 +1,97 @@
+"""``coserve bench cluster``: equal arrivals for both contestants, missed targets, and a small run of all."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from experts.errors import CoServeError
+from experts.packed.weights import slot_bytes
+from proof.cluster import nodes
+from proof.cluster.report import ALL, HALF, ONE, measure_cluster, targets_of
+from proof.cluster.turns import OURS, Turn, send, turn_of
+from proof.cluster.workload import Workload, paper_device
+
+DEVICE = paper_device()
+WORKLOAD = Workload(DEVICE, images=300)
+SMALL = Workload(
+    replace(DEVICE, weight_bytes=slot_bytes(1), ssd_bytes_per_s=1e7, K_s=0.001, B_s=0.001), experts=6, held=3, images=60
+)
+
+
+def test_a_load_takes_as_long_as_a_resnet101_of_the_papers_ssd():
+    assert pytest.approx(178e6 / 530e6, rel=0.002) == DEVICE.load_s
+    assert pytest.approx(16 / (16 * 0.0222 + 0.0178)) == DEVICE.most_images_per_s
+
+
+def test_arrivals_are_the_same_each_time_and_as_many_for_each_worker():
+    everything = list(WORKLOAD.quantities)
+    third = WORKLOAD.by_usage[::3]
+    assert WORKLOAD.trace(everything, 3) == WORKLOAD.trace(everything, 3)
+    alone, all_of_them = WORKLOAD.trace(third, 1), WORKLOAD.trace(everything, 3)
+    assert len(alone) * 3 == len(all_of_them) == 300
+    assert {arrival.component for arrival in alone} <= set(third)
+    assert alone[1].at_s == pytest.approx(3 * all_of_them[1].at_s)
+
+
+def test_a_third_of_the_components_has_about_a_third_of_the_usage():
+    quantities = WORKLOAD.quantities
+    shares = [sum(quantities[name] for name in WORKLOAD.by_usage[start::3]) for start in range(3)]
+    assert max(shares) < 1.3 * min(shares)
+
+
+def test_every_worker_has_memory_for_its_share_and_one_batch(tmp_path):
+    WORKLOAD.write_experts(tmp_path)
+    config = WORKLOAD.line(tmp_path, "127.0.0.1:1", 3, 20, WORKLOAD.by_usage)
+    (kind,) = config.cluster.workers
+    assert kind.count == 3
+    assert kind.memory.host - kind.memory.workspace == 20 * DEVICE.weight_bytes
+    assert len(config.catalog.experts) == 120
+
+
+def test_images_are_sent_in_order_and_wait_from_their_arrival():
+    trace = WORKLOAD.trace(WORKLOAD.by_usage, 3)[:5]
+    sent = []
+    send(trace, sent.append)
+    assert sent == [arrival.component for arrival in trace]
+    turn = turn_of(HALF, OURS, trace, [arrival.at_s + 2.0 for arrival in trace], loads=4)
+    assert turn.wait_p99_s == pytest.approx(2.0)
+    assert turn.images_per_s == pytest.approx(5 / (2.0 + trace[-1].at_s))
+
+
+@pytest.mark.parametrize(
+    ("together_s", "switches", "peer_s", "reached"),
+    [(10.0, 0, 40.0, [True, True, True]), (12.0, 1, 29.0, [False, False, False])],
+)
+def test_targets_tell_what_is_missed(together_s, switches, peer_s, reached):
+    turns = [
+        Turn(ONE, OURS, 100, 10.0, 1.0, 0, 0),
+        Turn(ALL, OURS, 300, together_s, 1.0, 0, switches),
+        Turn(HALF, OURS, 300, 10.0, 1.0, 50, 30),
+        Turn(HALF, "peer, slow", 300, 50.0, 1.0, 200),
+        Turn(HALF, "peer, best", 300, peer_s, 1.0, 200),
+    ]
+    found = targets_of(turns, WORKLOAD)
+    assert [target.reached for target in found] == [*reached, None]
+    assert "peer, best" in found[2].what
+
+
+def test_without_ray_serve_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(nodes, "why_absent", lambda: None)
+    monkeypatch.setattr(nodes, "find_spec", lambda name: None)
+    with pytest.raises(CoServeError, match=r"ray\[data,serve\]"):
+        nodes.require_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Ray Serve
+@pytest.mark.skipif(any(find_spec(name) is None for name in nodes.SERVE_MODULES), reason="Ray Serve is not installed")
+def test_both_cases_are_measured_and_nothing_is_left(tmp_path):
+    found = measure_cluster(tmp_path, lambda *_: None, SMALL, turns=1)
+    assert not list(tmp_path.iterdir())
+    told = json.loads(json.dumps(found.as_json()))
+    assert [row["case"] for row in told["rows"]][:3] == [ONE, ALL, HALF]
+    assert {row["case"] for row in told["rows"][3:]} == {HALF}
+    assert len({row["contestant"] for row in told["rows"]}) >= 2
+    assert "emulated" in found.text()
