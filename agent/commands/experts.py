@@ -173,7 +173,7 @@ def shadow_of(config: LineConfig, expert: str) -> str:
         raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
     shadow = config.catalog.graph.shadows.get(expert)
     if shadow is None:
-        raise ConfigError(f"{expert} has no shadow - first name its other version as `shadow:` of its entry")
+        raise ConfigError(f"{expert} has no shadow - name one as `shadow:` of its entry, or give --over and --weights")
     return shadow
 
 

@@ -16,6 +16,7 @@ from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.shelves import as_it_came, files_below, judged_file, name_of
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.subject import Subject, image_key, pieces
+from experts.document import suggestion
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ def find_images(config: LineConfig, query: ArchiveQuery) -> tuple[list[ArchivedI
     """
     graph, experts = config.catalog.graph, config.catalog.experts
     if query.component not in {None, *graph.routes}:
-        known = ", ".join(sorted(graph.routes))
-        raise ConfigError(f"no route for component {query.component!r} - this line knows {known}")
+        known = suggestion(str(query.component), graph.routes)
+        raise ConfigError(f"no route for component {query.component!r} - {known}")
     if query.expert not in {None, *experts}:
-        raise ConfigError(f"no expert {query.expert!r} - `coserve experts list` shows the line's")
+        known = suggestion(str(query.expert), experts, "`coserve experts list` shows the line's")
+        raise ConfigError(f"no expert {query.expert!r} - {known}")
     images: list[ArchivedImage] = []
     left_out: Counter[str] = Counter()
     for image in (_of_results if query.source in {"kept", "results"} else _of_folder)(config, query):

@@ -104,6 +104,16 @@ class TestWhatIsJudged:
         assert strange.startswith("the name does not match the pattern")
         assert (done["images"], done["compared"]) == (1, 0)
 
+    def test_sidecars_name_the_images_of_a_folder_and_are_none_themselves(self, line, tmp_path):
+        line.watch(identity="sidecar", pattern=None)
+        folder = tmp_path / "month"
+        folder.mkdir()
+        (folder / "one.png").write_bytes(picture())
+        (folder / "one.json").write_text(json.dumps({"board": "B1", "component": "c1", "ref": "R1"}))
+        done, rows = judged(line, folder)
+        assert (done["images"], done["left_out"]) == (1, {})
+        assert (rows["R1"]["board"], rows["R1"]["experts"]) == ("B1", ["cls/f1"])
+
     def test_a_shelf_of_the_inbox_brings_its_stored_verdicts(self, served):
         served.fake(0, label="bad")
         _, rows = judged(served, served.inbox / "done", component="c0")
