@@ -53,14 +53,18 @@ def parts_of(file: Path) -> Iterator[Path]:
 
 def known_keys(folder: Path, made_with: Mapping[str, str]) -> set[str]:
     """Keys of the images that the parts hold. Raises ConfigError for a part that was made with something else."""
-    parts = sorted(folder.glob("*.parquet"))
-    for part in parts:
+    keys: set[str] = set()
+    for part in sorted(folder.glob("*.parquet")):
         if other := [name for name, digest in made_with.items() if digest not in part.name.split("-")]:
             raise ConfigError(
                 f"{folder} was begun with another {' and other '.join(other)}: its answers would be mixed - "
                 "remove that folder, or name another --out"
             )
-    return {key for part in parts for key in pq.read_table(part, columns=["key"])["key"].to_pylist()}
+        try:
+            keys.update(pq.read_table(part, columns=["key"])["key"].to_pylist())
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"{part} is damaged ({error}) - remove it") from error
+    return keys
 
 
 def write_part(folder: Path, made_with: Mapping[str, str], rows: list[Row]) -> None:

@@ -260,6 +260,21 @@ class TestParts:
             rejudge(served.config, query, out, quiet)
         assert rejudge(served.config, query, out, quiet)["resumed"] == 7
 
+    def test_a_damaged_part_is_named_and_its_images_are_judged_again(self, served, tmp_path, monkeypatch):
+        out, query = tmp_path / "out.parquet", ArchiveQuery("results")
+        monkeypatch.setattr(rejudging, "GROUP_IMAGES", 3)
+        with monkeypatch.context() as broken:
+            broken.setattr("agent.commands.rejudging.parts.merged_rows", lambda folder, file: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                rejudge(served.config, query, out, quiet)
+        first, *_ = sorted((tmp_path / "out.parquet.parts").iterdir())
+        first.write_bytes(b"not Parquet")
+        with pytest.raises(ConfigError, match=f"{first.name} is damaged .* - remove it"):
+            rejudge(served.config, query, out, quiet)
+        first.unlink()
+        assert rejudge(served.config, query, out, quiet)["resumed"] == 4
+        assert len({row["key"] for row in rows_of(out)}) == len(rows_of(out)) == 7
+
     def test_a_file_that_is_there_is_not_replaced(self, served, tmp_path):
         (tmp_path / "out.parquet").write_text("dear")
         code, output = told("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
