@@ -7,8 +7,9 @@ Ray's own protocol is cloudpickle, between nodes that the token admits; what cro
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty, Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from agent.line_file.cluster import WorkerSection
 
 START_S = 120.0  # for Ray to start an actor
+WAITING = 16  # messages on the agent's side: pieces of weights have 8 MiB
 END = object()
 
 
@@ -34,7 +36,7 @@ class RayChannel:
 
     def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's handle
         self._actor = actor
-        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: Queue[Any] = Queue(WAITING)
         self._received: list[bytes] = []
         self._failed = False
         Thread(target=self._send_all, name="ray-send", daemon=True).start()
@@ -42,13 +44,16 @@ class RayChannel:
     def send(self, message: bytes) -> None:
         if self._failed:
             raise OSError("the actor is gone")
-        self._outbox.put(message)
+        while not self._failed:
+            with suppress(Full):
+                return self._outbox.put(message, timeout=1.0)
+        raise OSError("the actor is gone")
 
     def receive(self) -> bytes | None:
         while not self._received:
             try:
                 found = ray.get(self._actor.receive.remote())
-            except RayError:
+            except Exception:  # noqa: BLE001 - likewise
                 return None
             if found is None:
                 return None
@@ -56,11 +61,13 @@ class RayChannel:
         return self._received.pop()
 
     def kill(self) -> None:
-        self._outbox.put(END)
+        self.close()
         ray.kill(self._actor)
 
     def close(self) -> None:
-        self._outbox.put(END)
+        self._failed = True
+        with suppress(Full):
+            self._outbox.put_nowait(END)
 
     def _send_all(self) -> None:
         """Send in order, all that waits in one call."""
@@ -73,16 +80,15 @@ class RayChannel:
                 pass
             try:
                 ray.get(self._actor.send.remote(together))
-            except RayError:
+            except Exception:  # noqa: BLE001 - of Ray: the actor is gone, or the cluster
                 self._failed = True
-                return
-            if message is END:
+            if self._failed or message is END:
                 return
 
 
 @dataclass(slots=True)
 class ActorPlace:
-    """A worker's node, and its first actor until ``start`` takes it."""
+    """A worker's node, with its address, and its first actor until ``start`` takes it."""
 
     cluster: RayCluster
     name: str
@@ -90,12 +96,15 @@ class ActorPlace:
     folder: Path
     actor: Any
     node: str = ""
+    address: str = ""
 
     def start(self) -> RayChannel:
-        """The worker's channel; after the first call, of a new actor on the same node."""
+        """The worker's channel; after the first call, of a new actor, on the same node if it is there."""
         actor, self.actor = self.actor, None
         if actor is None:
-            actor = self.cluster.create(self.name, self.kind, self.folder, self.node)
+            actor = self.cluster.create(
+                self.name, self.kind, self.folder, self.cluster.present(self.node, self.address)
+            )
         return RayChannel(actor)
 
 
@@ -142,9 +151,15 @@ class RayCluster:
             raise ClusterUnreachable(
                 self.address, f"workers did not start in {START_S:.0f} s: {error}", advice
             ) from error
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
         for place, node in zip(found, nodes, strict=True):
-            place.node = node
+            place.node, place.address = node, addresses.get(node, "")
         return found
+
+    def present(self, node: str, address: str) -> str | None:
+        """The node, or the one that has come back at its address; None if neither is there."""
+        alive = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}
+        return node if node in alive else next((each for each, place in alive.items() if place == address), None)
 
     def create(self, name: str, kind: WorkerSection, folder: Path, node: str | None = None) -> Any:  # noqa: ANN401
         """An actor for a worker, on any node with its resources or on ``node``."""

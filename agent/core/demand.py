@@ -160,7 +160,9 @@ def place_due(state: State, since_s: float) -> None:
         if probation.copy is None or not since_s < probation.retry_s <= state.now or expert in state.line.retired:
             continue
         if expert in state.line.graph.placed and not place_pinned(state, expert):
-            place(state, expert, next(spec for spec, row in state.rows_of(expert) if row.copy == probation.copy))
+            spec = next((spec for spec, row in state.rows_of(expert) if row.copy == probation.copy), None)
+            if spec is not None:
+                place(state, expert, spec)
 
 
 def change_line(state: State, line: ServedLine) -> None:

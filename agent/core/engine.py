@@ -273,7 +273,7 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
 
 
 def _line_changed(state: State, event: events.LineChanged) -> bool:
-    homes = pinned_homes(event.pinned, [queue.spec for queue in state.queues], event.matrix.experts)
+    homes = failures.homes_of(state, event.pinned, event.matrix)
     state.scheduler.matrix, state.scheduler.planned = event.matrix, event.placement
     state.limits = replace(state.limits, placement=event.placement)
     state.laters.clear()

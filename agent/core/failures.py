@@ -8,10 +8,12 @@
                                          are taken from the leases of begun requests, youngest first
     no shortage for a while              half of the missing budget is restored, then half of the rest, then all
     a copy fails too often               its requests there wait on other executors that can run the expert
-    executors are lost                   their requests are assigned anew; a request that ran there runs alone, and ends
-                                         UNKNOWN once it has run on ``LOSSES`` lost executors. A request that no other
-                                         executor can run waits for the lost ones for up to ``absence_s``
-    executors join                       requests that have not begun are assigned anew, over all executors
+    executors are lost                   their requests are assigned anew; a request that ran there, or whose image was
+                                         begun, runs alone and is not prepared ahead. It ends UNKNOWN once ``LOSSES``
+                                         executors were lost with it. A request that no other executor can run waits for
+                                         the lost ones for up to ``absence_s``
+    executors join                       requests that have not begun are assigned anew, over all executors, but those
+                                         that have waited beyond the overtaking bound
 
 Guarantees: pauses double and are reset only by success: an expert that always fails costs one trial a minute, and a
 memory that is too small one shortage a day. No budget is lower than each expert of the line needs to
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agent.core.events import BatchFailed, ExecutorsJoined, ExecutorsLost, LoadFailed
-    from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.queue import ExecutorQueue
     from agent.core.request import Batch, Portion
     from agent.core.state import Load, State
@@ -285,7 +287,7 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
 
 
 class _Freed(NamedTuple):
-    """Request taken off a lost executor. ``ran``: in the batch that the executor ran."""
+    """Request taken off a lost executor. ``ran``: in a batch there, or its image was begun."""
 
     queued_s: float
     request: int
@@ -372,12 +374,8 @@ def end_absence(state: State) -> None:
 
 def set_homes(state: State) -> None:
     """Pin experts where the executors of now allow it, and place those with another home."""
-    line, specs = state.line, [queue.spec for queue in state.queues]
-    homes = pinned_homes(line.pinned, specs, line.matrix.experts)
-    for name, pool in state.pools.items():
-        footprints = footprints_in(name, specs, line.matrix.experts, homes)
-        if misfits(footprints, pool.spec.expert_bytes):
-            homes = {expert: home for expert, home in homes.items() if home.pool != name}
+    line = state.line
+    homes = homes_of(state, line.pinned, line.matrix)
     state.line = replace(line, homes=homes)
     demand.pin_copies(state)
     raise_budgets(state)
@@ -385,6 +383,16 @@ def set_homes(state: State) -> None:
         for expert, home in homes.items():
             if line.homes.get(expert) != home:
                 demand.place(state, expert, home)
+
+
+def homes_of(state: State, pinned: frozenset[str], matrix: PerformanceMatrix) -> dict[str, ExecutorSpec]:
+    """Homes of pinned experts, but in memories where the others would have too little room."""
+    specs = [queue.spec for queue in state.queues]
+    homes = pinned_homes(pinned, specs, matrix.experts)
+    for name, pool in state.pools.items():
+        if misfits(footprints_in(name, specs, matrix.experts, homes), pool.spec.expert_bytes):
+            homes = {expert: home for expert, home in homes.items() if home.pool != name}
+    return homes
 
 
 def lacking(state: State) -> MemoryExceeded | None:
@@ -416,16 +424,15 @@ def guarantee_workspaces(state: State) -> None:
 def _take_off(state: State, queue: ExecutorQueue) -> Iterator[_Freed]:
     for group in tuple(queue.groups()):
         for request in tuple(group.requests):
+            is_begun = state.images.are_begun((request,))
             requests.leave_executor(state, request)
-            yield _Freed(state.tickets[request].queued_s, request, group.expert, ran=False)
-    ran = True
+            yield _Freed(state.tickets[request].queued_s, request, group.expert, is_begun)
     while (batch := state.running_batch(queue.spec.id)) is not None:
         for portion, _ in running.end(state, batch):
             for request in portion.requests:
                 if batch.quantum_s is not None:
                     requests.lose(state, request, batch.executor)
-                yield _Freed(state.tickets[request].queued_s, request, portion.expert, ran)
-        ran = False  # the next batch was queued ahead
+                yield _Freed(state.tickets[request].queued_s, request, portion.expert, ran=True)
 
 
 def _drop_memories(state: State, names: set[str]) -> None:
@@ -450,11 +457,13 @@ def _drop_memories(state: State, names: set[str]) -> None:
 
 def _assign_anew(state: State, freed: _Freed, reason: str) -> None:
     request, ticket = freed.request, state.tickets[freed.request]
-    if ticket.worker not in state.queues_at:
-        state.images.forget(request, state.effects)
-        ticket.worker = ""
     ticket.attempts = 0
     ticket.losses += freed.ran
+    is_gone = ticket.worker not in state.queues_at
+    if is_gone:
+        ticket.worker = ""
+    if is_gone or ticket.losses:
+        state.images.forget(request, state.effects)
     if ticket.is_cancelled:
         requests.fail(state, request, CANCELLED)
     elif request == state.idle_request:
@@ -479,8 +488,9 @@ def _unbegun(state: State, pools: set[str]) -> Iterator[_Freed]:
     placement = state.limits.placement
     for queue in state.queues:
         for group in queue.groups():
-            is_planned = not placement.keys() & {group.expert} or not pools.isdisjoint(placement[group.expert])
-            if is_planned and not (group.alone or group.is_ongoing):
+            is_planned = group.expert not in placement or not pools.isdisjoint(placement[group.expert])
+            is_young = state.now - group.opened_s < state.overtake_s
+            if is_planned and is_young and not (group.alone or group.is_ongoing):
                 for request in group.requests:
                     if request != state.idle_request:
                         yield _Freed(state.tickets[request].queued_s, request, group.expert, ran=False)

@@ -4,7 +4,8 @@ Preparation begins when a request is queued, in order of predicted start, within
 covers images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of
 every queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
 
-Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started. A
+Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started, but one that
+lost an executor: its batch prepares it. A
 second Prepare for a step only keeps less, or follows a Forget. A request's bytes are free once it has its outcome;
 forms that the rest of its route does not need are released when a step ends. O(queues) per event and O(log n) per
 request. Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.

@@ -69,7 +69,7 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
     performance = group.profile.performance
     if performance.runs_in_quanta:
         state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
-    if state.images.is_on and ticket.work is IMAGE:
+    if state.images.is_on and ticket.work is IMAGE and not ticket.losses:
         state.images.queued(request, group, _later(state, ticket), (queue.spec.id, state.now), state.effects)
 
 

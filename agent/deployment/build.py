@@ -17,10 +17,11 @@ import psutil
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.executors import are_in_workers
+from agent.deployment.joint_setup import part_of
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
-from agent.deployment.workforce import WORKERS, Workforce, places_of
+from agent.deployment.workforce import WORKERS, Workforce, places_of, sharers_of_box
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -135,7 +136,11 @@ def build_agent(
         workforce = None
         if config.cluster.workers:
             workforce = Workforce(
-                config, places_of(config, segments.directory / WORKERS), segments, options.loop.ssd_bytes_per_s
+                config,
+                places_of(config, segments.directory / WORKERS),
+                segments,
+                options.loop.ssd_bytes_per_s,
+                progress,
             )
             on_failure.callback(workforce.close)
             setup, theirs = workforce.employ(
@@ -261,7 +266,7 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 
 
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
-    box = detect_box(config)
+    box = part_of(detect_box(config), sharers_of_box(config))
     stored, alarms = usable_profile(config, box) if options.profile == "auto" else (options.profile, ())
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given

@@ -101,6 +101,10 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
 
 
 def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
+    if lost := ", ".join(agent.loop.lost):
+        raise ConfigError(
+            f"{lost} is lost, and new experts cannot be measured there - reload once it is back, or restart"
+        )
     local = agent.setup.local
     given = Given(executors=local.executors, pools=local.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
@@ -136,8 +140,6 @@ def _of_workers(agent: Agent, config: LineConfig, ground: Groundwork, progress: 
     """Copies and times of the new line in the workers, which are all there."""
     if agent.workforce is None:
         return NO_WORKERS
-    if agent.loop.lost.keys() & set(agent.setup.workers):
-        raise ConfigError("a worker is lost, and cannot measure new experts - reload once it is back")
 
     def pack_for(part: LineConfig, precisions: Precisions) -> PackingReport:
         return pack(part, agent.segments, precisions, progress, agent.packed.values())

@@ -10,10 +10,12 @@ back on another kind of box is refused.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED, set_unless_given
 from agent.deployment.engine_setup import Given, groundwork
+from agent.deployment.executors import are_in_workers
 from agent.deployment.joint_setup import Employment, Hired, employments, joint_setup, part_of
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
@@ -30,7 +33,7 @@ from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
 from experts.backoff import Backoff
-from experts.errors import ClusterUnreachable, CoServeError
+from experts.errors import CoServeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,11 +53,14 @@ if TYPE_CHECKING:
     from experts.packed.packing import PackingReport
     from experts.packed.weights import SegmentStore
 
+    Progress = Callable[[str, int, int], None]
     Pack = Callable[[LineConfig, Precisions], PackingReport]
 
 log = logging.getLogger(__name__)
 
 WORKERS = "workers"  # folder of workers' packed files, beside those of the agent
+PROGRESS_S = 5.0  # between two reports of a start
+SOUND_S = 600.0  # a worker that worked so long starts again after the shortest pause
 RESTARTS = Backoff(1.0, 60.0)
 
 Item = TypeVar("Item")
@@ -75,25 +81,28 @@ class Place:
 def places_of(config: LineConfig, folder: Path) -> tuple[Place, ...]:
     """Where the workers of a line start; ``folder``: for their packed files.
 
-    Raises ConfigError for a cluster that cannot be reached.
+    Raises ConfigError without the extra that a cluster needs, ClusterUnreachable.
     """
     cluster = config.cluster
     if cluster.address is not None:
-        try:
-            found = _cluster_of(config).places(cluster.names, cluster.kinds, folder)
-        except ClusterUnreachable as error:
-            raise config.document.error(str(error), "cluster", "address") from error
+        found = _cluster_of(config).places(cluster.names, cluster.kinds, folder)
         on_node = Counter(place.node for place in found)
         return tuple(Place(each.name, each.kind, each.start, each.node, on_node[each.node]) for each in found)
-    sharers = len(cluster.names) + bool(config.executors)
+    gpus, sharers = count(), sharers_of_box(config)
     return tuple(
-        Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, number)), "", sharers)
-        for number, (name, kind) in enumerate(zip(cluster.names, cluster.kinds, strict=True))
+        Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)), "", sharers)
+        for name, kind in zip(cluster.names, cluster.kinds, strict=True)
     )
 
 
+def sharers_of_box(config: LineConfig) -> int:
+    """Number of processes that share the agent's box: its workers there, and the agent if it has executors."""
+    here = len(config.cluster.names) if config.cluster.address is None else 0
+    return max(here + (not are_in_workers(config)), 1)
+
+
 def on_cluster(config: LineConfig, address: str) -> LineConfig:
-    """The line with its workers in this cluster; without workers, with one on each node. Raises ConfigError."""
+    """The line with its workers in this cluster; without workers, with one on each node. Raises as ``places_of``."""
     there = replace(config, cluster=config.cluster.model_copy(update={"address": address}), executors=None)
     if there.cluster.workers:
         return there
@@ -102,7 +111,7 @@ def on_cluster(config: LineConfig, address: str) -> LineConfig:
 
 
 def _cluster_of(config: LineConfig) -> RayCluster:
-    """Raises ConfigError without the extra, or for a cluster that cannot be reached."""
+    """Raises as ``places_of``."""
     missing = why_absent()
     if missing is not None:
         raise config.document.error(missing, "cluster", "address")
@@ -110,15 +119,12 @@ def _cluster_of(config: LineConfig) -> RayCluster:
         set_unless_given({name: value}, {name})
     from agent.cluster.ray_cluster import RayCluster  # of an extra
 
-    try:
-        return RayCluster(str(config.cluster.address), f"coserve-{config.line}")
-    except ClusterUnreachable as error:
-        raise config.document.error(str(error), "cluster", "address") from error
+    return RayCluster(str(config.cluster.address), f"coserve-{config.line}")
 
 
-def _environment(kind: WorkerSection, number: int) -> dict[str, str]:
-    """Variables of a worker's process: the GPU that it sees."""
-    return {"CUDA_VISIBLE_DEVICES": str(number)} if kind.device == "cuda" else {}
+def _environment(kind: WorkerSection, gpus: count[int]) -> dict[str, str]:
+    """Variables of a worker's process: the GPU that it sees, if it may have one."""
+    return {"CUDA_VISIBLE_DEVICES": str(next(gpus))} if kind.device in ("cuda", "auto") else {}
 
 
 class Detected(NamedTuple):
@@ -148,16 +154,19 @@ class Workforce:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
     def __init__(
-        self, config: LineConfig, places: Sequence[Place], segments: SegmentStore, ssd_bytes_per_s: float | None
-    ) -> None:
+        self, config: LineConfig, places: Sequence[Place], segments: SegmentStore, ssd_bytes_per_s: float | None,
+        progress: Progress,
+    ) -> None:  # fmt: skip
         self._config = config
         self._places = {place.name: place for place in places}
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
+        self._progress = progress
         self._workers: dict[str, RemoteWorker] = {}
         self._employed: tuple[Employment, ...] = ()
         self._limits: Limits | None = None
-        self._scaled = frozenset[str]()
+        self._began_s: dict[str, float] = {}  # when each worker began to work
+        self._pauses_s: dict[str, float] = {}
         self._loop: AgentLoop | None = None
         self._stopping = Flag()
 
@@ -166,19 +175,21 @@ class Workforce:
 
         Raises ConfigError for a worker that cannot run its part, WorkerBroken for one that does not start.
         """
-        found = _all(self._places.values(), self._detect)
+        found = dict(zip(self._places, self._all(self._places.values(), self._detect), strict=True))
         hired: list[Hired] = []
-        for place, detected in zip(self._places.values(), found, strict=True):
-            like = next((each for each in hired if self._are_alike(each, place, detected.box)), None)
-            hired.append(self._hire(place, detected, ground, pack) if like is None else replace(like, name=place.name))
+        for place in self._places.values():
+            like = next((each for each in hired if self._are_alike(each, place, found[place.name].box)), None)
+            if like is None:
+                (like,) = self._all([place], lambda each: self._hire(each, found[each.name], ground, pack))
+            hired.append(replace(like, name=place.name))
         self._employed = employments(local, hired)
         copies = {copy.name: copy for each in hired for listed in each.copies.values() for copy in listed}
         return joint_setup(local, self._employed), copies
 
     def assemble(self, setup: EngineSetup, copies: Mapping[str, ExpertCopy], scaled: frozenset[str]) -> None:
         """Make every worker ready. Raises WorkerBroken."""
-        self._limits, self._scaled = setup.limits, scaled
-        _all(self._employed, lambda each: self._make_ready(each, copies, setup.matrix))
+        self._limits = setup.limits
+        self._all(self._employed, lambda each: self._make_ready(each, copies, setup.matrix, scaled))
 
     def serve(self, loop: AgentLoop) -> None:
         """Work for a loop that has not started."""
@@ -213,6 +224,15 @@ class Workforce:
         self.stop()
         for worker in self._workers.values():
             worker.lose("the agent does not start")
+
+    def _all(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+        """Work on all at once, and report progress meanwhile: a service manager waits for it."""
+        listed = list(items)
+        with ThreadPoolExecutor(max(len(listed), 1), "workers") as threads:
+            futures = [threads.submit(work, item) for item in listed]
+            while waiting := wait(futures, PROGRESS_S).not_done:
+                self._progress("workers", len(listed) - len(waiting), len(listed))
+            return [future.result() for future in futures]
 
     def _detect(self, place: Place) -> Detected:
         worker = self._workers[place.name] = RemoteWorker(place.name, place.start(), self._segments)
@@ -265,18 +285,21 @@ class Workforce:
         (probed,) = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)
         return probed.matrix, probed.failed
 
-    def _make_ready(self, each: Employment, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix) -> None:
+    def _make_ready(
+        self, each: Employment, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix, scaled: frozenset[str]
+    ) -> None:
         assert self._limits is not None, "the Engine's setup comes first"
         worker = self._workers[each.hired.name]
         worker.executors = each.executors
         own, columns = share_of(each.executors, copies, times)
         limits = replace(self._limits, pools=each.pools, placement={})
         worker.give_files([copy.packed for copy in own.values()])
-        options = self._scaled, self._ssd_bytes_per_s
+        options = scaled, self._ssd_bytes_per_s
         part = each.hired.box, each.executors, limits, own, columns, options
         (failed,) = worker.ask("ready", "assemble", *part)
         for expert, reason in failed.items():
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.hired.name, expert, reason)
+        self._began_s[each.hired.name] = time.monotonic()
 
     def _bring_back(self, name: str) -> None:
         """Start a lost worker again, on a thread of its own."""
@@ -284,18 +307,22 @@ class Workforce:
         Thread(target=self._restart, args=(employment,), name=f"restart-{name}", daemon=True).start()
 
     def _restart(self, employment: Employment) -> None:
-        name, pause_s = employment.hired.name, RESTARTS.next_pause_s(0.0)
+        name = employment.hired.name
+        if time.monotonic() - self._began_s[name] > SOUND_S:
+            self._pauses_s[name] = 0.0
+        pause_s = RESTARTS.next_pause_s(self._pauses_s.get(name, 0.0))
         while not self._stopping.wait(pause_s):
-            pause_s = RESTARTS.next_pause_s(pause_s)
+            self._pauses_s[name], pause_s = pause_s, RESTARTS.next_pause_s(pause_s)
             try:
                 found = self._detect(self._places[name]).box
                 if not is_like(found, employment.hired.found):
                     raise CoServeError(f"it is on another kind of box now: {found.model}")
                 assert self._loop is not None, "only a loop loses workers"
-                self._make_ready(employment, *self._loop.served)
-            except (CoServeError, OSError) as error:
+                self._make_ready(employment, *self._loop.served, self._loop.scaled)
+            except Exception as error:  # noqa: BLE001 - the boundary of this thread
                 log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
-                self._workers[name].lose(str(error))
+                if name in self._workers:
+                    self._workers[name].lose(str(error))
                 continue
             worker = self._workers[name]
             worker.post = self._loop.post
@@ -322,9 +349,3 @@ def _executable(precisions: Precisions, absent: Mapping[str, str]) -> Precisions
         return form_of(name).plain if name in absent or form_of(name).why_absent() is not None else name
 
     return with_forms(precisions, form)
-
-
-def _all(items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
-    listed = list(items)
-    with ThreadPoolExecutor(max(len(listed), 1), "workers") as threads:
-        return list(threads.map(work, listed))

@@ -17,6 +17,7 @@ from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.texts import expert_name
 from agent.runtime.worker import WorkerStatistics
+from experts.errors import IllegalMove
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ class LocalWorker:
     copies: Mapping[str, ExpertCopy]
     lost: set[int] = field(default_factory=set)
     _experts: Mapping[str, Expert] = field(default_factory=dict)  # by the Engine's name
+    _postponed: list[Evict] = field(default_factory=list)
 
     def start(self) -> None:
         for executor in self.executors.values():
@@ -76,10 +78,26 @@ class LocalWorker:
             store.devices_of = devices.__getitem__
 
     def start_load(self, effect: StartLoad) -> None:
+        self._evict_postponed()
         self.transfers.start_load(effect)
 
     def evict(self, effect: Evict) -> None:
-        self.transfers.evict(effect)
+        """Evict a copy; one that a load into a lost device still reads, later."""
+        self._evict_postponed()
+        try:
+            self.transfers.evict(effect)
+        except IllegalMove:
+            if not self.lost:
+                raise
+            self._postponed.append(effect)
+
+    def _evict_postponed(self) -> None:
+        waiting, self._postponed = self._postponed, []
+        for effect in waiting:
+            try:
+                self.transfers.evict(effect)
+            except IllegalMove:
+                self._postponed.append(effect)
 
     def start_batch(self, batch: Batch, images: Sequence[Shown], *, is_next: bool) -> None:
         executor = self.executors[batch.executor]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -306,6 +306,11 @@ class AgentLoop:
         return self._crash
 
     @property
+    def scaled(self) -> frozenset[str]:
+        """Experts, by name in the line file, with JPEGs decoded smaller."""
+        return self._here.preparation.scaled
+
+    @property
     def served(self) -> tuple[Mapping[str, ExpertCopy], PerformanceMatrix]:
         """Copies of the present line, and the matrix."""
         return self._copies, self._matrix
@@ -362,10 +367,11 @@ class AgentLoop:
                 ending.callback(self._here.close)
 
     def _end_threads(self) -> bool:
-        deadline_s = time.monotonic() + STOP_S
-        workers = reversed(self._workers.values())  # this process last
-        have_ended = [worker.stop(max(deadline_s - time.monotonic(), 0.0)) for worker in workers]
-        return have_ended[-1]
+        others = [worker for name, worker in self._workers.items() if name]
+        with ThreadPoolExecutor(max(len(others), 1), "stop") as threads:  # beside this process's own
+            for worker in others:
+                threads.submit(worker.stop, STOP_S)
+            return self._here.stop(STOP_S)
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
@@ -498,6 +504,9 @@ class AgentLoop:
     # -- workers and devices that are lost, and come back --
 
     def _join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
+        if self._is_stopped:
+            worker.lose("the agent has stopped")
+            return
         self._workers[name] = worker
         worker.start()
         worker.know(self._copies, self._matrix)
@@ -541,7 +550,12 @@ class AgentLoop:
         here = self._here.executors
         devices = {number for number, each in here.items() if not each.is_on_plain_cpu}
         executors = devices - self._here.lost
-        kept = [spec for number, spec in self._specs.items() if number not in executors | self._here.lost]
+        gone = executors | self._here.lost
+        kept = [
+            spec
+            for number, spec in self._specs.items()
+            if number not in gone and self._worker_at(number) in self._workers
+        ]
         able = {expert for spec in kept for expert in self._matrix.experts[spec.processor]}
         wanted = {expert for column in self._matrix.experts.values() for expert in column}
         if not executors or not wanted <= able:

@@ -1,7 +1,7 @@
 """Packed files on their way to a worker: linked on one filesystem, copied piece by piece where not.
 
 Guarantees: a file takes its name once it is complete and has its sha256; a link is verified as every packed file is,
-at its first read. Files are only added.
+at its first read.
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ class FileReceiver:
             draft_path.unlink()
             raise CoServeError(f"{path.name} arrived with other bytes than it was packed with - start the worker again")
         draft_path.replace(path)
+
+    def keep(self, files: Iterable[PackedFile]) -> None:
+        """Remove all other files that are complete."""
+        kept = {self._path(file) for file in files}
+        for kind in (SEGMENTS, PROGRAMS):
+            for path in (self._folder / kind).glob("*.bin"):
+                if path not in kept:
+                    path.unlink(missing_ok=True)
 
     def _path(self, file: PackedFile) -> Path:
         if file.kind not in (SEGMENTS, PROGRAMS) or not file.sha256.isalnum():

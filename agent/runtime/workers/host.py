@@ -3,7 +3,7 @@
 Guarantees: messages are carried out in order, each image is decoded here; the host ends when its channel closes, so no
 worker outlives its agent. A lost device or a fault of the program is reported, then the host ends. A beat is sent every
 ``BEAT_S``.
-Assumes: packed files are only added to its folder, by one worker at a time.
+Assumes: no other process changes its folder.
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ class WorkerHost:
         reasons = {str(name): form.why_absent() for name, form in FORMS.items() if form.is_cpu_only}
         self._send("detected", detect(device), {name: each for name, each in reasons.items() if each is not None})
 
-    def do_offer(self, files: Sequence[PackedFile]) -> None:
-        """Link the agent's packed files, and report those that have to be sent."""
+    def do_offer(self, files: Sequence[PackedFile], wants_answer: bool) -> None:
+        """Link the agent's packed files, and report those that have to be sent. Others are of earlier lines."""
         self._send("lacking", self._files.link(files))
+        if wants_answer:
+            self._send("offered")
 
     def do_write(self, file: PackedFile, content: bytes) -> None:
         self._files.write(file, content)
@@ -118,9 +120,14 @@ class WorkerHost:
         """Measure these copies, by processor; beside the work, if it has begun."""
 
         def measure() -> None:
-            threads = threads_per_executor(box, executors)
-            self._send("probed", probe(box, copies, self._segments, usage, threads))
-            end_team()
+            try:
+                threads = threads_per_executor(box, executors)
+                self._send("probed", probe(box, copies, self._segments, usage, threads))
+            except Exception as error:
+                logger.exception("not_measured")
+                self._send("failed", f"{type(error).__name__}: {error}")
+            finally:
+                end_team()
 
         if self._assembled is None:
             measure()
@@ -144,6 +151,7 @@ class WorkerHost:
         self._assembled.transfers.mend = self._ask_for_files
         end_team()
         self._assembled.start()
+        self._drop_other_files(copies)
         self._send("ready", self._templates.failed)
 
     # -- the work --
@@ -188,6 +196,7 @@ class WorkerHost:
 
     def do_know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         self._worker.know(copies, matrix)
+        self._drop_other_files(copies)
 
     def do_stop(self, timeout_s: float) -> None:
         self._ended.set()
@@ -202,6 +211,11 @@ class WorkerHost:
             self._channel.kill()
         else:
             self._send("answer", answer)
+
+    def _drop_other_files(self, copies: Mapping[str, ExpertCopy]) -> None:
+        """Remove packed files of experts that are served no more."""
+        with suppress(FileNotFoundError):  # some are on their way
+            self._files.keep(files_of([copy.packed for copy in copies.values()], self._segments))
 
     def _ask_for_files(self, expert: str) -> None:
         """Ask for an expert's packed files, of which one was not sound."""

@@ -54,12 +54,13 @@ class SocketChannel:
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # in the kernel: its end is not waited for
-                self._process.wait(WAIT_S)
 
     def close(self) -> None:
         self._reader.close()
         self._socket.close()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):  # in the kernel: its end is not waited for
+                self._process.wait(WAIT_S)
 
 
 def start_process(folder: Path, environment: Mapping[str, str] | None = None) -> SocketChannel:

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 SILENT_S = 30.0  # beats come every second
 START_S = 300.0  # until the first: a cold disk takes minutes to read the libraries
 POLL_S = 1.0
+PAUSED_S = 5.0  # between two looks at a worker: the agent itself did not run
+ANSWER_S = 3600.0  # for what a worker measures or builds
 NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
 
 
@@ -86,19 +88,22 @@ class RemoteWorker:
     def ask(self, reply: str, name: str, *arguments: object) -> tuple[Any, ...]:
         """Arguments of the reply to a message. Raises WorkerBroken."""
         self._put(name, *arguments)
+        deadline_s = time.monotonic() + ANSWER_S
         while True:
             with suppress(Empty):
                 answer, found = self._replies.get(timeout=POLL_S)
                 if answer == reply:
                     return found
-                if answer == "broken":
+                if answer in ("broken", "failed"):
                     raise WorkerBroken(self.name, *found)
+            if time.monotonic() > deadline_s:
+                self._fail(f"it has not answered {name} for {ANSWER_S:.0f} s")
             if self._ended.is_set() and self._replies.empty():
                 raise WorkerBroken(self.name, str(self._why_lost))
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
         """Give the packed files that the worker cannot link. Raises WorkerBroken, FileNotFoundError."""
-        self.ask("lacking", "offer", files_of(packed, self._segments))
+        self.ask("offered", "offer", files_of(packed, self._segments), True)
 
     # -- the loop's thread --
 
@@ -136,6 +141,8 @@ class RemoteWorker:
         frame = self._images.pop(request)
         if frame is not None:
             self._frame_uses[frame] -= 1
+            if not self._frame_uses[frame]:
+                del self._frame_uses[frame]
 
     def set_budget(self, pool: str, size_bytes: int) -> None:
         self._put("budget", pool, size_bytes)
@@ -143,7 +150,7 @@ class RemoteWorker:
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         own = share_of(self.executors, copies, matrix)
         with suppress(FileNotFoundError):  # its load fails, and says so
-            self._put("offer", files_of([copy.packed for copy in own[0].values()], self._segments))
+            self._put("offer", files_of([copy.packed for copy in own[0].values()], self._segments), False)
         self._put("know", *own)
 
     def statistics(self) -> WorkerStatistics:
@@ -191,8 +198,8 @@ class RemoteWorker:
                     request, image = arguments
                     arguments = [request, on_the_wire(image, request)]
                 self._channel.send(encode(name, *arguments))
-        except OSError as error:
-            self._fail(f"its channel broke: {error}")
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread
+            self._fail(f"its channel broke: {type(error).__name__}: {error}")
 
     def _send_files(self, files: Sequence[PackedFile]) -> None:
         for file in files:
@@ -207,13 +214,13 @@ class RemoteWorker:
             while (content := self._channel.receive()) is not None:
                 self._heard_s, self._limit_s = time.monotonic(), SILENT_S
                 self._take(*decode(content))
-        except (OSError, ValueError) as error:
-            self._why_lost = self._why_lost or str(error)
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread
+            self._why_lost = self._why_lost or f"{type(error).__name__}: {error}"
         self._fail("its process ended")
-        self._channel.close()
         self._ended.set()
         if self._has_started and not self._is_stopping:
             self.post(WorkerLost(self.name, str(self._why_lost)))
+        self._channel.close()
 
     def _take(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name == "answer":
@@ -222,14 +229,18 @@ class RemoteWorker:
             self._statistics = arguments[0] or self._statistics
         elif name == "broken" and self._has_started:
             self._why_lost = self._why_lost or arguments[0]
+        elif name == "lacking":
+            self._put(name, *arguments)
         else:
-            if name == "lacking":
-                self._put(name, *arguments)
             self._replies.put((name, arguments))
 
     def _watch(self) -> None:
+        looked_s = time.monotonic()
         while not self._ended.wait(POLL_S):
-            silent_s = time.monotonic() - self._heard_s
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > PAUSED_S:  # this process was suspended, and reads the beats since then
+                self._heard_s = looked_s
+            silent_s = looked_s - self._heard_s
             if silent_s > self._limit_s:
                 self._fail(f"it has not been heard for {silent_s:.0f} s")
 

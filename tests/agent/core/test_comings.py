@@ -308,6 +308,43 @@ def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
     assert made.outcomes[0].reason == "a: 3 executors were lost while they ran it, last: unplugged"
 
 
+def test_an_image_whose_preparation_ends_workers_takes_no_other_with_it():
+    """Its preparation ends them: in its batch, or ahead of it."""
+    made = cluster(["w1", "w2"], boxes={"cpu": "host"}, prepared_bytes=20)
+    made.finish()
+    poison = 3
+    for number in range(8):
+        made.arrive("A" if number != poison else "B")
+    while poison not in made.outcomes:
+        begun = [each.executor for each in made.effects if isinstance(each, Prepare) and each.request == poison]
+        begun += [each.batch.executor for each in made.batches.values() if poison in each.batch.requests]
+        if begun:
+            made.effects.clear()
+            made.lose({begun[-1]})
+            made.join({begun[-1]})
+        else:
+            assert made.answer()
+        made.now += 0.01
+    made.finish()
+    verdicts = {number: outcome.verdict for number, outcome in made.outcomes.items()}
+    assert verdicts == {number: Verdict.UNKNOWN if number == poison else Verdict.OK for number in range(8)}
+
+
+def test_a_reload_while_executors_are_lost_pins_nothing_beyond_its_room():
+    made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
+    made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, worker="w2", drive="w2/ssd")
+    made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
+    made.join({1})
+    made.lose({0})
+    routes = {name: tuple(RouteStep(expert, OK) for expert in steps) for name, steps in ROUTES.items()}
+    graph = ExpertGraph([*EXPERTS, "t"], routes)
+    made.handle(events.LineChanged(graph, matrix(dict.fromkeys(EXPERTS, 3)), frozenset("a"), frozenset()))
+    for component in "ABC":
+        made.arrive(component)
+    made.finish()
+    assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
+
+
 def test_requests_wait_for_lost_executors_and_end_when_nobody_comes_back():
     made = cluster(["w1"], boxes={"cpu": "host"}, absence_s=30.0)
     made.finish()
