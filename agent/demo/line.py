@@ -186,6 +186,7 @@ def judge(line_file: Path) -> Judged:
     stored = ResultReader(config.results_file)
     measured = {
         "budget_bytes": sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools),
+        "images_bytes": service.agent.setup.limits.prepared_bytes,
         "held_bytes": sum(pool.peak_used_bytes for pool in engine.pools),
         "grown_bytes": grown_bytes,
         "left_bytes": process.memory_info().rss - service.agent.rss_before_bytes,
