@@ -39,7 +39,8 @@ ANSWERS = [
 
 def judged():
     measured = {
-        "budget_bytes": 2**21, "images_bytes": 2**19, "held_bytes": 2**20, "grown_bytes": 3 * 2**20, "left_bytes": 2**20, "judging_s": 2.0,
+        "budget_bytes": 2**21, "images_bytes": 2**19,
+        "held_bytes": 2**20, "grown_bytes": 3 * 2**20, "left_bytes": 2**20, "judging_s": 2.0,
         "images_per_s": 4.0, "switches": 3, "evictions": 2, "bytes_read": 1,
     }  # fmt: skip
     return Judged({f"{n}.png": PartVerdict(*said) for n, (_, _, *said) in enumerate(ANSWERS)}, 60.0, measured)
