@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.packed.weights import Segment
-    from proof.cluster.turns import Turn
+    from proof.cluster.turns import ClusterTurn
     from proof.cluster.workload import Workload
 
 APP = "experts"
@@ -63,7 +63,7 @@ def best_settings(workload: Workload) -> tuple[ServeSettings, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServeAnswer:
     """``at_s``: monotonic, which is one clock for all processes of a machine; ``loads``: of the replica, so far."""
 
     replica: str
@@ -99,22 +99,22 @@ def application(folder: Path, segments: Mapping[str, Segment], workload: Workloa
             batch_wait_timeout_s=settings.wait_s,
             max_concurrent_batches=settings.at_once,
         )
-        async def judge(self, images: list[bytes]) -> list[Answer]:
+        async def judge(self, images: list[bytes]) -> list[ServeAnswer]:
             """Answers to images of one model: Ray Serve has grouped them."""
             await self.model(serve.get_multiplexed_model_id())
             for start in range(0, len(images), device.max_batch):
                 part = images[start : start + device.max_batch]
                 async with self._gpu:
                     await asyncio.to_thread(self._run, part)
-            return [Answer(self._replica, time.monotonic(), self._loads)] * len(images)
+            return [ServeAnswer(self._replica, time.monotonic(), self._loads)] * len(images)
 
         def _run(self, images: list[bytes]) -> None:
             for image in images:
                 read_image(image, "image")
             time.sleep(device.K_s * len(images) + device.B_s)
 
-        async def __call__(self, image: bytes) -> Answer:
-            answer: Answer = await self.judge(image)
+        async def __call__(self, image: bytes) -> ServeAnswer:
+            answer: ServeAnswer = await self.judge(image)
             return answer
 
     options = serve.deployment(
@@ -127,7 +127,7 @@ def application(folder: Path, segments: Mapping[str, Segment], workload: Workloa
     return options(Experts).bind()
 
 
-def serve_turn(case: str, config: LineConfig, workload: Workload, settings: ServeSettings) -> Turn:
+def serve_turn(case: str, config: LineConfig, workload: Workload, settings: ServeSettings) -> ClusterTurn:
     """Ray Serve on the packed files of a line, with warm caches, the most used models loaded last.
 
     Raises CoServeError.
@@ -155,7 +155,7 @@ def serve_turn(case: str, config: LineConfig, workload: Workload, settings: Serv
     return turn_of(case, f"ray serve: {settings}", trace, ended_s, _loads(answers) - before)
 
 
-def _loads(answers: Sequence[Answer]) -> int:
+def _loads(answers: Sequence[ServeAnswer]) -> int:
     most: dict[str, int] = {}
     for answer in answers:
         most[answer.replica] = max(most.get(answer.replica, 0), answer.loads)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from profiler.bench.measured import Column, Measured, Target, at_least, this_machine, without_target
 from profiler.workload.generated_line import removed_afterwards, require_disk
 from proof.cluster.nodes import ray_nodes, require_ray
-from proof.cluster.turns import OURS, Turn, our_turn
+from proof.cluster.turns import OURS, ClusterTurn, our_turn
 from proof.cluster.workload import SHRINK, Workload, paper_device
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def measure_cluster(directory: Path, progress: Progress, workload: Workload | No
     return Measured(this_machine(f"ray {ray.__version__}"), COLUMNS, found, targets_of(found, workload), notes)
 
 
-def targets_of(turns: Sequence[Turn], workload: Workload) -> tuple[Target, ...]:
+def targets_of(turns: Sequence[ClusterTurn], workload: Workload) -> tuple[Target, ...]:
     def images_per_s(case: str, contestant: str) -> float:
         found = [turn.images_per_s for turn in turns if (turn.case, turn.contestant) == (case, contestant)]
         return statistics.median(found)
@@ -85,29 +85,31 @@ def targets_of(turns: Sequence[Turn], workload: Workload) -> tuple[Target, ...]:
     )
 
 
-def _measured(folder: Path, address: str, workload: Workload, progress: Progress, turns: int) -> tuple[Turn, ...]:
+def _measured(
+    folder: Path, address: str, workload: Workload, progress: Progress, turns: int
+) -> tuple[ClusterTurn, ...]:
     from proof.cluster.ray_serve import best_settings, serve_turn
 
     workers, everything = workload.workers, workload.by_usage
     third = everything[::workers]  # with a third of the usage, nearly
     workload.write_experts(folder)
 
-    def ours(case: str, workers: int, held: int, components: Sequence[str]) -> Turn:
+    def ours(case: str, workers: int, held: int, components: Sequence[str]) -> ClusterTurn:
         config = workload.line(folder, address, workers, held, components)
         trace = workload.trace(components, workers)
         return our_turn(case, config, trace, workload.device.ssd_bytes_per_s)
 
-    def theirs(settings: ServeSettings) -> Turn:
+    def theirs(settings: ServeSettings) -> ClusterTurn:
         config = workload.line(folder, address, workers, workload.held_each, everything)  # packed for our turns
         return serve_turn(HALF, config, workload, settings)
 
-    contestants: list[Callable[[], Turn]] = [
+    contestants: list[Callable[[], ClusterTurn]] = [
         partial(ours, ONE, 1, len(third), third),
         partial(ours, ALL, workers, len(third), everything),
         partial(ours, HALF, workers, workload.held_each, everything),
         *(partial(theirs, settings) for settings in best_settings(workload)),
     ]
-    found: list[Turn] = []
+    found: list[ClusterTurn] = []
     for number in range(turns * len(contestants)):
         progress("turns", number, turns * len(contestants))
         found.append(contestants[number % len(contestants)]())

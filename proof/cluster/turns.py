@@ -27,7 +27,7 @@ PLACEMENT_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ClusterTurn:
     """One run. ``loads``, ``switches``: after the first loads; a switch is a load that a waiting request needed."""
 
     case: str
@@ -52,13 +52,15 @@ def send(trace: Sequence[TracedArrival], submit: Callable[[str], None]) -> float
     return started_s
 
 
-def turn_of(case: str, contestant: str, trace: Sequence[TracedArrival], ended_s: Sequence[float], loads: int) -> Turn:
+def turn_of(
+    case: str, contestant: str, trace: Sequence[TracedArrival], ended_s: Sequence[float], loads: int
+) -> ClusterTurn:
     """``ended_s``: of each image, since the first arrival."""
     waits_s = [end_s - arrival.at_s for end_s, arrival in zip(ended_s, trace, strict=True)]
-    return Turn(case, contestant, len(trace), max(ended_s), float(np.percentile(waits_s, 99)), loads)
+    return ClusterTurn(case, contestant, len(trace), max(ended_s), float(np.percentile(waits_s, 99)), loads)
 
 
-def our_turn(case: str, config: LineConfig, trace: Sequence[TracedArrival], ssd_bytes_per_s: float) -> Turn:
+def our_turn(case: str, config: LineConfig, trace: Sequence[TracedArrival], ssd_bytes_per_s: float) -> ClusterTurn:
     """The agent and its workers, once they hold the experts of the initial placement. Raises CoServeError."""
     image = EncodedImage(tiny_image(), "image", DEFAULT_MAX_PIXELS)
     options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=ssd_bytes_per_s))

@@ -10,7 +10,7 @@ from experts.errors import CoServeError
 from experts.packed.weights import slot_bytes
 from proof.cluster import nodes
 from proof.cluster.report import ALL, HALF, ONE, measure_cluster, targets_of
-from proof.cluster.turns import OURS, Turn, send, turn_of
+from proof.cluster.turns import OURS, ClusterTurn, send, turn_of
 from proof.cluster.workload import Workload, paper_device
 
 DEVICE = paper_device()
@@ -66,11 +66,11 @@ def test_images_are_sent_in_order_and_wait_from_their_arrival():
 )
 def test_targets_tell_what_is_missed(together_s, switches, peer_s, reached):
     turns = [
-        Turn(ONE, OURS, 100, 10.0, 1.0, 0, 0),
-        Turn(ALL, OURS, 300, together_s, 1.0, 0, switches),
-        Turn(HALF, OURS, 300, 10.0, 1.0, 50, 30),
-        Turn(HALF, "peer, slow", 300, 50.0, 1.0, 200),
-        Turn(HALF, "peer, best", 300, peer_s, 1.0, 200),
+        ClusterTurn(ONE, OURS, 100, 10.0, 1.0, 0, 0),
+        ClusterTurn(ALL, OURS, 300, together_s, 1.0, 0, switches),
+        ClusterTurn(HALF, OURS, 300, 10.0, 1.0, 50, 30),
+        ClusterTurn(HALF, "peer, slow", 300, 50.0, 1.0, 200),
+        ClusterTurn(HALF, "peer, best", 300, peer_s, 1.0, 200),
     ]
     found = targets_of(turns, WORKLOAD)
     assert [target.reached for target in found] == [*reached, None]
