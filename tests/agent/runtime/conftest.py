@@ -87,13 +87,13 @@ def predicted():
 
 @pytest.fixture
 def line(packed_directory, predicted):
-    yield from _opened(packed_directory, predicted)
+    yield from opened(packed_directory, predicted)
 
 
 @pytest.fixture
 def breakable_line(packed_directory, predicted, tmp_path):
     shutil.copytree(packed_directory, tmp_path / "line", copy_function=shutil.copy2)
-    yield from _opened(tmp_path / "line", predicted)
+    yield from opened(tmp_path / "line", predicted)
 
 
 def experts_in(directory):
@@ -109,7 +109,7 @@ def copies_of(experts, segments):
     return {f"{each.id}@fp32": ExpertCopy(f"{each.id}@fp32", each, packed[each.id][Precision.FP32]) for each in experts}
 
 
-def _opened(directory, predicted):
+def opened(directory, predicted):
     with closing(SegmentStore(directory / "packed")) as segments:
         yield Line(segments, copies_of(experts_in(directory), segments), predicted)
 

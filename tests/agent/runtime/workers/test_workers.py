@@ -24,10 +24,17 @@ from agent.runtime.workers.remote import RemoteWorker
 from experts.errors import CoServeError, WorkerBroken
 from experts.expert import BoundingBox, Precision, Prediction
 from experts.graph import ExpertGraph
+from tests.agent.runtime.conftest import opened
 
 PATIENCE_S = 60.0
 BOX = replace(detect("cpu"), cores=1)
 PERFORMANCE = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def line(packed_directory, predicted):
+    """As for other tests of the runtime, but one for all of these."""
+    yield from opened(packed_directory, predicted)
 
 
 def plan_of(line):
@@ -83,10 +90,11 @@ def remote(line, post, channel):
     worker.stop(PATIENCE_S)
 
 
-@pytest.fixture(params=[in_this_process, in_another, pytest.param(in_an_actor, marks=pytest.mark.slow)])
-def working(request, line, tmp_path):
+@pytest.fixture(scope="module", params=[in_this_process, in_another, pytest.param(in_an_actor, marks=pytest.mark.slow)])
+def working(request, line, tmp_path_factory):
+    """One worker for all tests, of which the last one ends it."""
     answers = queue.SimpleQueue()
-    with request.param(line, answers.put, tmp_path) as worker:
+    with request.param(line, answers.put, tmp_path_factory.mktemp("worker")) as worker:
         yield worker, answers
 
 
@@ -114,7 +122,6 @@ def test_a_worker_loads_judges_evicts_and_loads_again(working, line):
             worker.end(request)
         worker.evict(effects.Evict(copy.expert.id, copy.name, "w1/host", 0, 0, EvictionDecision("", 0, ())))
     worker.set_budget("w1/host", 2**30)
-    assert not worker.lose("it hangs") or isinstance(answers.get(timeout=PATIENCE_S), WorkerLost)
 
 
 def test_each_image_has_its_own_answer(working, line):
@@ -134,6 +141,12 @@ def test_what_cannot_be_loaded_is_answered(working, line):
     worker.start_load(effects.StartLoad(7, "cls/none", "cls/none@fp32", SSD, "w1/host", 1))
     failed = answers.get(timeout=PATIENCE_S)
     assert (type(failed), failed.load, failed.permanent) == (events.LoadFailed, 7, True)
+
+
+def test_a_worker_that_is_given_up_is_lost_once(working):
+    worker, answers = working
+    if worker.lose("it hangs"):
+        assert answers.get(timeout=PATIENCE_S) == WorkerLost("w1", "it hangs")
 
 
 def test_copies_that_are_told_again_keep_their_smaller_images(line, tmp_path):
