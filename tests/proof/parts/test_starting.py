@@ -23,6 +23,7 @@ if "serve" in sys.orig_argv:
 """  # every Python that finds it as sitecustomize runs it
 
 
+@pytest.mark.slow
 def test_an_agent_is_started_and_ended_and_leaves_nothing(tmp_path):
     found = measure_start(tmp_path, starts=1, warm=False)
     (times,) = found.rows
