@@ -266,8 +266,9 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 
 
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
-    box = part_of(detect_box(config), sharers_of_box(config))
-    stored, alarms = usable_profile(config, box) if options.profile == "auto" else (options.profile, ())
+    whole = detect_box(config)
+    stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
+    box = part_of(whole, sharers_of_box(config))
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given
     if given.executors is None and are_in_workers(config):

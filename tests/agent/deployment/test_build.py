@@ -12,7 +12,7 @@ import torch
 from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.core.performance import PoolSpec
-from agent.deployment.build import build_agent, detect_box, doubts
+from agent.deployment.build import AS_SERVED, build_agent, detect_box, doubts, groundwork_of
 from agent.deployment.engine_setup import planned
 from agent.deployment.packed_copies import copies_of, packed_experts
 from agent.deployment.profile_in_use import usage_of
@@ -303,3 +303,12 @@ def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     strange = replace(stored, kinds=stored.kinds[:2], packed={})
     with pytest.raises(ConfigError, match=r"experts\.cls/f\d: the device profile has no times of its kind"):
         planned(config, detect_box(config), strange, without={"cls/f9": "broken"})
+
+
+def test_a_profile_of_the_whole_box_is_used_beside_workers_that_share_it(tmp_path):
+    line = Line(tmp_path)
+    line.profiled()
+    line.document |= {"cluster": {"workers": [{"count": 1}]}, "executors": {"emulated": 1}}
+    ground = groundwork_of(line.config, line.config.packed_folder, AS_SERVED)
+    assert ground.profile is not None
+    assert (ground.alarms, ground.box.cores) == ((), max(detect("cpu").cores // 2, 1))
