@@ -1,7 +1,7 @@
 """WorkerActor: a Ray actor that hosts one worker. Each call carries messages of ``agent.runtime.workers`` as bytes.
 
 Guarantees: messages to the worker keep their order, and so do its answers; the actor ends with the agent that created
-it, when it is killed, or when its host ends.
+it, or when it is killed. Once its host has ended, the agent's end of the channel kills it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
@@ -42,8 +42,6 @@ class RayChannel:
         Thread(target=self._send_all, name="ray-send", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        if self._failed:
-            raise OSError("the actor is gone")
         while not self._failed:
             with suppress(Full):
                 return self._outbox.put(message, timeout=1.0)
@@ -53,7 +51,7 @@ class RayChannel:
         while not self._received:
             try:
                 found = ray.get(self._actor.receive.remote())
-            except Exception:  # noqa: BLE001 - likewise
+            except Exception:  # noqa: BLE001 - any error of Ray: the actor is gone, or the cluster
                 return None
             if found is None:
                 return None
@@ -62,7 +60,8 @@ class RayChannel:
 
     def kill(self) -> None:
         self.close()
-        ray.kill(self._actor)
+        with suppress(Exception):  # the actor, or the cluster, is gone
+            ray.kill(self._actor)
 
     def close(self) -> None:
         self._failed = True
@@ -80,7 +79,7 @@ class RayChannel:
                 pass
             try:
                 ray.get(self._actor.send.remote(together))
-            except Exception:  # noqa: BLE001 - of Ray: the actor is gone, or the cluster
+            except Exception:  # noqa: BLE001 - any error of Ray, as above
                 self._failed = True
             if self._failed or message is END:
                 return
@@ -114,7 +113,6 @@ class RayCluster:
 
     address: str
     namespace: str
-    _made: list[ActorPlace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         try:

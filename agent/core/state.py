@@ -175,8 +175,8 @@ class State:
     all_queued: set[str] = field(default_factory=set)  # memories where a STAGE claim found nothing in this round
     full: set[str] = field(default_factory=set)  # memories where an overdue claim waits for room
     short: set[str] = field(default_factory=set)  # memories where a claim that is not overdue found no room
-    placements: defaultdict[str, deque[Wish]] = field(default_factory=lambda: defaultdict(deque))  # by worker; wanted
-    # as soon as there is room
+    # by worker; wanted as soon as there is room
+    placements: defaultdict[str, deque[Wish]] = field(default_factory=lambda: defaultdict(deque))
     speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
 
     # failures

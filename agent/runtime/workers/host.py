@@ -105,7 +105,7 @@ class WorkerHost:
         self._send("detected", detect(device), {name: each for name, each in reasons.items() if each is not None})
 
     def do_offer(self, files: Sequence[PackedFile], wants_answer: bool) -> None:
-        """Link the agent's packed files, and report those that have to be sent. Others are of earlier lines."""
+        """Link the agent's packed files, and report those that have to be sent."""
         self._send("lacking", self._files.link(files))
         if wants_answer:
             self._send("offered")
