@@ -130,7 +130,7 @@ ROOMS = {
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
-        "agent.runtime.requests", "agent.deployment.build", "agent.deployment.workforce", "agent.records",
+        "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",
         "agent.sources.folder.files", "agent.commands.experts",
     ),
     "agent.demo.rendering": (),

@@ -86,7 +86,7 @@ class RayChannel:
 
 
 @dataclass(slots=True)
-class ActorPlace:
+class ActorSpec:
     """A worker's node, with its address, and its first actor until ``start`` takes it."""
 
     cluster: RayCluster
@@ -135,29 +135,29 @@ class RayCluster:
         """Number of nodes that are alive."""
         return sum(node["Alive"] for node in ray.nodes())
 
-    def places(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorPlace]:
-        """Places of workers, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
+    def specs(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorSpec]:
+        """Workers to start, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
         found = [
-            ActorPlace(self, name, kind, folder / name, self.create(name, kind, folder / name))
+            ActorSpec(self, name, kind, folder / name, self.create(name, kind, folder / name))
             for name, kind in zip(names, kinds, strict=True)
         ]
         try:
-            nodes = ray.get([place.actor.node.remote() for place in found], timeout=START_S)
+            nodes = ray.get([spec.actor.node.remote() for spec in found], timeout=START_S)
         except RayError as error:
-            wanted = "; ".join(f"{place.name}: {dict(place.kind.resources) or 'no resources'}" for place in found)
+            wanted = "; ".join(f"{spec.name}: {dict(spec.kind.resources) or 'no resources'}" for spec in found)
             advice = f"give its nodes the resources of these workers ({wanted})"
             raise ClusterUnreachable(
                 self.address, f"workers did not start in {START_S:.0f} s: {error}", advice
             ) from error
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
-        for place, node in zip(found, nodes, strict=True):
-            place.node, place.address = node, addresses.get(node, "")
+        for spec, node in zip(found, nodes, strict=True):
+            spec.node, spec.address = node, addresses.get(node, "")
         return found
 
     def present(self, node: str, address: str) -> str | None:
         """The node, or the one that has come back at its address; None if neither is there."""
         alive = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}
-        return node if node in alive else next((each for each, place in alive.items() if place == address), None)
+        return node if node in alive else next((each for each, here in alive.items() if here == address), None)
 
     def create(self, name: str, kind: WorkerSection, folder: Path, node: str | None = None) -> Any:  # noqa: ANN401
         """An actor for a worker, on any node with its resources or on ``node``."""

@@ -17,11 +17,11 @@ import psutil
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.executors import are_in_workers
-from agent.deployment.joint_setup import part_of
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
-from agent.deployment.workforce import WORKERS, Workforce, places_of, sharers_of_box
+from agent.deployment.worker_manager import WORKERS, WorkerManager, sharers_of_box, worker_specs
+from agent.deployment.worker_setup import part_of
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -94,7 +94,7 @@ class Agent:
     changes: int = 0  # of the line, since the start
     earlier_names: frozenset[str] = frozenset()  # of experts, in earlier line files
     alarms: tuple[str, ...] = ()  # why the device profile is not used, or not for all experts
-    workforce: Workforce | None = None  # workers beside this process
+    workers: WorkerManager | None = None  # workers beside this process
 
     def expert(self, name: str) -> str:
         return self.experts.get(name, name)
@@ -106,8 +106,8 @@ class Agent:
 
     def stop(self) -> None:
         """End; requests under way get no outcome. Raises AgentCrashed, after all threads have ended."""
-        if self.workforce is not None:
-            self.workforce.stop()
+        if self.workers is not None:
+            self.workers.stop()
         try:
             self.loop.stop()
         finally:
@@ -133,17 +133,17 @@ def build_agent(
         copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         setup = measured_setup(ground, copies, segments, progress)
-        workforce = None
+        workers = None
         if config.cluster.workers:
-            workforce = Workforce(
+            workers = WorkerManager(
                 config,
-                places_of(config, segments.directory / WORKERS),
+                worker_specs(config, segments.directory / WORKERS),
                 segments,
                 options.loop.ssd_bytes_per_s,
                 progress,
             )
-            on_failure.callback(workforce.close)
-            setup, theirs = workforce.employ(
+            on_failure.callback(workers.close)
+            setup, theirs = workers.start(
                 ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)
             )
             by_name |= theirs
@@ -158,9 +158,9 @@ def build_agent(
             on_outcome,
             replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
         )
-        if workforce is not None:
-            workforce.assemble(setup, by_name, scaled_experts(ground.profile))
-            workforce.serve(loop)
+        if workers is not None:
+            workers.assemble(setup, by_name, scaled_experts(ground.profile))
+            workers.attach(loop)
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
@@ -168,7 +168,7 @@ def build_agent(
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
         config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name,
-        alarms=ground.alarms, workforce=workforce,
+        alarms=ground.alarms, workers=workers,
     )  # fmt: skip
 
 

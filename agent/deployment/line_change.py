@@ -20,7 +20,7 @@ from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.performance_matrix import with_families
-from agent.deployment.workforce import WorkersRows
+from agent.deployment.worker_manager import WorkersRows
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -138,7 +138,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 def _of_workers(agent: Agent, config: LineConfig, ground: Groundwork, progress: Progress) -> WorkersRows:
     """Copies and times of the new line in the workers, which are all there."""
-    if agent.workforce is None:
+    if agent.workers is None:
         return NO_WORKERS
 
     def pack_for(part: LineConfig, precisions: Precisions) -> PackingReport:
@@ -149,7 +149,7 @@ def _of_workers(agent: Agent, config: LineConfig, ground: Groundwork, progress: 
     def is_new(copy: ExpertCopy) -> bool:
         return copy.packed not in known or experts.get(copy.expert.id) != config.catalog.experts[copy.expert.id]
 
-    return agent.workforce.measured(config, ground, pack_for, is_new)
+    return agent.workers.measured(config, ground, pack_for, is_new)
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:

@@ -208,7 +208,7 @@ class AgentLoop:
         """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
         self._here.transfers.mend, self._here.transfers.distrust = mend, distrust
 
-    def employ(self, workers: Mapping[str, Worker], lost: Callable[[str], None]) -> None:
+    def attach(self, workers: Mapping[str, Worker], lost: Callable[[str], None]) -> None:
         """Let other workers carry out what is decided for their executors. Call before ``start``.
 
         ``lost``: called on the loop's thread, with the name of a lost worker.

@@ -14,8 +14,8 @@ from agent.core.events import ExecutorsJoined, ExecutorsLost
 from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
-from agent.deployment.joint_setup import Hired, employments, joint_setup
 from agent.deployment.placement import place_experts
+from agent.deployment.worker_setup import WorkerSetup, joined_workers, with_workers
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.simulation.forecast import forecast, quantile_s
@@ -110,7 +110,9 @@ def on_workers(setup: EngineSetup, box: Box, count: int) -> EngineSetup:
     limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
     agent = replace(setup, executors=(), matrix=matrix, limits=limits)
     names = (f"w{number}" for number in range(1, count + 1))
-    return joint_setup(agent, employments(agent, [Hired(name, name, box, box, {}, setup, {}) for name in names]))
+    return with_workers(
+        agent, joined_workers(agent, [WorkerSetup(name, name, box, box, {}, setup, {}) for name in names])
+    )
 
 
 def _placement(setup: EngineSetup) -> ExpertPlacement:

@@ -21,7 +21,7 @@ from agent.commands.rejudging.agreement import Row, beside, compare_answers, new
 from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_images, stored_answers
 from agent.config import LineConfig, line_of
 from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
-from agent.deployment.workforce import on_cluster
+from agent.deployment.worker_manager import on_cluster
 from agent.records.database import refuse_root_beside_another
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from experts.errors import ConfigError

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.cluster import extra
-from tests.agent.deployment.test_workforce import IMAGE, Line, Verdict, judged
+from tests.agent.deployment.test_worker_manager import IMAGE, Line, Verdict, judged
 
 
 def test_without_the_extra_a_line_in_a_cluster_is_refused(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from agent.runtime.loop import BatchWatch
 from agent.service.inspections.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
-from tests.agent.deployment.test_workforce import worker_processes
+from tests.agent.deployment.test_worker_manager import worker_processes
 from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, write_clip
 from tests.lines import NOON, result
 from tests.lines import order as order_of

@@ -1,4 +1,4 @@
-"""Workforce: the workers beside the agent, from their sections of the line file to executors of one Engine.
+"""WorkerManager: the workers beside the agent, from their sections of the line file to executors of one Engine.
 
 A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
 and has it measured, once for workers of one kind on equal boxes. Language models stay in the agent's process.
@@ -24,9 +24,9 @@ from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED, set_unless_given
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
-from agent.deployment.joint_setup import Employment, Hired, employments, joint_setup, part_of
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
+from agent.deployment.worker_setup import JoinedWorker, WorkerSetup, joined_workers, part_of, with_workers
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
 from agent.runtime.workers.processes import start_process
@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerSpec:
     """A worker to start. ``node``: of its box, "" for the agent's; ``sharers``: processes that share that box."""
 
     name: str
@@ -78,19 +78,19 @@ class Place:
     sharers: int = 1
 
 
-def places_of(config: LineConfig, folder: Path) -> tuple[Place, ...]:
+def worker_specs(config: LineConfig, folder: Path) -> tuple[WorkerSpec, ...]:
     """Where the workers of a line start; ``folder``: for their packed files.
 
     Raises ConfigError without the extra that a cluster needs, ClusterUnreachable.
     """
     cluster = config.cluster
     if cluster.address is not None:
-        found = _cluster_of(config).places(cluster.names, cluster.kinds, folder)
-        on_node = Counter(place.node for place in found)
-        return tuple(Place(each.name, each.kind, each.start, each.node, on_node[each.node]) for each in found)
+        found = _cluster_of(config).specs(cluster.names, cluster.kinds, folder)
+        on_node = Counter(spec.node for spec in found)
+        return tuple(WorkerSpec(each.name, each.kind, each.start, each.node, on_node[each.node]) for each in found)
     gpus, sharers = count(), sharers_of_box(config)
     return tuple(
-        Place(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)), "", sharers)
+        WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)), "", sharers)
         for name, kind in zip(cluster.names, cluster.kinds, strict=True)
     )
 
@@ -102,7 +102,7 @@ def sharers_of_box(config: LineConfig) -> int:
 
 
 def on_cluster(config: LineConfig, address: str) -> LineConfig:
-    """The line with its workers in this cluster; without workers, with one on each node. Raises as ``places_of``."""
+    """The line with its workers in this cluster; without workers, with one on each node. Raises as ``worker_specs``."""
     there = replace(config, cluster=config.cluster.model_copy(update={"address": address}), executors=None)
     if there.cluster.workers:
         return there
@@ -111,7 +111,7 @@ def on_cluster(config: LineConfig, address: str) -> LineConfig:
 
 
 def _cluster_of(config: LineConfig) -> RayCluster:
-    """Raises as ``places_of``."""
+    """Raises as ``worker_specs``."""
     missing = why_absent()
     if missing is not None:
         raise config.document.error(missing, "cluster", "address")
@@ -150,69 +150,69 @@ class WorkersRows:
         return WorkersRows(dict(self.copies) | copies, dict(self.columns) | columns, failed)
 
 
-class Workforce:
+class WorkerManager:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
     def __init__(
-        self, config: LineConfig, places: Sequence[Place], segments: SegmentStore, ssd_bytes_per_s: float | None,
+        self, config: LineConfig, specs: Sequence[WorkerSpec], segments: SegmentStore, ssd_bytes_per_s: float | None,
         progress: Progress,
     ) -> None:  # fmt: skip
         self._config = config
-        self._places = {place.name: place for place in places}
+        self._specs = {spec.name: spec for spec in specs}
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self._progress = progress
         self._workers: dict[str, RemoteWorker] = {}
-        self._employed: tuple[Employment, ...] = ()
+        self._joined: tuple[JoinedWorker, ...] = ()
         self._limits: Limits | None = None
         self._began_s: dict[str, float] = {}  # when each worker began to work
         self._pauses_s: dict[str, float] = {}
         self._loop: AgentLoop | None = None
         self._stopping = Flag()
 
-    def employ(self, ground: Groundwork, local: EngineSetup, pack: Pack) -> tuple[EngineSetup, dict[str, ExpertCopy]]:
+    def start(self, ground: Groundwork, local: EngineSetup, pack: Pack) -> tuple[EngineSetup, dict[str, ExpertCopy]]:
         """Start the workers; the setup of the Engine over all executors, and their copies by name.
 
         Raises ConfigError for a worker that cannot run its part, WorkerBroken for one that does not start.
         """
-        found = dict(zip(self._places, self._all(self._places.values(), self._detect), strict=True))
-        hired: list[Hired] = []
-        for place in self._places.values():
-            like = next((each for each in hired if self._are_alike(each, place, found[place.name].box)), None)
+        found = dict(zip(self._specs, self._all(self._specs.values(), self._detect), strict=True))
+        setup: list[WorkerSetup] = []
+        for spec in self._specs.values():
+            like = next((each for each in setup if self._are_alike(each, spec, found[spec.name].box)), None)
             if like is None:
-                (like,) = self._all([place], lambda each: self._hire(each, found[each.name], ground, pack))
-            hired.append(replace(like, name=place.name))
-        self._employed = employments(local, hired)
-        copies = {copy.name: copy for each in hired for listed in each.copies.values() for copy in listed}
-        return joint_setup(local, self._employed), copies
+                (like,) = self._all([spec], lambda each: self._set_up(each, found[each.name], ground, pack))
+            setup.append(replace(like, name=spec.name))
+        self._joined = joined_workers(local, setup)
+        copies = {copy.name: copy for each in setup for listed in each.copies.values() for copy in listed}
+        return with_workers(local, self._joined), copies
 
     def assemble(self, setup: EngineSetup, copies: Mapping[str, ExpertCopy], scaled: frozenset[str]) -> None:
         """Make every worker ready. Raises WorkerBroken."""
         self._limits = setup.limits
-        self._all(self._employed, lambda each: self._make_ready(each, copies, setup.matrix, scaled))
+        self._all(self._joined, lambda each: self._make_ready(each, copies, setup.matrix, scaled))
 
-    def serve(self, loop: AgentLoop) -> None:
+    def attach(self, loop: AgentLoop) -> None:
         """Work for a loop that has not started."""
         self._loop = loop
         for worker in self._workers.values():
             worker.post = loop.post
-        loop.employ({name: self._workers[name] for name in self._places}, self._bring_back)
+        loop.attach({name: self._workers[name] for name in self._specs}, self._bring_back)
 
     def measured(
         self, config: LineConfig, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]
     ) -> WorkersRows:
         """Copies of a changed line for each processor of the workers, and times of the new ones.
 
-        Raises ConfigError as ``employ`` does; WorkerBroken.
+        Raises ConfigError as ``start`` does; WorkerBroken.
         """
         rows = WorkersRows({}, {}, {})
-        found: dict[str, tuple[WorkersRows, Hired]] = {}
-        for each in self._employed:
-            like = next((known for known, hired in found.values() if hired.setup is each.hired.setup), None)
+        found: dict[str, tuple[WorkersRows, WorkerSetup]] = {}
+        for each in self._joined:
+            like = next((known for known, setup in found.values() if setup.setup is each.setup.setup), None)
             if like is None:
-                like = self._rows(self._places[each.hired.name], each.hired, ground, (config, pack), is_new)
-            found[each.hired.name] = like, each.hired
-            rows = rows.plus(each.hired.name, like)
+                like = self._rows(self._specs[each.setup.name], each.setup, ground, (config, pack), is_new)
+            found[each.setup.name] = like, each.setup
+            rows = rows.plus(each.setup.name, like)
         return rows
 
     def stop(self) -> None:
@@ -234,40 +234,40 @@ class Workforce:
                 self._progress("workers", len(listed) - len(waiting), len(listed))
             return [future.result() for future in futures]
 
-    def _detect(self, place: Place) -> Detected:
-        worker = self._workers[place.name] = RemoteWorker(place.name, place.start(), self._segments)
-        return Detected(*worker.ask("detected", "detect", place.kind.device))
+    def _detect(self, spec: WorkerSpec) -> Detected:
+        worker = self._workers[spec.name] = RemoteWorker(spec.name, spec.start(), self._segments)
+        return Detected(*worker.ask("detected", "detect", spec.kind.device))
 
-    def _are_alike(self, hired: Hired, place: Place, box: Box) -> bool:
-        other = self._places[hired.name]
-        is_same_kind = (other.kind, other.node, other.sharers) == (place.kind, place.node, place.sharers)
-        return is_same_kind and is_like(hired.found, box)
+    def _are_alike(self, setup: WorkerSetup, spec: WorkerSpec, box: Box) -> bool:
+        other = self._specs[setup.name]
+        is_same_kind = (other.kind, other.node, other.sharers) == (spec.kind, spec.node, spec.sharers)
+        return is_same_kind and is_like(setup.found, box)
 
-    def _hire(self, place: Place, found: Detected, ground: Groundwork, pack: Pack) -> Hired:
+    def _set_up(self, spec: WorkerSpec, found: Detected, ground: Groundwork, pack: Pack) -> WorkerSetup:
         """Decide, pack and measure a worker's part."""
-        own, copies = self._decide(place, found, ground, (self._config, pack))
-        times, failed = self._times(place, own, copies)
-        return Hired(place.name, place.node, found.box, own.box, found.absent, own.setup(times, failed), copies)
+        own, copies = self._decide(spec, found, ground, (self._config, pack))
+        times, failed = self._times(spec, own, copies)
+        return WorkerSetup(spec.name, spec.node, found.box, own.box, found.absent, own.setup(times, failed), copies)
 
     def _rows(
-        self, place: Place, hired: Hired, ground: Groundwork, line: tuple[LineConfig, Pack],
+        self, spec: WorkerSpec, setup: WorkerSetup, ground: Groundwork, line: tuple[LineConfig, Pack],
         is_new: Callable[[ExpertCopy], bool],
     ) -> WorkersRows:  # fmt: skip
-        own, copies = self._decide(place, Detected(hired.found, hired.absent), ground, line)
+        own, copies = self._decide(spec, Detected(setup.found, setup.absent), ground, line)
         new = {processor: tuple(copy for copy in listed if is_new(copy)) for processor, listed in copies.items()}
         if not any(new.values()):
             return WorkersRows(copies, {}, {})
-        times, failed = self._times(place, own, new)
+        times, failed = self._times(spec, own, new)
         return WorkersRows(copies, times.experts, failed)
 
     def _decide(
-        self, place: Place, found: Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
+        self, spec: WorkerSpec, found: Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
     ) -> tuple[Groundwork, dict[str, tuple[ExpertCopy, ...]]]:
         """A worker's executors and forms, and its copies by processor, packed."""
-        config, pack = line[0].of_worker(place.kind), line[1]
+        config, pack = line[0].of_worker(spec.kind), line[1]
         profile = _profile_for(ground.profile, found.box)
         packed = packed_experts(config, self._segments.directory)
-        own = groundwork(config, part_of(found.box, place.sharers), profile, packed, Given(usage=ground.usage))
+        own = groundwork(config, part_of(found.box, spec.sharers), profile, packed, Given(usage=ground.usage))
         own = replace(own, precisions=_executable(own.precisions, found.absent))
         packed_now = pack(config, own.precisions).packed
         return own, {
@@ -276,49 +276,49 @@ class Workforce:
         }
 
     def _times(
-        self, place: Place, own: Groundwork, copies: Mapping[str, tuple[ExpertCopy, ...]]
+        self, spec: WorkerSpec, own: Groundwork, copies: Mapping[str, tuple[ExpertCopy, ...]]
     ) -> tuple[PerformanceMatrix, Mapping[str, str]]:
         if own.profile is not None:
-            return matrix(own.profile, own.box, copies, own.usage, own.executors * place.sharers), {}
-        worker = self._workers[place.name]
+            return matrix(own.profile, own.box, copies, own.usage, own.executors * spec.sharers), {}
+        worker = self._workers[spec.name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
         (probed,) = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)
         return probed.matrix, probed.failed
 
     def _make_ready(
-        self, each: Employment, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix, scaled: frozenset[str]
+        self, each: JoinedWorker, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix, scaled: frozenset[str]
     ) -> None:
         assert self._limits is not None, "the Engine's setup comes first"
-        worker = self._workers[each.hired.name]
+        worker = self._workers[each.setup.name]
         worker.executors = each.executors
         own, columns = share_of(each.executors, copies, times)
         limits = replace(self._limits, pools=each.pools, placement={})
         worker.give_files([copy.packed for copy in own.values()])
         options = scaled, self._ssd_bytes_per_s
-        part = each.hired.box, each.executors, limits, own, columns, options
+        part = each.setup.box, each.executors, limits, own, columns, options
         (failed,) = worker.ask("ready", "assemble", *part)
         for expert, reason in failed.items():
-            log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.hired.name, expert, reason)
-        self._began_s[each.hired.name] = time.monotonic()
+            log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.setup.name, expert, reason)
+        self._began_s[each.setup.name] = time.monotonic()
 
     def _bring_back(self, name: str) -> None:
         """Start a lost worker again, on a thread of its own."""
-        employment = next(each for each in self._employed if each.hired.name == name)
-        Thread(target=self._restart, args=(employment,), name=f"restart-{name}", daemon=True).start()
+        joined = next(each for each in self._joined if each.setup.name == name)
+        Thread(target=self._restart, args=(joined,), name=f"restart-{name}", daemon=True).start()
 
-    def _restart(self, employment: Employment) -> None:
-        name = employment.hired.name
+    def _restart(self, joined: JoinedWorker) -> None:
+        name = joined.setup.name
         if time.monotonic() - self._began_s[name] > SOUND_S:
             self._pauses_s[name] = 0.0
         pause_s = RESTARTS.next_pause_s(self._pauses_s.get(name, 0.0))
         while not self._stopping.wait(pause_s):
             self._pauses_s[name], pause_s = pause_s, RESTARTS.next_pause_s(pause_s)
             try:
-                found = self._detect(self._places[name]).box
-                if not is_like(found, employment.hired.found):
+                found = self._detect(self._specs[name]).box
+                if not is_like(found, joined.setup.found):
                     raise CoServeError(f"it is on another kind of box now: {found.model}")
                 assert self._loop is not None, "only a loop loses workers"
-                self._make_ready(employment, *self._loop.served, self._loop.scaled)
+                self._make_ready(joined, *self._loop.served, self._loop.scaled)
             except Exception as error:  # noqa: BLE001 - the boundary of this thread
                 log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
                 if name in self._workers:
@@ -326,7 +326,7 @@ class Workforce:
                 continue
             worker = self._workers[name]
             worker.post = self._loop.post
-            self._loop.join(name, worker, employment.executors, employment.pools)
+            self._loop.join(name, worker, joined.executors, joined.pools)
             return
 
 

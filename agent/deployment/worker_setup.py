@@ -26,7 +26,7 @@ TRANSFER_S = 0.002  # to send an encoded image to another process or box, with t
 
 
 @dataclass(frozen=True, slots=True)
-class Hired:
+class WorkerSetup:
     """A worker before it has its part. ``found``: its whole box; ``setup``: as of an agent on its part ``box``.
 
     ``node``: "" on the agent's box. ``absent``: forms that do not run there. ``copies``: by processor.
@@ -42,10 +42,10 @@ class Hired:
 
 
 @dataclass(frozen=True, slots=True)
-class Employment:
+class JoinedWorker:
     """A worker's part in the Engine's setup."""
 
-    hired: Hired
+    setup: WorkerSetup
     executors: tuple[ExecutorSpec, ...]
     pools: tuple[PoolSpec, ...]
 
@@ -56,36 +56,36 @@ def part_of(box: Box, sharers: int) -> Box:
     return replace(box, cores=max(box.cores // sharers, 1), host=host)
 
 
-def employments(local: EngineSetup, hired: Sequence[Hired]) -> tuple[Employment, ...]:
+def joined_workers(local: EngineSetup, setup: Sequence[WorkerSetup]) -> tuple[JoinedWorker, ...]:
     numbers = count(max((spec.id for spec in local.executors), default=-1) + 1)
-    return tuple(_employment(each, numbers) for each in hired)
+    return tuple(_joined_worker(each, numbers) for each in setup)
 
 
-def _employment(hired: Hired, numbers: count[int]) -> Employment:
-    prefix, drive = f"{hired.name}/", f"{hired.node}/{SSD}" if hired.node else SSD
+def _joined_worker(setup: WorkerSetup, numbers: count[int]) -> JoinedWorker:
+    prefix, drive = f"{setup.name}/", f"{setup.node}/{SSD}" if setup.node else SSD
     pools = tuple(
-        replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, worker=hired.name, drive=drive)
-        for pool in hired.setup.pools
+        replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, worker=setup.name, drive=drive)
+        for pool in setup.setup.pools
     )
     executors = tuple(
         replace(spec, id=next(numbers), processor=prefix + spec.processor, pool=prefix + spec.pool)
-        for spec in hired.setup.executors
+        for spec in setup.setup.executors
     )
-    return Employment(hired, executors, pools)
+    return JoinedWorker(setup, executors, pools)
 
 
-def joint_setup(local: EngineSetup, employed: Sequence[Employment]) -> EngineSetup:
+def with_workers(local: EngineSetup, joined: Sequence[JoinedWorker]) -> EngineSetup:
     """Setup over all executors. An expert is broken if no executor can run it."""
     setup = local
-    for each in employed:
-        rows = each.hired.setup.matrix.experts
-        columns = {f"{each.hired.name}/{processor}": column for processor, column in rows.items()}
-        setup = setup.with_columns(columns, each.hired.setup.broken)
-    pools = (*local.pools, *(pool for each in employed for pool in each.pools))
-    prepared_bytes = [each.hired.setup.limits.prepared_bytes for each in employed]
+    for each in joined:
+        rows = each.setup.setup.matrix.experts
+        columns = {f"{each.setup.name}/{processor}": column for processor, column in rows.items()}
+        setup = setup.with_columns(columns, each.setup.setup.broken)
+    pools = (*local.pools, *(pool for each in joined for pool in each.pools))
+    prepared_bytes = [each.setup.setup.limits.prepared_bytes for each in joined]
     if local.executors:
         prepared_bytes.append(local.limits.prepared_bytes)
-    executors = (*local.executors, *(spec for each in employed for spec in each.executors))
+    executors = (*local.executors, *(spec for each in joined for spec in each.executors))
     limits = replace(local.limits, pools=pools, prepared_bytes=min(prepared_bytes), transfer_s=TRANSFER_S)
     if PRESETS[local.policy].placing:
         placement = place_experts(local.graph, setup.matrix, executors, pools, limits.pinned)
