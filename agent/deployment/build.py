@@ -20,7 +20,7 @@ from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
-from agent.deployment.worker_manager import WORKERS, WorkerManager, sharers_of_box, worker_specs
+from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.deployment.worker_setup import part_of
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
@@ -85,6 +85,7 @@ class Agent:
     stored: StoredProfile | None
     packed: Mapping[str, PackedExpert]
     loop: AgentLoop
+    workers: WorkerManager  # beside this process
     segments: SegmentStore
     templates: Templates  # of all copies, so that no module is constructed during batches
     rss_before_bytes: int  # of this process, before weights are loaded
@@ -94,7 +95,6 @@ class Agent:
     changes: int = 0  # of the line, since the start
     earlier_names: frozenset[str] = frozenset()  # of experts, in earlier line files
     alarms: tuple[str, ...] = ()  # why the device profile is not used, or not for all experts
-    workers: WorkerManager | None = None  # workers beside this process
 
     def expert(self, name: str) -> str:
         return self.experts.get(name, name)
@@ -106,8 +106,7 @@ class Agent:
 
     def stop(self) -> None:
         """End; requests under way get no outcome. Raises AgentCrashed, after all threads have ended."""
-        if self.workers is not None:
-            self.workers.stop()
+        self.workers.stop()
         try:
             self.loop.stop()
         finally:
@@ -133,20 +132,12 @@ def build_agent(
         copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         setup = measured_setup(ground, copies, segments, progress)
-        workers = None
-        if config.cluster.workers:
-            workers = WorkerManager(
-                config,
-                worker_specs(config, segments.directory / WORKERS),
-                segments,
-                options.loop.ssd_bytes_per_s,
-                progress,
-            )
-            on_failure.callback(workers.close)
-            setup, theirs = workers.start(
-                ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)
-            )
-            by_name |= theirs
+        workers = WorkerManager(config, segments, options.loop.ssd_bytes_per_s, progress)
+        on_failure.callback(workers.close)
+        setup, theirs = workers.start(
+            ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)
+        )
+        by_name |= theirs
         templates = make_templates(
             copies, segments, threads_per_executor(ground.box, ground.executors),
             lambda done, total: progress("templates", done, total),
@@ -158,17 +149,15 @@ def build_agent(
             on_outcome,
             replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
         )
-        if workers is not None:
-            workers.assemble(setup, by_name, scaled_experts(ground.profile))
-            workers.attach(loop)
+        workers.attach(loop)
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
     rows = (row for column in setup.matrix.experts.values() for row in column.values())
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
-        config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name,
-        alarms=ground.alarms, workers=workers,
+        config, ground.box, setup, ground.profile, packed, loop, workers, segments, templates, rss_before_bytes,
+        by_name, alarms=ground.alarms,
     )  # fmt: skip
 
 
@@ -268,7 +257,7 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     whole = detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
-    box = part_of(whole, sharers_of_box(config))
+    box = part_of(whole, processes_on_box(config))
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given
     if given.executors is None and are_in_workers(config):

@@ -75,19 +75,18 @@ class EngineSetup:
         """Names of the workers beside the agent."""
         return tuple(dict.fromkeys(pool.worker for pool in self.limits.pools if pool.worker))
 
-    @property
-    def local(self) -> EngineSetup:
-        """The part of the agent's own process."""
-        pools = tuple(pool for pool in self.pools if not pool.worker)
+    def at(self, worker: str) -> EngineSetup:
+        """The executors and memories of one worker; "" is the agent's own process."""
+        pools = tuple(pool for pool in self.pools if pool.worker == worker)
         names = {pool.name for pool in pools}
         executors = tuple(spec for spec in self.executors if spec.pool in names)
         return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
 
     def with_columns(
-        self, columns: Mapping[str, Mapping[str, ExpertProfile]], failed: Mapping[str, str]
+        self, worker: str, columns: Mapping[str, Mapping[str, ExpertProfile]], failed: Mapping[str, str]
     ) -> EngineSetup:
-        """The setup with further processors. An expert is broken if no processor can run it."""
-        experts = {**self.matrix.experts, **columns}
+        """The setup with a worker's processors. An expert is broken if no processor can run it."""
+        experts = {**self.matrix.experts, **{f"{worker}/{name}": column for name, column in columns.items()}}
         able = {expert for column in experts.values() for expert in column}
         broken = {name: reason for name, reason in {**self.broken, **failed}.items() if name not in able}
         return replace(self, matrix=PerformanceMatrix(experts, self.matrix.usage), broken=broken)

@@ -20,7 +20,6 @@ from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.performance_matrix import with_families
-from agent.deployment.worker_manager import WorkersRows
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -29,24 +28,22 @@ from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
     from agent.deployment.engine_setup import EngineSetup, Groundwork
-    from agent.deployment.packed_copies import Precisions
+    from agent.deployment.worker_manager import Measured
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.weights.templates import Templates
     from experts.errors import ExpertError
-    from experts.packed.packing import PackingReport
     from experts.packed.weights import PackedExpert
 
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
 LIVE_KEYS = ("experts", "routes", "boards")
 TEXTS = "texts"
-NO_WORKERS = WorkersRows({}, {}, {})
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
@@ -105,14 +102,14 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
         raise ConfigError(
             f"{lost} is lost, and new experts cannot be measured there - reload once it is back, or restart"
         )
-    local = agent.setup.local
+    local = agent.setup.at("")
     given = Given(executors=local.executors, pools=local.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
     ground, report = packed_as_proven(ground, agent.segments, progress, agent.packed.values())
     _refuse_unfitting(agent, config, report.failed)
     here = copies_of(config, ground.precisions, report.packed)
-    theirs = _of_workers(agent, config, ground, progress)
-    copies: dict[str, Sequence[ExpertCopy]] = {**here, **theirs.copies}
+    theirs = _of_workers(agent, ground, progress)
+    copies = [*chain.from_iterable(here.values()), *(copy for part in theirs.values() for copy in part.all_copies)]
     names = _names(agent, config, copies)
 
     def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
@@ -122,11 +119,12 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     # the proofs of decoding are of the old experts of these names
     without_proofs = None if ground.profile is None else replace(ground.profile, decodings=())
     found = measured_setup(replace(ground, profile=without_proofs), new, agent.segments, progress)
-    found = found.with_columns(theirs.columns, theirs.failed)
+    for worker, part in theirs.items():
+        found = found.with_columns(worker, part.times.matrix.experts, part.times.failed)
     threads = threads_per_executor(agent.box, local.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
     fresh: dict[str, ExpertCopy] = {}
-    for copy in of_new(chain.from_iterable(copies.values())):
+    for copy in of_new(copies):
         name = copy_name(names[copy.expert.id], Precision(copy.packed.precision))
         fresh[name] = replace(copy, name=name)
     setup = _setup_after(agent, config, names, found, ground.usage, fresh)
@@ -136,20 +134,15 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     return _change(replace(agent, alarms=ground.alarms), config, names, setup, fresh, templates)
 
 
-def _of_workers(agent: Agent, config: LineConfig, ground: Groundwork, progress: Progress) -> WorkersRows:
-    """Copies and times of the new line in the workers, which are all there."""
-    if agent.workers is None:
-        return NO_WORKERS
-
-    def pack_for(part: LineConfig, precisions: Precisions) -> PackingReport:
-        return pack(part, agent.segments, precisions, progress, agent.packed.values())
-
-    known, experts = [copy.packed for copy in agent.copies.values()], agent.config.catalog.experts
-
-    def is_new(copy: ExpertCopy) -> bool:
-        return copy.packed not in known or experts.get(copy.expert.id) != config.catalog.experts[copy.expert.id]
-
-    return agent.workers.measured(config, ground, pack_for, is_new)
+def _of_workers(agent: Agent, ground: Groundwork, progress: Progress) -> Mapping[str, Measured]:
+    """The new line in the workers, which are all there."""
+    known = [copy.packed for copy in agent.copies.values()]
+    before, after = agent.config.catalog.experts, ground.config.catalog.experts
+    return agent.workers.measured(
+        ground,
+        lambda part, precisions: pack(part, agent.segments, precisions, progress, agent.packed.values()),
+        lambda copy: copy.packed not in known or before.get(copy.expert.id) != after[copy.expert.id],
+    )
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:
@@ -251,7 +244,7 @@ def _served(agent: Agent) -> frozenset[str]:
     return agent.setup.graph.experts - agent.retired
 
 
-def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
+def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> dict[str, str]:
     """The Engine's name of each expert of the new line: the old name for an unchanged expert."""
     names = {}
     known = agent.earlier_names | agent.config.catalog.experts.keys()
@@ -259,7 +252,7 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
         ran[expert_name(copy)][copy.packed.precision] = copy.packed
-    for copy in chain.from_iterable(copies.values()):
+    for copy in copies:
         runs[copy.expert.id][copy.packed.precision] = copy.packed
     for name, expert in config.catalog.experts.items():
         now = agent.expert(name)

@@ -1,7 +1,7 @@
 """WorkerManager: the workers beside the agent, from their sections of the line file to executors of one Engine.
 
 A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
-and has it measured, once for workers of one kind on equal boxes. Language models stay in the agent's process.
+and has it measured, once for workers of one kind on one box. Language models stay in the agent's process.
 
 Guarantees: a worker that is lost is started again after growing pauses, for as long as the agent runs; one that comes
 back on another kind of box is refused.
@@ -15,20 +15,22 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED, set_unless_given
+from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
-from agent.deployment.worker_setup import JoinedWorker, WorkerSetup, joined_workers, part_of, with_workers
+from agent.deployment.worker_setup import WorkerSetup, part_of, with_workers
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
+from agent.runtime.measuring.probe import Probed
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
@@ -36,15 +38,13 @@ from experts.backoff import Backoff
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from agent.cluster.ray_cluster import RayCluster
     from agent.config import LineConfig
-    from agent.core.performance import ExpertProfile, Limits, PerformanceMatrix
-    from agent.deployment.engine_setup import EngineSetup, Groundwork
+    from agent.deployment.engine_setup import Copies, EngineSetup, Groundwork
     from agent.deployment.packed_copies import Precisions
-    from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
@@ -69,33 +69,33 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker to start. ``node``: of its box, "" for the agent's; ``sharers``: processes that share that box."""
+    """A worker to start. ``node``: of its box, "" for the agent's."""
 
     name: str
     kind: WorkerSection
     start: Callable[[], Channel]
     node: str = ""
-    sharers: int = 1
 
 
 def worker_specs(config: LineConfig, folder: Path) -> tuple[WorkerSpec, ...]:
-    """Where the workers of a line start; ``folder``: for their packed files.
+    """The workers of a line; ``folder``: for their packed files.
 
     Raises ConfigError without the extra that a cluster needs, ClusterUnreachable.
     """
     cluster = config.cluster
+    if not cluster.workers:
+        return ()
     if cluster.address is not None:
         found = _cluster_of(config).specs(cluster.names, cluster.kinds, folder)
-        on_node = Counter(spec.node for spec in found)
-        return tuple(WorkerSpec(each.name, each.kind, each.start, each.node, on_node[each.node]) for each in found)
-    gpus, sharers = count(), sharers_of_box(config)
+        return tuple(WorkerSpec(each.name, each.kind, each.start, each.node) for each in found)
+    gpus = count()
     return tuple(
-        WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)), "", sharers)
+        WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)))
         for name, kind in zip(cluster.names, cluster.kinds, strict=True)
     )
 
 
-def sharers_of_box(config: LineConfig) -> int:
+def processes_on_box(config: LineConfig) -> int:
     """Number of processes that share the agent's box: its workers there, and the agent if it has executors."""
     here = len(config.cluster.names) if config.cluster.address is None else 0
     return max(here + (not are_in_workers(config)), 1)
@@ -134,40 +134,35 @@ class Detected(NamedTuple):
     absent: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersRows:
-    """Copies of a line, times of new ones, and experts that cannot run, by processor of a worker."""
+class Measured(NamedTuple):
+    """A worker's executors and forms, its copies of a line by processor, and times of the new ones."""
 
-    copies: Mapping[str, tuple[ExpertCopy, ...]]
-    columns: Mapping[str, Mapping[str, ExpertProfile]]
-    failed: Mapping[str, str]
+    ground: Groundwork
+    copies: Copies
+    times: Probed
 
-    def plus(self, worker: str, rows: WorkersRows) -> WorkersRows:
-        """These rows and those of a worker, under its names."""
-        copies = {f"{worker}/{processor}": listed for processor, listed in rows.copies.items()}
-        columns = {f"{worker}/{processor}": column for processor, column in rows.columns.items()}
-        failed = dict(self.failed) | dict(rows.failed)
-        return WorkersRows(dict(self.copies) | copies, dict(self.columns) | columns, failed)
+    @property
+    def all_copies(self) -> Iterable[ExpertCopy]:
+        return chain.from_iterable(self.copies.values())
 
 
 class WorkerManager:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
     def __init__(
-        self, config: LineConfig, specs: Sequence[WorkerSpec], segments: SegmentStore, ssd_bytes_per_s: float | None,
-        progress: Progress,
-    ) -> None:  # fmt: skip
-        self._config = config
-        self._specs = {spec.name: spec for spec in specs}
+        self, config: LineConfig, segments: SegmentStore, ssd_bytes_per_s: float | None, progress: Progress
+    ) -> None:
+        self._specs = {spec.name: spec for spec in worker_specs(config, segments.directory / WORKERS)}
+        self._processes = {**Counter(spec.node for spec in self._specs.values()), "": processes_on_box(config)}
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self._progress = progress
         self._workers: dict[str, RemoteWorker] = {}
-        self._joined: tuple[JoinedWorker, ...] = ()
-        self._limits: Limits | None = None
+        self._detected: dict[str, Detected] = {}
+        self._setup: EngineSetup
+        self._loop: AgentLoop
         self._began_s: dict[str, float] = {}  # when each worker began to work
-        self._pauses_s: dict[str, float] = {}
-        self._loop: AgentLoop | None = None
+        self._failures: Counter[str] = Counter()  # losses and failed restarts in a row
         self._stopping = Flag()
 
     def start(self, ground: Groundwork, local: EngineSetup, pack: Pack) -> tuple[EngineSetup, dict[str, ExpertCopy]]:
@@ -175,45 +170,30 @@ class WorkerManager:
 
         Raises ConfigError for a worker that cannot run its part, WorkerBroken for one that does not start.
         """
-        found = dict(zip(self._specs, self._all(self._specs.values(), self._detect), strict=True))
-        setup: list[WorkerSetup] = []
-        for spec in self._specs.values():
-            like = next((each for each in setup if self._are_alike(each, spec, found[spec.name].box)), None)
-            if like is None:
-                (like,) = self._all([spec], lambda each: self._set_up(each, found[each.name], ground, pack))
-            setup.append(replace(like, name=spec.name))
-        self._joined = joined_workers(local, setup)
-        copies = {copy.name: copy for each in setup for listed in each.copies.values() for copy in listed}
-        return with_workers(local, self._joined), copies
-
-    def assemble(self, setup: EngineSetup, copies: Mapping[str, ExpertCopy], scaled: frozenset[str]) -> None:
-        """Make every worker ready. Raises WorkerBroken."""
-        self._limits = setup.limits
-        self._all(self._joined, lambda each: self._make_ready(each, copies, setup.matrix, scaled))
-
-    def attach(self, loop: AgentLoop) -> None:
-        """Work for a loop that has not started."""
-        self._loop = loop
-        for worker in self._workers.values():
-            worker.post = loop.post
-        loop.attach({name: self._workers[name] for name in self._specs}, self._bring_back)
+        self._detected = dict(zip(self._specs, self._all(self._specs, self._detect), strict=True))
+        (found,) = self._all([pack], lambda pack: self.measured(ground, pack))
+        setups = [
+            WorkerSetup(name, self._specs[name].node, part.ground.setup(part.times.matrix, part.times.failed))
+            for name, part in found.items()
+        ]
+        self._setup = with_workers(local, setups)
+        return self._setup, {copy.name: copy for part in found.values() for copy in part.all_copies}
 
     def measured(
-        self, config: LineConfig, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]
-    ) -> WorkersRows:
-        """Copies of a changed line for each processor of the workers, and times of the new ones.
+        self, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool] = lambda _: True
+    ) -> dict[str, Measured]:
+        """Each worker's part of a line, measured once for workers that are alike. Raises as ``start``."""
+        found: dict[str, Measured] = {}
+        for name in self._specs:
+            like = next((other for other in found if self._are_alike(other, name)), None)
+            found[name] = found[like] if like is not None else self._measure(name, ground, pack, is_new)
+        return found
 
-        Raises ConfigError as ``start`` does; WorkerBroken.
-        """
-        rows = WorkersRows({}, {}, {})
-        found: dict[str, tuple[WorkersRows, WorkerSetup]] = {}
-        for each in self._joined:
-            like = next((known for known, setup in found.values() if setup.setup is each.setup.setup), None)
-            if like is None:
-                like = self._rows(self._specs[each.setup.name], each.setup, ground, (config, pack), is_new)
-            found[each.setup.name] = like, each.setup
-            rows = rows.plus(each.setup.name, like)
-        return rows
+    def attach(self, loop: AgentLoop) -> None:
+        """Make every worker ready, and let it work for a loop that has not started. Raises WorkerBroken."""
+        self._loop = loop
+        self._all(self._specs, self._make_ready)
+        loop.attach({name: self._workers[name] for name in self._specs}, self._bring_back)
 
     def stop(self) -> None:
         """Bring back no lost worker any more; the loop stops the others."""
@@ -234,112 +214,87 @@ class WorkerManager:
                 self._progress("workers", len(listed) - len(waiting), len(listed))
             return [future.result() for future in futures]
 
-    def _detect(self, spec: WorkerSpec) -> Detected:
-        worker = self._workers[spec.name] = RemoteWorker(spec.name, spec.start(), self._segments)
+    def _detect(self, name: str) -> Detected:
+        spec = self._specs[name]
+        worker = self._workers[name] = RemoteWorker(name, spec.start(), self._segments)
         return Detected(*worker.ask("detected", "detect", spec.kind.device))
 
-    def _are_alike(self, setup: WorkerSetup, spec: WorkerSpec, box: Box) -> bool:
-        other = self._specs[setup.name]
-        is_same_kind = (other.kind, other.node, other.sharers) == (spec.kind, spec.node, spec.sharers)
-        return is_same_kind and is_like(setup.found, box)
+    def _part_of_box(self, name: str) -> Box:
+        return part_of(self._detected[name].box, self._processes[self._specs[name].node])
 
-    def _set_up(self, spec: WorkerSpec, found: Detected, ground: Groundwork, pack: Pack) -> WorkerSetup:
-        """Decide, pack and measure a worker's part."""
-        own, copies = self._decide(spec, found, ground, (self._config, pack))
-        times, failed = self._times(spec, own, copies)
-        return WorkerSetup(spec.name, spec.node, found.box, own.box, found.absent, own.setup(times, failed), copies)
+    def _are_alike(self, name: str, other: str) -> bool:
+        one, two = self._specs[name], self._specs[other]
+        boxes = self._detected[name].box, self._detected[other].box
+        return (one.kind, one.node) == (two.kind, two.node) and _is_of_one_kind(*boxes)
 
-    def _rows(
-        self, spec: WorkerSpec, setup: WorkerSetup, ground: Groundwork, line: tuple[LineConfig, Pack],
-        is_new: Callable[[ExpertCopy], bool],
-    ) -> WorkersRows:  # fmt: skip
-        own, copies = self._decide(spec, Detected(setup.found, setup.absent), ground, line)
-        new = {processor: tuple(copy for copy in listed if is_new(copy)) for processor, listed in copies.items()}
-        if not any(new.values()):
-            return WorkersRows(copies, {}, {})
-        times, failed = self._times(spec, own, new)
-        return WorkersRows(copies, times.experts, failed)
-
-    def _decide(
-        self, spec: WorkerSpec, found: Detected, ground: Groundwork, line: tuple[LineConfig, Pack]
-    ) -> tuple[Groundwork, dict[str, tuple[ExpertCopy, ...]]]:
-        """A worker's executors and forms, and its copies by processor, packed."""
-        config, pack = line[0].of_worker(spec.kind), line[1]
-        profile = _profile_for(ground.profile, found.box)
+    def _measure(self, name: str, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]) -> Measured:
+        """Decide a worker's executors and forms, pack its copies, and have the new ones measured."""
+        spec, found = self._specs[name], self._detected[name]
+        config, profile = ground.config.of_worker(spec.kind), ground.profile
+        if profile is not None and any(differences(profile.box, identity_of(found.box))):
+            profile = None
         packed = packed_experts(config, self._segments.directory)
-        own = groundwork(config, part_of(found.box, spec.sharers), profile, packed, Given(usage=ground.usage))
+        own = groundwork(config, self._part_of_box(name), profile, packed, Given(usage=ground.usage))
         own = replace(own, precisions=_executable(own.precisions, found.absent))
-        packed_now = pack(config, own.precisions).packed
-        return own, {
-            processor: tuple(copy for copy in listed if not copy.expert.takes_texts)
-            for processor, listed in copies_of(config, own.precisions, packed_now).items()
+        copies = {
+            processor: [copy for copy in listed if not copy.expert.takes_texts]
+            for processor, listed in copies_of(config, own.precisions, pack(config, own.precisions).packed).items()
         }
+        new = {processor: [copy for copy in listed if is_new(copy)] for processor, listed in copies.items()}
+        return Measured(own, copies, self._times(name, own, new))
 
-    def _times(
-        self, spec: WorkerSpec, own: Groundwork, copies: Mapping[str, tuple[ExpertCopy, ...]]
-    ) -> tuple[PerformanceMatrix, Mapping[str, str]]:
+    def _times(self, name: str, own: Groundwork, copies: Copies) -> Probed:
         if own.profile is not None:
-            return matrix(own.profile, own.box, copies, own.usage, own.executors * spec.sharers), {}
-        worker = self._workers[spec.name]
+            executors = own.executors * self._processes[self._specs[name].node]
+            return Probed(matrix(own.profile, own.box, copies, own.usage, executors), {})
+        if not any(copies.values()):
+            return Probed(PerformanceMatrix({processor: {} for processor in copies}, own.usage), {})
+        worker = self._workers[name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-        (probed,) = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)
-        return probed.matrix, probed.failed
+        probed: Probed = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)[0]
+        return probed
 
-    def _make_ready(
-        self, each: JoinedWorker, copies: Mapping[str, ExpertCopy], times: PerformanceMatrix, scaled: frozenset[str]
-    ) -> None:
-        assert self._limits is not None, "the Engine's setup comes first"
-        worker = self._workers[each.setup.name]
-        worker.executors = each.executors
-        own, columns = share_of(each.executors, copies, times)
-        limits = replace(self._limits, pools=each.pools, placement={})
+    def _make_ready(self, name: str) -> None:
+        worker, part = self._workers[name], self._setup.at(name)
+        worker.executors, worker.post = part.executors, self._loop.post
+        own, columns = share_of(part.executors, *self._loop.served)
         worker.give_files([copy.packed for copy in own.values()])
-        options = scaled, self._ssd_bytes_per_s
-        part = each.setup.box, each.executors, limits, own, columns, options
-        (failed,) = worker.ask("ready", "assemble", *part)
+        options = self._loop.scaled, self._ssd_bytes_per_s
+        (failed,) = worker.ask(
+            "ready", "assemble", self._part_of_box(name), part.executors, part.limits, own, columns, options
+        )
         for expert, reason in failed.items():
-            log.warning("worker_cannot_run worker=%s expert=%s reason=%s", each.setup.name, expert, reason)
-        self._began_s[each.setup.name] = time.monotonic()
+            log.warning("worker_cannot_run worker=%s expert=%s reason=%s", name, expert, reason)
+        self._began_s[name] = time.monotonic()
 
     def _bring_back(self, name: str) -> None:
         """Start a lost worker again, on a thread of its own."""
-        joined = next(each for each in self._joined if each.setup.name == name)
-        Thread(target=self._restart, args=(joined,), name=f"restart-{name}", daemon=True).start()
+        Thread(target=self._restart, args=(name,), name=f"restart-{name}", daemon=True).start()
 
-    def _restart(self, joined: JoinedWorker) -> None:
-        name = joined.setup.name
+    def _restart(self, name: str) -> None:
         if time.monotonic() - self._began_s[name] > SOUND_S:
-            self._pauses_s[name] = 0.0
-        pause_s = RESTARTS.next_pause_s(self._pauses_s.get(name, 0.0))
-        while not self._stopping.wait(pause_s):
-            self._pauses_s[name], pause_s = pause_s, RESTARTS.next_pause_s(pause_s)
+            self._failures[name] = 0
+        self._failures[name] += 1
+        while not self._stopping.wait(RESTARTS.pause_s(self._failures[name])):
             try:
-                found = self._detect(self._specs[name]).box
-                if not is_like(found, joined.setup.found):
+                found = self._detect(name).box
+                if not _is_of_one_kind(found, self._detected[name].box):
                     raise CoServeError(f"it is on another kind of box now: {found.model}")
-                assert self._loop is not None, "only a loop loses workers"
-                self._make_ready(joined, *self._loop.served, self._loop.scaled)
+                self._make_ready(name)
             except Exception as error:  # noqa: BLE001 - the boundary of this thread
+                self._failures[name] += 1
+                pause_s = RESTARTS.pause_s(self._failures[name])
                 log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
-                if name in self._workers:
-                    self._workers[name].lose(str(error))
+                self._workers[name].lose(str(error))
                 continue
-            worker = self._workers[name]
-            worker.post = self._loop.post
-            self._loop.join(name, worker, joined.executors, joined.pools)
+            part = self._setup.at(name)
+            self._loop.join(name, self._workers[name], part.executors, part.pools)
             return
 
 
-def is_like(box: Box, other: Box) -> bool:
+def _is_of_one_kind(box: Box, other: Box) -> bool:
     """True for boxes of one kind; free memory aside."""
     return replace(box, host=other.host, device=other.device) == other
-
-
-def _profile_for(profile: StoredProfile | None, box: Box) -> StoredProfile | None:
-    """The line's device profile, for a worker on such a box."""
-    if profile is None or any(differences(profile.box, identity_of(box))):
-        return None
-    return profile
 
 
 def _executable(precisions: Precisions, absent: Mapping[str, str]) -> Precisions:

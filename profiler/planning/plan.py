@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import decoding_times
@@ -134,7 +133,7 @@ class LinePlan:
         case = self._case_of(policy, memory)
         scenario, setup = case.planned()
         _refuse_broken(scenario, setup)
-        return plan_workers(scenario, setup, profiled_box(case.profile), most)
+        return plan_workers(scenario, setup, most)
 
     def _case_of(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
         return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))

@@ -15,7 +15,7 @@ from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
 from agent.deployment.placement import place_experts
-from agent.deployment.worker_setup import WorkerSetup, joined_workers, with_workers
+from agent.deployment.worker_setup import WorkerSetup, with_workers
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.simulation.forecast import forecast, quantile_s
@@ -24,8 +24,8 @@ from profiler.tables import folded, folded_table, wait_text
 if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from agent.deployment.placement import ExpertPlacement
-    from agent.runtime.machine.box import Box
     from profiler.simulation.forecast import LineForecast, Scenario
+    from profiler.simulation.simulator import Change
 
 MOST_WORKERS = 64
 ABSENCE = 0.25  # of the trace's time: from the loss of a worker, midway, to its return
@@ -80,20 +80,20 @@ class WorkersPlan:
         return tuple(said)
 
 
-def plan_workers(scenario: Scenario, setup: EngineSetup, box: Box, most: int) -> WorkersPlan:
+def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPlan:
     """Forecasts of 1, 2, ... ``most`` workers with this setup each. Raises ConfigError as ``forecast`` does."""
     if PRESETS[setup.policy].assigning is Assigning.FIRST:
         raise ConfigError(f"--workers: policy {setup.policy} has one executor - plan with another policy")
     rows = []
     for count in range(1, most + 1):
-        workers = on_workers(setup, box, count)
+        workers = on_workers(setup, count)
         placement = _placement(workers)
         played = forecast(scenario, workers)
         rows.append(_row(scenario, workers, placement, played))
     further = range(most + 1, MOST_WORKERS + 1)
     counts = [row.workers for row in rows if not row.unplaced]
     if not counts:
-        found = bisect_left(further, 1, key=lambda count: not _placement(on_workers(setup, box, count)).unplaced)
+        found = bisect_left(further, 1, key=lambda count: not _placement(on_workers(setup, count)).unplaced)
         counts = [*further[found:]]
     lost = max(placement.workers, key=lambda name: (placement.workers[name].load_s, name))
     absence_s, loss = ABSENCE * played.seconds, None
@@ -105,27 +105,22 @@ def plan_workers(scenario: Scenario, setup: EngineSetup, box: Box, most: int) ->
     return WorkersPlan(tuple(rows), placement, sufficient, min(counts, default=None), lost, absence_s, loss)
 
 
-def on_workers(setup: EngineSetup, box: Box, count: int) -> EngineSetup:
-    """Setup of an agent that has no executors, and so many workers like this box, each on a node of its own."""
+def on_workers(setup: EngineSetup, count: int) -> EngineSetup:
+    """Setup of an agent that has no executors, and so many workers with this setup, each on a node of its own."""
     limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
     agent = replace(setup, executors=(), matrix=matrix, limits=limits)
     names = (f"w{number}" for number in range(1, count + 1))
-    return with_workers(
-        agent, joined_workers(agent, [WorkerSetup(name, name, box, box, {}, setup, {}) for name in names])
-    )
+    return with_workers(agent, [WorkerSetup(name, name, setup) for name in names])
 
 
 def _placement(setup: EngineSetup) -> ExpertPlacement:
     return place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, setup.limits.pinned)
 
 
-def _absence(
-    setup: EngineSetup, worker: str, at_s: float, absence_s: float
-) -> list[tuple[float, ExecutorsLost | ExecutorsJoined]]:
-    pools = tuple(pool for pool in setup.pools if pool.worker == worker)
-    executors = tuple(spec for spec in setup.executors if spec.pool in {pool.name for pool in pools})
-    lost = ExecutorsLost(frozenset(spec.id for spec in executors), f"{worker} was lost")
-    return [(at_s, lost), (at_s + absence_s, ExecutorsJoined(executors, pools))]
+def _absence(setup: EngineSetup, worker: str, at_s: float, absence_s: float) -> list[Change]:
+    part = setup.at(worker)
+    lost = ExecutorsLost(frozenset(spec.id for spec in part.executors), f"{worker} was lost")
+    return [(at_s, lost), (at_s + absence_s, ExecutorsJoined(part.executors, part.pools))]
 
 
 def _row(scenario: Scenario, setup: EngineSetup, placement: ExpertPlacement, played: LineForecast) -> WorkersRow:

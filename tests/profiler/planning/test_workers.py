@@ -5,16 +5,14 @@ import json
 import pytest
 
 from agent.core.performance import SSD, PoolSpec
-from agent.deployment.engine_setup import profiled_box
 from experts.errors import ConfigError
 from profiler.planning.workers import on_workers, plan_workers, workers_json, workers_text
 from profiler.simulation.decoders import ImageTimes
 from profiler.simulation.forecast import Scenario, draw_steps, forecast
 from profiler.tables import WIDTH
-from tests.profiler.lines import IMAGES, arrivals, drawn, graph_of, profile_of, row, setup_of
+from tests.profiler.lines import IMAGES, arrivals, drawn, graph_of, row, setup_of
 
 NAMES = [f"e{number}" for number in range(8)]
-BOX = profiled_box(profile_of())
 CHAINS = {name: [name] for name in NAMES} | {"pair": ["e0", "e1"]}
 
 
@@ -35,7 +33,7 @@ def spread(count=200, every_s=0.004):
 def test_each_worker_is_like_the_box_and_has_an_own_drive():
     pools = (PoolSpec("host", 4, 1), PoolSpec("device", 3, 2, cache="host"))
     rows = {name: row(name, load_s={SSD: 0.1, "host": 0.05}) for name in NAMES}
-    setup = on_workers(setup_of(rows, ("cuda", "cuda"), pools), BOX, 2)
+    setup = on_workers(setup_of(rows, ("cuda", "cuda"), pools), 2)
     assert setup.pools == (
         PoolSpec("w1/host", 4, 1, worker="w1", drive="w1/ssd"),
         PoolSpec("w1/device", 3, 2, cache="w1/host", worker="w1", drive="w1/ssd"),
@@ -50,7 +48,7 @@ def test_each_worker_is_like_the_box_and_has_an_own_drive():
 
 
 def test_with_a_place_for_each_expert_switches_vanish():
-    found = plan_workers(spread(), setup_with(), BOX, 3)
+    found = plan_workers(spread(), setup_with(), 3)
     assert [row.workers for row in found.rows] == [1, 2, 3]
     assert [row.unplaced for row in found.rows] == [4, 0, 0]
     assert [row.switches > 0 for row in found.rows] == [True, False, False]
@@ -62,7 +60,7 @@ def test_with_a_place_for_each_expert_switches_vanish():
 
 
 def test_more_workers_than_were_tried_are_named():
-    found = plan_workers(spread(), setup_with(room=2), BOX, 2)
+    found = plan_workers(spread(), setup_with(room=2), 2)
     assert (found.sufficient, found.complete) == (None, 4)
     first, second, *_ = found.sentences
     assert first == "With 2 workers requests still wait for switches; every expert has a place from 4 workers on."
@@ -70,18 +68,18 @@ def test_more_workers_than_were_tried_are_named():
 
 
 def test_a_lost_worker_costs_time_and_no_answer():
-    found = plan_workers(spread(), setup_with(), BOX, 3)
+    found = plan_workers(spread(), setup_with(), 3)
     assert found.loss.failed == 0
     assert found.loss.images_per_s < found.rows[-1].images_per_s
     assert found.loss.loads > found.rows[-1].loads
     assert "no request is without its answer" in found.sentences[-1]
-    assert plan_workers(spread(), setup_with(), BOX, 1).loss is None
+    assert plan_workers(spread(), setup_with(), 1).loss is None
 
 
 def test_every_worker_decodes_on_its_own_cores():
     """Decoding is the limit: 0.1 s for each image on one core of each worker."""
     scenario = scenario_of(arrivals(NAMES * 10), ImageTimes(1, dict.fromkeys(NAMES, 0.1)))
-    one, two = (forecast(scenario, on_workers(setup_with(8, prepared_bytes=10**6), BOX, n)).seconds for n in (1, 2))
+    one, two = (forecast(scenario, on_workers(setup_with(8, prepared_bytes=10**6), n)).seconds for n in (1, 2))
     assert one >= 80 * 0.1
     assert one == pytest.approx(2 * two, rel=0.1)
 
@@ -89,13 +87,13 @@ def test_every_worker_decodes_on_its_own_cores():
 def test_images_that_a_lost_worker_decoded_are_decoded_elsewhere():
     trace, _ = drawn(CHAINS, 120)
     scenario = scenario_of(trace, ImageTimes(2, dict.fromkeys(NAMES, 0.02)))
-    found = plan_workers(scenario, setup_with(prepared_bytes=100), BOX, 2)
+    found = plan_workers(scenario, setup_with(prepared_bytes=100), 2)
     assert found.loss.failed == 0
     assert found.loss.images_per_s < found.rows[-1].images_per_s
 
 
 def test_people_and_scripts_read_which_experts_lie_where():
-    found = plan_workers(spread(), setup_with(), BOX, 2)
+    found = plan_workers(spread(), setup_with(), 2)
     text = workers_text(found)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     assert text.splitlines()[2].split()[:4] == ["2", f"{found.rows[1].images_per_s:.2f}", "0", "0"]
@@ -110,7 +108,7 @@ def test_people_and_scripts_read_which_experts_lie_where():
 
 def test_a_policy_of_one_executor_is_refused():
     with pytest.raises(ConfigError, match="policy samba has one executor"):
-        plan_workers(spread(), setup_with(policy="samba"), BOX, 2)
+        plan_workers(spread(), setup_with(policy="samba"), 2)
 
 
 def test_executors_slow_down_those_of_their_own_worker_alone():
@@ -119,6 +117,6 @@ def test_executors_slow_down_those_of_their_own_worker_alone():
     graph = graph_of({name: [name] for name in NAMES})
     trace = arrivals(NAMES * 20)
     scenario = Scenario(graph, tuple(trace), draw_steps(trace, graph, {}, 0), {SSD: 10.0}, {"cuda": (1.0, 1.0)})
-    one, two = (forecast(scenario, on_workers(setup, BOX, count)).seconds for count in (1, 2))
+    one, two = (forecast(scenario, on_workers(setup, count)).seconds for count in (1, 2))
     assert one >= 160 * IMAGES.latency_s(4) / 4
     assert one == pytest.approx(2 * two, rel=0.1)
