@@ -24,12 +24,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent.core.performance import pinned_homes
+from agent.core.performance import Footprint, pinned_homes
+from agent.core.pool import ModelPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.core.performance import ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from experts.graph import ExpertGraph
 
 SLACK = 0.1  # of a memory's load with perfect balance
@@ -78,13 +79,10 @@ def place_experts(
 class _Memory:
     """``busy_s``: time of its executors for an image, by expert; ``load_s``: for an image of the line."""
 
-    spec: PoolSpec
+    ledger: ModelPool
     executors: int
-    busy_s: dict[str, float]
-    footprints: dict[str, list[Footprint]]  # of the copies that its executors run
-    experts: set[str] = field(default_factory=set)
-    shared: set[str] = field(default_factory=set)
-    used_bytes: int = 0
+    busy_s: Mapping[str, float]
+    footprints: Mapping[str, Footprint]  # by expert, of all copies that its executors run
     load_s: float = 0.0
 
     @classmethod
@@ -95,32 +93,30 @@ class _Memory:
             for expert, row in matrix.experts[executor.processor].items():
                 per_s[expert] += 1.0 / max(row.performance.K_s, LEAST_K_S)
                 copies[expert][row.copy] = row.footprint
-        busy_s = {expert: 1.0 / speed for expert, speed in per_s.items()}
-        return cls(spec, len(executors), busy_s, {expert: list(found.values()) for expert, found in copies.items()})
+        footprints = {
+            expert: Footprint(
+                sum(each.own_bytes for each in found.values()),
+                tuple({part: None for each in found.values() for part in each.shared}),
+            )
+            for expert, found in copies.items()
+        }
+        return cls(ModelPool(spec), len(executors), {name: 1.0 / speed for name, speed in per_s.items()}, footprints)
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self.ledger.spec
 
     def has_room(self, expert: str) -> bool:
-        if expert not in self.busy_s or expert in self.experts:
-            return False
-        return self.used_bytes + self._needed_bytes(expert) <= self.spec.expert_bytes
-
-    def add(self, expert: str) -> None:
-        self.used_bytes += self._needed_bytes(expert)
-        self.shared.update(part.id for each in self.footprints[expert] for part in each.shared)
-        self.experts.add(expert)
-
-    def _needed_bytes(self, expert: str) -> int:
-        parts = {part.id: part.size_bytes for each in self.footprints[expert] for part in each.shared}
-        fresh_bytes = sum(size for part, size in parts.items() if part not in self.shared)
-        return sum(each.own_bytes for each in self.footprints[expert]) + fresh_bytes
+        return self.ledger.can_reserve(self.footprints[expert])
 
 
 @dataclass(slots=True)
 class _Placing:
     graph: ExpertGraph
     usage: Mapping[str, float]
-    memories: list[_Memory]
-    pinned: Mapping[str, str]  # expert -> memory
-    found: dict[str, list[_Memory]] = field(default_factory=dict)  # expert -> memories
+    memories: Sequence[_Memory]
+    homes: Mapping[str, str]  # pinned expert -> memory
+    found: dict[str, Sequence[_Memory]] = field(default_factory=dict)  # expert -> memories
     unplaced: list[str] = field(default_factory=list)
     most_s: float = 0.0  # load of a memory that is in balance
 
@@ -135,9 +131,9 @@ class _Placing:
         ideal_s = sum(spread_s.values())
         single_s = max((self._share_s(name, [each]) for name in spread_s for each in able[name]), default=0.0)
         self.most_s = ideal_s + min(SLACK * ideal_s, single_s)
-        for expert in sorted(spread_s, key=lambda name: (name not in self.pinned, -spread_s[name], name)):
+        for expert in sorted(spread_s, key=lambda name: (name not in self.homes, -spread_s[name], name)):
             copies = math.ceil(spread_s[expert] * len(able[expert]) / (part * ideal_s)) if ideal_s else 1
-            home = self.pinned.get(expert)
+            home = self.homes.get(expert)
             options = [each for each in able[expert] if home in (None, each.spec.name) and each.has_room(expert)]
             if options:
                 self._put(expert, self._chosen(expert, options, max(copies, 1)))
@@ -147,26 +143,25 @@ class _Placing:
     def result(self) -> ExpertPlacement:
         workers: dict[str, WorkerShare] = {}
         for memory in self.memories:
-            name = memory.spec.worker
-            share = workers.get(name, WorkerShare((), 0, 0.0))
-            workers[name] = WorkerShare(
-                tuple(sorted({*share.experts, *memory.experts})),
-                share.used_bytes + memory.used_bytes,
+            share = workers.get(memory.spec.worker, WorkerShare((), 0, 0.0))
+            workers[memory.spec.worker] = WorkerShare(
+                tuple(sorted({*share.experts, *(entry.expert for entry in memory.ledger.entries())})),
+                share.used_bytes + memory.ledger.used_bytes,
                 share.load_s + memory.load_s * memory.executors,
             )
         pools = {name: frozenset(each.spec.name for each in found) for name, found in sorted(self.found.items())}
         unplaced = sorted(self.unplaced, key=lambda name: (-self.usage.get(name, 0.0), name))
         return ExpertPlacement(pools, workers, tuple(unplaced))
 
-    def _chosen(self, expert: str, options: Sequence[_Memory], copies: int) -> list[_Memory]:
+    def _chosen(self, expert: str, options: Sequence[_Memory], copies: int) -> Sequence[_Memory]:
         """Memories that are the least busy then; before them those with relatives of the expert, within the slack."""
         others = options[: min(copies, len(options)) - 1]
         ties = {worker: self._ties(expert, worker) for worker in {each.spec.worker for each in options}}
 
         def rank(memory: _Memory) -> tuple[float, float, int, str]:
-            load_s = self._load_s(expert, memory, [each for each in others if each is not memory])
+            load_s = memory.load_s + self._share_s(expert, [memory, *(each for each in others if each is not memory)])
             tie = ties[memory.spec.worker] if load_s <= self.most_s else 0.0
-            return -tie, load_s, memory.used_bytes, memory.spec.name
+            return -tie, load_s, memory.ledger.used_bytes, memory.spec.name
 
         return sorted(options, key=rank)[:copies]
 
@@ -174,22 +169,14 @@ class _Placing:
         """Usage of the dependencies between the expert and the experts of a worker."""
         before, after = self.graph.preliminaries(expert), self.graph.subsequents(expert)
         pairs = [*((name, expert) for name in before), *((name, name) for name in after)]
-        near = {name for name in (*before, *after) if any(m.spec.worker == worker for m in self.found.get(name, ()))}
+        near = {name for name, _ in pairs if any(each.spec.worker == worker for each in self.found.get(name, ()))}
         return sum(self.usage.get(subsequent, 0.0) for name, subsequent in pairs if name in near)
 
     def _put(self, expert: str, memories: Sequence[_Memory]) -> None:
-        found = self.found.setdefault(expert, [])
-        for each in found:
-            each.load_s -= self._share_s(expert, found)
-        found += memories
+        self.found[expert] = memories
         for each in memories:
-            each.add(expert)
-        for each in found:
-            each.load_s += self._share_s(expert, found)
-
-    def _load_s(self, expert: str, memory: _Memory, others: Sequence[_Memory]) -> float:
-        """Load of a memory once it and the others share an expert."""
-        return memory.load_s + self._share_s(expert, [memory, *others])
+            each.ledger.start_load(expert, expert, each.footprints[expert], pinned=expert in self.homes)
+            each.load_s += self._share_s(expert, memories)
 
     def _share_s(self, expert: str, memories: Sequence[_Memory]) -> float:
         """Load of each of these memories by an expert, of which they take equal times."""
