@@ -176,7 +176,7 @@ class WorkerManager:
             WorkerSetup(name, self._specs[name].node, part.ground.setup(part.times.matrix, part.times.failed))
             for name, part in found.items()
         ]
-        self._setup = with_workers(local, setups)
+        self._setup, _ = with_workers(local, setups)
         return self._setup, {copy.name: copy for part in found.values() for copy in part.all_copies}
 
     def measured(

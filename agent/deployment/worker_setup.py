@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.deployment.placement import place_experts
+from agent.deployment.placement import ExpertPlacement, place_experts
 from agent.runtime.machine.box import Box, MemorySize
 
 if TYPE_CHECKING:
@@ -36,18 +36,19 @@ def part_of(box: Box, processes: int) -> Box:
     return replace(box, cores=max(box.cores // processes, 1), host=host)
 
 
-def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> EngineSetup:
-    """Setup over all executors. An expert is broken if no executor can run it."""
+def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> tuple[EngineSetup, ExpertPlacement]:
+    """Setup over all executors, with the placement if its policy follows one. An expert is broken if no executor can
+    run it."""
     if not workers:
-        return local
+        return local, ExpertPlacement({}, {})
     setup = local
     for worker in workers:
         setup = _joined(setup, worker)
     limits = replace(setup.limits, transfer_s=TRANSFER_S)
+    placement = place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, limits.pinned)
     if PRESETS[setup.policy].placing:
-        placement = place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, limits.pinned)
         limits = replace(limits, placement=placement.pools)
-    return replace(setup, limits=limits)
+    return replace(setup, limits=limits), placement
 
 
 def _joined(setup: EngineSetup, worker: WorkerSetup) -> EngineSetup:

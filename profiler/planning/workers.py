@@ -14,7 +14,6 @@ from agent.core.events import ExecutorsJoined, ExecutorsLost
 from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
-from agent.deployment.placement import place_experts
 from agent.deployment.worker_setup import WorkerSetup, with_workers
 from experts.errors import ConfigError
 from experts.sizes import size_text
@@ -86,14 +85,13 @@ def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPl
         raise ConfigError(f"--workers: policy {setup.policy} has one executor - plan with another policy")
     rows = []
     for count in range(1, most + 1):
-        workers = on_workers(setup, count)
-        placement = _placement(workers)
+        workers, placement = on_workers(setup, count)
         played = forecast(scenario, workers)
         rows.append(_row(scenario, workers, placement, played))
     further = range(most + 1, MOST_WORKERS + 1)
     counts = [row.workers for row in rows if not row.unplaced]
     if not counts:
-        found = bisect_left(further, 1, key=lambda count: not _placement(on_workers(setup, count)).unplaced)
+        found = bisect_left(further, 1, key=lambda count: not on_workers(setup, count)[1].unplaced)
         counts = [*further[found:]]
     lost = max(placement.workers, key=lambda name: (placement.workers[name].load_s, name))
     absence_s, loss = ABSENCE * played.seconds, None
@@ -105,16 +103,12 @@ def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPl
     return WorkersPlan(tuple(rows), placement, sufficient, min(counts, default=None), lost, absence_s, loss)
 
 
-def on_workers(setup: EngineSetup, count: int) -> EngineSetup:
+def on_workers(setup: EngineSetup, count: int) -> tuple[EngineSetup, ExpertPlacement]:
     """Setup of an agent that has no executors, and so many workers with this setup, each on a node of its own."""
     limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
     agent = replace(setup, executors=(), matrix=matrix, limits=limits)
     names = (f"w{number}" for number in range(1, count + 1))
     return with_workers(agent, [WorkerSetup(name, name, setup) for name in names])
-
-
-def _placement(setup: EngineSetup) -> ExpertPlacement:
-    return place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, setup.limits.pinned)
 
 
 def _absence(setup: EngineSetup, worker: str, at_s: float, absence_s: float) -> list[Change]:

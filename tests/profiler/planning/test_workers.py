@@ -33,7 +33,7 @@ def spread(count=200, every_s=0.004):
 def test_each_worker_is_like_the_box_and_has_an_own_drive():
     pools = (PoolSpec("host", 4, 1), PoolSpec("device", 3, 2, cache="host"))
     rows = {name: row(name, load_s={SSD: 0.1, "host": 0.05}) for name in NAMES}
-    setup = on_workers(setup_of(rows, ("cuda", "cuda"), pools), 2)
+    setup, placement = on_workers(setup_of(rows, ("cuda", "cuda"), pools), 2)
     assert setup.pools == (
         PoolSpec("w1/host", 4, 1, worker="w1", drive="w1/ssd"),
         PoolSpec("w1/device", 3, 2, cache="w1/host", worker="w1", drive="w1/ssd"),
@@ -44,7 +44,8 @@ def test_each_worker_is_like_the_box_and_has_an_own_drive():
         (0, "w1/cuda", "w1/device"), (1, "w1/cuda", "w1/device"),
         (2, "w2/cuda", "w2/device"), (3, "w2/cuda", "w2/device"),
     ]  # fmt: skip
-    assert len(setup.limits.placement) == 6
+    assert setup.limits.placement == placement.pools
+    assert len(placement.pools) == 6
 
 
 def test_with_a_place_for_each_expert_switches_vanish():
@@ -79,7 +80,7 @@ def test_a_lost_worker_costs_time_and_no_answer():
 def test_every_worker_decodes_on_its_own_cores():
     """Decoding is the limit: 0.1 s for each image on one core of each worker."""
     scenario = scenario_of(arrivals(NAMES * 10), ImageTimes(1, dict.fromkeys(NAMES, 0.1)))
-    one, two = (forecast(scenario, on_workers(setup_with(8, prepared_bytes=10**6), n)).seconds for n in (1, 2))
+    one, two = (forecast(scenario, on_workers(setup_with(8, prepared_bytes=10**6), n)[0]).seconds for n in (1, 2))
     assert one >= 80 * 0.1
     assert one == pytest.approx(2 * two, rel=0.1)
 
@@ -117,6 +118,6 @@ def test_executors_slow_down_those_of_their_own_worker_alone():
     graph = graph_of({name: [name] for name in NAMES})
     trace = arrivals(NAMES * 20)
     scenario = Scenario(graph, tuple(trace), draw_steps(trace, graph, {}, 0), {SSD: 10.0}, {"cuda": (1.0, 1.0)})
-    one, two = (forecast(scenario, on_workers(setup, count)).seconds for count in (1, 2))
+    one, two = (forecast(scenario, on_workers(setup, count)[0]).seconds for count in (1, 2))
     assert one >= 160 * IMAGES.latency_s(4) / 4
     assert one == pytest.approx(2 * two, rel=0.1)
