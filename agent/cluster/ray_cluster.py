@@ -21,7 +21,7 @@ from agent.cluster.actors import WorkerActor
 from experts.errors import ClusterUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from agent.line_file.cluster import WorkerSection
@@ -135,11 +135,11 @@ class RayCluster:
         """Number of nodes that are alive."""
         return sum(node["Alive"] for node in ray.nodes())
 
-    def specs(self, names: Sequence[str], kinds: Sequence[WorkerSection], folder: Path) -> list[ActorSpec]:
+    def specs(self, kinds: Mapping[str, WorkerSection], folder: Path) -> list[ActorSpec]:
         """Workers to start, spread over the nodes as Ray and their resources decide. Raises ClusterUnreachable."""
         found = [
             ActorSpec(self, name, kind, folder / name, self.create(name, kind, folder / name))
-            for name, kind in zip(names, kinds, strict=True)
+            for name, kind in kinds.items()
         ]
         try:
             nodes = ray.get([spec.actor.node.remote() for spec in found], timeout=START_S)

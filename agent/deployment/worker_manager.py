@@ -33,7 +33,7 @@ from agent.line_file.cluster import WorkerSection
 from agent.runtime.measuring.probe import Probed
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
-from experts.backends.forms import form_of
+from experts.backends.forms import form_of, runs_as
 from experts.backoff import Backoff
 from experts.errors import CoServeError
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
     from agent.runtime.workers.messages import Channel
-    from experts.expert import Precision
     from experts.packed.packing import PackingReport
     from experts.packed.weights import SegmentStore
 
@@ -86,18 +85,18 @@ def worker_specs(config: LineConfig, folder: Path) -> tuple[WorkerSpec, ...]:
     if not cluster.workers:
         return ()
     if cluster.address is not None:
-        found = _cluster_of(config).specs(cluster.names, cluster.kinds, folder)
+        found = _cluster_of(config).specs(cluster.kinds, folder)
         return tuple(WorkerSpec(each.name, each.kind, each.start, each.node) for each in found)
     gpus = count()
     return tuple(
         WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)))
-        for name, kind in zip(cluster.names, cluster.kinds, strict=True)
+        for name, kind in cluster.kinds.items()
     )
 
 
 def processes_on_box(config: LineConfig) -> int:
     """Number of processes that share the agent's box: its workers there, and the agent if it has executors."""
-    here = len(config.cluster.names) if config.cluster.address is None else 0
+    here = len(config.cluster.kinds) if config.cluster.address is None else 0
     return max(here + (not are_in_workers(config)), 1)
 
 
@@ -235,7 +234,11 @@ class WorkerManager:
             profile = None
         packed = packed_experts(config, self._segments.directory)
         own = groundwork(config, self._part_of_box(name), profile, packed, Given(usage=ground.usage))
-        own = replace(own, precisions=_executable(own.precisions, found.absent))
+        # torch's forms for those that do not run on the worker, or cannot be packed here
+        forms = with_forms(
+            own.precisions, lambda _, name: form_of(name).plain if name in found.absent else runs_as(name)
+        )
+        own = replace(own, precisions=forms)
         copies = {
             processor: [copy for copy in listed if not copy.expert.takes_texts]
             for processor, listed in copies_of(config, own.precisions, pack(config, own.precisions).packed).items()
@@ -295,12 +298,3 @@ class WorkerManager:
 def _is_of_one_kind(box: Box, other: Box) -> bool:
     """True for boxes of one kind; free memory aside."""
     return replace(box, host=other.host, device=other.device) == other
-
-
-def _executable(precisions: Precisions, absent: Mapping[str, str]) -> Precisions:
-    """The precisions, with torch's forms for those that do not run on the worker, or cannot be packed here."""
-
-    def form(_: str, name: Precision) -> Precision:
-        return form_of(name).plain if name in absent or form_of(name).why_absent() is not None else name
-
-    return with_forms(precisions, form)

@@ -35,11 +35,7 @@ class ClusterSection(Section):
     workers: tuple[WorkerSection, ...] = Field((), description="kinds of workers")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all workers, in order: w1, w2, ..."""
-        return tuple(f"w{number}" for number in range(1, sum(kind.count for kind in self.workers) + 1))
-
-    @property
-    def kinds(self) -> tuple[WorkerSection, ...]:
-        """Kind of each worker, in the order of the names."""
-        return tuple(kind for kind in self.workers for _ in range(kind.count))
+    def kinds(self) -> dict[str, WorkerSection]:
+        """Kind of each worker by its name: w1, w2, ..."""
+        every = (kind for kind in self.workers for _ in range(kind.count))
+        return {f"w{number}": kind for number, kind in enumerate(every, 1)}
