@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.request import Outcome
     from agent.deployment.build import Agent, AgentOptions
+    from agent.runtime.executor import RequestSource
     from agent.runtime.loop import Decider, LoopStatistics
     from agent.runtime.requests import Requests
     from experts.catalog import Catalog
@@ -154,7 +155,7 @@ class Player:
     timer: TimedDecider
     _requests: Requests
 
-    def play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> Played:
+    def play(self, trace: Sequence[TracedArrival], images: Sequence[RequestSource]) -> Played:
         """Submit every request at its time and wait for every outcome. Raises AgentCrashed."""
         before = self.agent.loop.statistics()
         decided = len(self.timer.decisions)
@@ -162,9 +163,7 @@ class Player:
         cores = CoresInUse()
         started_s = time.monotonic()
         for arrival, image in zip(trace, images, strict=True):
-            delay_s = started_s + arrival.at_s - time.monotonic()
-            if delay_s > 0:
-                time.sleep(delay_s)
+            time.sleep(max(started_s + arrival.at_s - time.monotonic(), 0.0))
             self._requests.submit(image, component=arrival.component, expert=arrival.expert)
         ended = self._requests.collect()
         peak_rss_bytes, others_fraction = peak_resident_bytes(), cores.others_fraction()

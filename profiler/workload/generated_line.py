@@ -142,10 +142,7 @@ def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     written_bytes = _write_weights(experts, tensors, recipe.seed)
     os.sync()  # pending writes would slow down the next measurement
     footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.unprofiled)
-    chance = random.Random(recipe.seed)
-    popularity = [chance.lognormvariate(0, SIGMA) for _ in range(recipe.classifiers)]
-    scale = LARGEST_QUANTITY / max(popularity)
-    quantities = {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(popularity)}
+    quantities = drawn_quantities(recipe.classifiers, recipe.seed)
     expert_bytes = recipe.memory_for * footprint_bytes
     _write_line(folder / "line.yaml", experts, quantities, recipe, (expert_bytes, workspace_bytes))
     images = _write_images(folder, recipe)
@@ -153,6 +150,14 @@ def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     return GeneratedLine(
         folder / "line.yaml", folder / "trace.jsonl", footprint_bytes, expert_bytes, workspace_bytes, written_bytes
     )
+
+
+def drawn_quantities(components: int, seed: int) -> dict[str, int]:
+    """Number of each component on a board, heavy-tailed."""
+    chance = random.Random(seed)
+    popularity = [chance.lognormvariate(0, SIGMA) for _ in range(components)]
+    scale = LARGEST_QUANTITY / max(popularity)
+    return {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(popularity)}
 
 
 @contextmanager

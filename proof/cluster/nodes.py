@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for one benchmark: a process of ``ray start`` for each node.
+"""A Ray cluster of several nodes on this machine, for one benchmark.
 
 Guarantees: a token is required, no usage statistics are sent, and all its processes are ended at the end.
 """
@@ -6,17 +6,10 @@ Guarantees: a token is required, no usage statistics are sent, and all its proce
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agent.cluster.extra import SETTINGS, why_absent
@@ -28,11 +21,8 @@ if TYPE_CHECKING:
 
 SERVE_MODULES = ("ray", "mmh3", "fastapi", "starlette", "uvicorn")  # mmh3: of Ray Serve's router by consistent hashing
 PATIENCE = "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"  # 0.1 s by default: short for several nodes on a few cores
-HOST = "127.0.0.1"
+HOST = "127.0.0.2"  # Ray replaces 127.0.0.1 with an address of a network
 BOX = "box"  # resource of each node, for one worker or replica
-STARTED = "Ray runtime started"  # in the log of `ray start`
-START_S, STOP_S, POLL_S = 120.0, 20.0, 0.25
-SHOWN = 500  # characters of a log
 OBJECT_STORE_BYTES = 100_000_000  # what crosses here is inline
 
 
@@ -47,60 +37,28 @@ def require_ray() -> None:
 
 @contextmanager
 def ray_nodes(count: int) -> Iterator[str]:
-    """Address of a new cluster, to which this process is connected. Raises CoServeError."""
-    set_unless_given(SETTINGS, SETTINGS)
-    set_unless_given({"RAY_AUTH_TOKEN": secrets.token_hex(32)}, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    set_unless_given({PATIENCE: "2.0"}, {PATIENCE})
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    address = f"{HOST}:{port}"
+    """Address of a new cluster, to which this process is connected. Raises ClusterUnreachable."""
     with ExitStack() as ending:
-        scratch = tempfile.TemporaryDirectory(prefix="coserve-ray-", ignore_cleanup_errors=True)
-        folder = Path(ending.enter_context(scratch))
-        head = ("--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false")
-        ending.enter_context(_node(folder / "head.log", *head))
-        for number in range(1, count):  # one after the other: at once they take each other's socket names
-            ending.enter_context(_node(folder / f"node-{number}.log", f"--address={address}"))
-        _connect(address)
-        ending.callback(_disconnect)
-        yield address
+        folder = ending.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        ours = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder, PATIENCE: "2.0"}
+        for name, value in (SETTINGS | ours).items():
+            set_unless_given({name: value}, {name})
+        import ray
+        from ray.cluster_utils import Cluster
 
+        from agent.cluster.ray_cluster import RayCluster
 
-@contextmanager
-def _node(log: Path, *options: str) -> Iterator[None]:
-    """A node that has started, and ends with this context."""
-    command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options, f"--node-ip-address={HOST}",
-        "--num-cpus=1", f'--resources={{"{BOX}": 1}}', f"--object-store-memory={OBJECT_STORE_BYTES}",
-    ]  # fmt: skip
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        deadline_s = time.monotonic() + START_S
-        while STARTED not in (text := log.read_text("utf-8", "replace")):
-            if time.monotonic() > deadline_s or process.poll() is not None:
-                raise CoServeError(f"a node of Ray did not start: {text[-SHOWN:]}")
-            time.sleep(POLL_S)
-        yield
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
-
-
-def _connect(address: str) -> None:
-    from agent.cluster.ray_cluster import RayCluster
-
-    RayCluster(address, "coserve-bench")
-    logging.getLogger("ray").setLevel(logging.ERROR)
-
-
-def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
+        cluster = Cluster()
+        ending.callback(cluster.shutdown)
+        for _ in range(count):
+            cluster.add_node(
+                node_ip_address=HOST,
+                num_cpus=1,
+                resources={BOX: 1},
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+            )
+        ending.callback(ray.shutdown)
+        RayCluster(cluster.address, "coserve-bench")
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        yield cluster.address

@@ -13,6 +13,7 @@ import logging
 import mmap
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,7 +25,7 @@ from experts.errors import CoServeError
 from experts.images import read_image
 from experts.packed.weights import SegmentStore
 from proof.cluster.nodes import BOX
-from proof.cluster.turns import send, turn_of
+from proof.cluster.turns import turn_of
 from proof.cluster.workload import expert_of, tiny_image
 
 if TYPE_CHECKING:
@@ -33,14 +34,12 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.packed.weights import Segment
+    from profiler.workload.traces import TracedArrival
     from proof.cluster.turns import ClusterTurn
     from proof.cluster.workload import Workload
 
 APP = "experts"
-ROUTERS = {
-    "multiplex": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",  # the default, by model id
-    "hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",  # a model's requests to one replica
-}
+ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"  # a model's requests to one replica
 ANSWER_LIMIT_S = 1200.0
 
 
@@ -48,18 +47,17 @@ ANSWER_LIMIT_S = 1200.0
 class ServeSettings:
     """What a user of Ray Serve sets. ``window``: max_batch_size; larger than a GPU's batch it is run in several."""
 
-    router: str
     window: int
     wait_s: float
     at_once: int  # max_concurrent_batches
 
     def __str__(self) -> str:
-        return f"{self.router}, batch {self.window}, wait {self.wait_s:g} s, {self.at_once} at once"
+        return f"ray serve: batch {self.window}, wait {self.wait_s:g} s, {self.at_once} at once"
 
 
 def best_settings(workload: Workload) -> tuple[ServeSettings, ...]:
     """The best of all that were tried, and the best whose batches are no larger than the GPU's."""
-    return ServeSettings("hash", 1024, 5.0, 2), ServeSettings("hash", workload.device.max_batch, 0.1, 64)
+    return ServeSettings(1024, 5.0, 2), ServeSettings(workload.device.max_batch, 0.1, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +120,19 @@ def application(folder: Path, segments: Mapping[str, Segment], workload: Workloa
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=1.0,
         ray_actor_options={"num_cpus": 0, "resources": {BOX: 1}},
-        request_router_config=serve.config.RequestRouterConfig(request_router_class=ROUTERS[settings.router]),
+        request_router_config=serve.config.RequestRouterConfig(request_router_class=ROUTER),
     )
     return options(Experts).bind()
 
 
-def serve_turn(case: str, config: LineConfig, workload: Workload, settings: ServeSettings) -> ClusterTurn:
+def serve_turn(
+    case: str, config: LineConfig, workload: Workload, trace: Sequence[TracedArrival], settings: ServeSettings
+) -> ClusterTurn:
     """Ray Serve on the packed files of a line, with warm caches, the most used models loaded last.
 
     Raises CoServeError.
     """
-    folder, trace, image = config.packed_folder, workload.trace(workload.by_usage, workload.workers), tiny_image()
+    folder, image = config.packed_folder, tiny_image()
     segments = {packed.expert: packed.own for packed in packed_experts(config, folder)}
     serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -145,18 +145,20 @@ def serve_turn(case: str, config: LineConfig, workload: Workload, settings: Serv
         warm = [handles[name].remote(image) for name in reversed(workload.by_usage)]
         before = _loads([each.result(timeout_s=ANSWER_LIMIT_S) for each in warm])
         sent: list[Any] = []
-        started_s = send(trace, lambda component: sent.append(handles[component].remote(image)))
+        started_s = time.monotonic()
+        for arrival in trace:
+            time.sleep(max(started_s + arrival.at_s - time.monotonic(), 0.0))
+            sent.append(handles[str(arrival.component)].remote(image))
         answers = [each.result(timeout_s=ANSWER_LIMIT_S) for each in sent]
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise CoServeError(f"Ray Serve did not answer: {error}") from error
     finally:
         serve.shutdown()
-    ended_s = [answer.at_s - started_s for answer in answers]
-    return turn_of(case, f"ray serve: {settings}", trace, ended_s, _loads(answers) - before)
+    waits_s = [answer.at_s - started_s - arrival.at_s for answer, arrival in zip(answers, trace, strict=True)]
+    seconds = max(answer.at_s for answer in answers) - started_s
+    return turn_of(case, str(settings), seconds, waits_s, _loads(answers) - before)
 
 
 def _loads(answers: Sequence[ServeAnswer]) -> int:
-    most: dict[str, int] = {}
-    for answer in answers:
-        most[answer.replica] = max(most.get(answer.replica, 0), answer.loads)
-    return sum(most.values())
+    """Loads of all replicas; each replica counts its own."""
+    return sum({answer.replica: answer.loads for answer in sorted(answers, key=attrgetter("loads"))}.values())

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from profiler.bench.measured import Column, Measured, Target, at_least, this_machine, without_target
+from profiler.bench.turns import Plan, by_turns
 from profiler.workload.generated_line import removed_afterwards, require_disk
 from proof.cluster.nodes import ray_nodes, require_ray
 from proof.cluster.turns import OURS, ClusterTurn, our_turn
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proof.cluster.ray_serve import ServeSettings
+    from profiler.workload.traces import TracedArrival
 
+    Trace = Sequence[TracedArrival]
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 LEAST_OF_LINEAR, LEAST_OVER_SERVE = 0.9, 3.0
-ONE, ALL, HALF = "one worker, its third", "all fit", "half fits"
+PACE = 0.6  # of Ray Serve's best images/s in the backlog of the same run
+ONE, ALL, HALF, PACED = "one worker, its third", "all fit", "half fits", "half fits, paced"
 COLUMNS = (
     Column("case", "case"),
     Column("contestant", "contestant"),
@@ -35,7 +38,8 @@ COLUMNS = (
     Column("images/s", "images_per_s", ".1f"),
     Column("loads", "loads", "d"),
     Column("switches", "switches", "d"),
-    Column("wait p99 s", "wait_p99_s", ".1f"),
+    Column("wait p50 s", "wait_p50_s", ".2f"),
+    Column("wait p99 s", "wait_p99_s", ".2f"),
 )
 
 
@@ -62,27 +66,34 @@ def measure_cluster(directory: Path, progress: Progress, workload: Workload | No
         f"compute is emulated: a batch of n sleeps {device.K_s:g} n + {device.B_s:g} s, as on the paper's RTX 3080 Ti; "
         f"{workload.workers} such devices reach {workload.workers * device.most_images_per_s:.0f} images/s",
         "loads and switches are counted after the first loads; Ray Serve's caches are warm, too",
+        f"paced: images arrive at {PACE:g} of Ray Serve's best rate with memory for half",
     )
     return Measured(this_machine(f"ray {ray.__version__}"), COLUMNS, found, targets_of(found, workload), notes)
 
 
 def targets_of(turns: Sequence[ClusterTurn], workload: Workload) -> tuple[Target, ...]:
-    def images_per_s(case: str, contestant: str) -> float:
-        found = [turn.images_per_s for turn in turns if (turn.case, turn.contestant) == (case, contestant)]
-        return statistics.median(found)
-
-    workers = workload.workers
-    linear = images_per_s(ALL, OURS) / (workers * images_per_s(ONE, OURS))
+    linear = _images_per_s(turns, ALL, OURS) / (workload.workers * _images_per_s(turns, ONE, OURS))
     switches = max(turn.switches or 0 for turn in turns if turn.case == ALL)
-    peers = dict.fromkeys(turn.contestant for turn in turns if turn.contestant != OURS)
-    gains = {peer: images_per_s(HALF, OURS) / images_per_s(HALF, peer) for peer in peers}
-    best, *others = sorted(gains, key=lambda peer: gains[peer])
+    ours = _images_per_s(turns, HALF, OURS)
+    best, *others = sorted(_peers(turns), key=lambda peer: -_images_per_s(turns, HALF, peer))
     return (
-        at_least(f"{workers} workers, all experts fit, over {workers} times one worker", linear, LEAST_OF_LINEAR),
+        at_least(
+            f"{workload.workers} workers, all experts fit, over {workload.workers} times one worker",
+            linear,
+            LEAST_OF_LINEAR,
+        ),
         Target("the same: switches after the first loads", "0", str(switches), switches == 0),
-        at_least(f"memory for half: over {best}", gains[best], LEAST_OVER_SERVE),
-        *(without_target(f"memory for half: over {peer}", gains[peer]) for peer in others),
+        at_least(f"memory for half: over {best}", ours / _images_per_s(turns, HALF, best), LEAST_OVER_SERVE),
+        *(without_target(f"memory for half: over {peer}", ours / _images_per_s(turns, HALF, peer)) for peer in others),
     )
+
+
+def _peers(turns: Sequence[ClusterTurn]) -> set[str]:
+    return {turn.contestant for turn in turns} - {OURS}
+
+
+def _images_per_s(turns: Sequence[ClusterTurn], case: str, contestant: str) -> float:
+    return statistics.median(turn.images_per_s for turn in turns if (turn.case, turn.contestant) == (case, contestant))
 
 
 def _measured(
@@ -90,27 +101,28 @@ def _measured(
 ) -> tuple[ClusterTurn, ...]:
     from proof.cluster.ray_serve import best_settings, serve_turn
 
-    workers, everything = workload.workers, workload.by_usage
+    workers, held, everything = workload.workers, workload.held_each, workload.by_usage
     third = everything[::workers]  # with a third of the usage, nearly
     workload.write_experts(folder)
 
-    def ours(case: str, workers: int, held: int, components: Sequence[str]) -> ClusterTurn:
-        config = workload.line(folder, address, workers, held, components)
-        trace = workload.trace(components, workers)
+    def ours(case: str, workers: int, held: int, trace: Trace) -> ClusterTurn:
+        config = workload.line(folder, address, workers, held, {str(arrival.component) for arrival in trace})
         return our_turn(case, config, trace, workload.device.ssd_bytes_per_s)
 
-    def theirs(settings: ServeSettings) -> ClusterTurn:
-        config = workload.line(folder, address, workers, workload.held_each, everything)  # packed for our turns
-        return serve_turn(HALF, config, workload, settings)
+    def in_half(case: str, trace: Trace) -> dict[str, Callable[[], ClusterTurn]]:
+        line = workload.line(folder, address, workers, held, everything)  # ours comes first, and packs
+        peers = {str(each): partial(serve_turn, case, line, workload, trace, each) for each in best_settings(workload)}
+        return {OURS: partial(ours, case, workers, held, trace), **peers}
 
-    contestants: list[Callable[[], ClusterTurn]] = [
-        partial(ours, ONE, 1, len(third), third),
-        partial(ours, ALL, workers, len(third), everything),
-        partial(ours, HALF, workers, workload.held_each, everything),
-        *(partial(theirs, settings) for settings in best_settings(workload)),
-    ]
-    found: list[ClusterTurn] = []
-    for number in range(turns * len(contestants)):
-        progress("turns", number, turns * len(contestants))
-        found.append(contestants[number % len(contestants)]())
-    return tuple(found)
+    def run(stage: str, ways: dict[str, Callable[[], ClusterTurn]]) -> list[ClusterTurn]:
+        plan = Plan(turns, warming_up=0, progress=partial(progress, stage))
+        return [turn for each in by_turns(ways, plan).values() for turn in each.results]
+
+    backlog = workload.trace(everything, workers)
+    alone = {
+        ONE: partial(ours, ONE, 1, len(third), workload.trace(third, 1)),
+        ALL: partial(ours, ALL, workers, len(third), backlog),
+    }
+    found = run("backlog", alone | in_half(HALF, backlog))
+    rate = PACE * max(_images_per_s(found, HALF, peer) for peer in _peers(found))
+    return (*found, *run("paced", in_half(PACED, workload.trace(everything, workers, 1 / rate))))

@@ -17,7 +17,7 @@ from PIL import Image
 
 from agent.config import read_line
 from experts.packed.weights import slot_bytes
-from profiler.workload.generated_line import EVERY_S, LARGEST_QUANTITY, SIGMA
+from profiler.workload.generated_line import EVERY_S, drawn_quantities
 from profiler.workload.traces import TracedArrival
 from proof.cluster.nodes import BOX
 from proof.paper.devices import paper_devices
@@ -69,33 +69,25 @@ class Workload:
     device: Device
     experts: int = 120
     workers: int = 3
-    held: int = 60  # experts that all workers hold together, where not all fit
+    held_each: int = 20  # experts that a worker holds where not all fit
     images: int = 3000
     seed: int = 0
 
     @property
     def quantities(self) -> dict[str, int]:
-        """Images of each component on the line's board, as `coserve bench generate` draws them; also its expert's."""
-        chance = random.Random(self.seed)
-        popularity = [chance.lognormvariate(0, SIGMA) for _ in range(self.experts)]
-        scale = LARGEST_QUANTITY / max(popularity)
-        return {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(popularity)}
-
-    @property
-    def held_each(self) -> int:
-        return self.held // self.workers
+        """Images of each component on the line's board; also of its expert."""
+        return drawn_quantities(self.experts, self.seed)
 
     @property
     def by_usage(self) -> list[str]:
         return sorted(self.quantities, key=lambda name: -self.quantities[name])
 
-    def trace(self, components: Collection[str], workers: int) -> list[TracedArrival]:
-        """Arrivals for these components, at the paper's rate for all workers (section 5.1) and less for fewer."""
+    def trace(self, components: Collection[str], workers: int, every_s: float = EVERY_S) -> list[TracedArrival]:
+        """Arrivals for these components: one every ``every_s`` for all workers, and less for fewer."""
         weights = [quantity for name, quantity in self.quantities.items() if name in components]
         count = self.images * workers // self.workers
         drawn = random.Random(self.seed + 1).choices(sorted(components), weights, k=count)
-        every_s = EVERY_S * self.workers / workers
-        return [TracedArrival(number * every_s, component) for number, component in enumerate(drawn)]
+        return [TracedArrival(number * every_s * self.workers / workers, name) for number, name in enumerate(drawn)]
 
     def write_experts(self, folder: Path) -> None:
         fake = {

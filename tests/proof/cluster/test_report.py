@@ -9,14 +9,17 @@ import pytest
 from experts.errors import CoServeError
 from experts.packed.weights import slot_bytes
 from proof.cluster import nodes
-from proof.cluster.report import ALL, HALF, ONE, measure_cluster, targets_of
-from proof.cluster.turns import OURS, ClusterTurn, send, turn_of
+from proof.cluster.report import ALL, HALF, ONE, PACE, PACED, measure_cluster, targets_of
+from proof.cluster.turns import OURS, ClusterTurn, turn_of
 from proof.cluster.workload import Workload, paper_device
 
 DEVICE = paper_device()
 WORKLOAD = Workload(DEVICE, images=300)
 SMALL = Workload(
-    replace(DEVICE, weight_bytes=slot_bytes(1), ssd_bytes_per_s=1e7, K_s=0.001, B_s=0.001), experts=6, held=3, images=60
+    replace(DEVICE, weight_bytes=slot_bytes(1), ssd_bytes_per_s=1e7, K_s=0.001, B_s=0.001),
+    experts=6,
+    held_each=1,
+    images=60,
 )
 
 
@@ -33,6 +36,7 @@ def test_arrivals_are_the_same_each_time_and_as_many_for_each_worker():
     assert len(alone) * 3 == len(all_of_them) == 300
     assert {arrival.component for arrival in alone} <= set(third)
     assert alone[1].at_s == pytest.approx(3 * all_of_them[1].at_s)
+    assert WORKLOAD.trace(everything, 3, every_s=0.5)[2].at_s == 1.0
 
 
 def test_a_third_of_the_components_has_about_a_third_of_the_usage():
@@ -50,14 +54,9 @@ def test_every_worker_has_memory_for_its_share_and_one_batch(tmp_path):
     assert len(config.catalog.experts) == 120
 
 
-def test_images_are_sent_in_order_and_wait_from_their_arrival():
-    trace = WORKLOAD.trace(WORKLOAD.by_usage, 3)[:5]
-    sent = []
-    send(trace, sent.append)
-    assert sent == [arrival.component for arrival in trace]
-    turn = turn_of(HALF, OURS, trace, [arrival.at_s + 2.0 for arrival in trace], loads=4)
-    assert turn.wait_p99_s == pytest.approx(2.0)
-    assert turn.images_per_s == pytest.approx(5 / (2.0 + trace[-1].at_s))
+def test_a_turn_tells_the_waits_of_half_and_of_nearly_all_images():
+    turn = turn_of(HALF, OURS, 5.0, [1.0] * 60 + [2.0] * 40, loads=4)
+    assert (turn.images_per_s, turn.wait_p50_s, turn.wait_p99_s) == (20.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,11 @@ def test_images_are_sent_in_order_and_wait_from_their_arrival():
 )
 def test_targets_tell_what_is_missed(together_s, switches, peer_s, reached):
     turns = [
-        ClusterTurn(ONE, OURS, 100, 10.0, 1.0, 0, 0),
-        ClusterTurn(ALL, OURS, 300, together_s, 1.0, 0, switches),
-        ClusterTurn(HALF, OURS, 300, 10.0, 1.0, 50, 30),
-        ClusterTurn(HALF, "peer, slow", 300, 50.0, 1.0, 200),
-        ClusterTurn(HALF, "peer, best", 300, peer_s, 1.0, 200),
+        ClusterTurn(ONE, OURS, 100, 10.0, 1.0, 1.0, 0, 0),
+        ClusterTurn(ALL, OURS, 300, together_s, 1.0, 1.0, 0, switches),
+        ClusterTurn(HALF, OURS, 300, 10.0, 1.0, 1.0, 50, 30),
+        ClusterTurn(HALF, "peer, slow", 300, 50.0, 1.0, 1.0, 200),
+        ClusterTurn(HALF, "peer, best", 300, peer_s, 1.0, 1.0, 200),
     ]
     found = targets_of(turns, WORKLOAD)
     assert [target.reached for target in found] == [*reached, None]
@@ -87,11 +86,15 @@ def test_without_ray_serve_it_says_what_to_install(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Ray Serve
 @pytest.mark.skipif(any(find_spec(name) is None for name in nodes.SERVE_MODULES), reason="Ray Serve is not installed")
-def test_both_cases_are_measured_and_nothing_is_left(tmp_path):
+def test_all_cases_are_measured_and_nothing_is_left(tmp_path):
     found = measure_cluster(tmp_path, lambda *_: None, SMALL, turns=1)
     assert not list(tmp_path.iterdir())
     told = json.loads(json.dumps(found.as_json()))
-    assert [row["case"] for row in told["rows"]][:3] == [ONE, ALL, HALF]
-    assert {row["case"] for row in told["rows"][3:]} == {HALF}
-    assert len({row["contestant"] for row in told["rows"]}) >= 2
+    assert [row["case"] for row in told["rows"]] == [ONE, ALL, *[HALF] * 3, *[PACED] * 3]
+    backlog, paced = ([row["contestant"] for row in told["rows"] if row["case"] == case] for case in (HALF, PACED))
+    assert backlog == paced
+    assert OURS in paced
+    best = max(turn.images_per_s for turn in found.rows if turn.case == HALF and turn.contestant != OURS)
+    arriving_s = (SMALL.images - 1) / (PACE * best)
+    assert all(row["seconds"] > arriving_s for row in told["rows"] if row["case"] == PACED)
     assert "emulated" in found.text()
