@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
 
 PLACES_SHOWN = 10
-DIFFERING = ("other_label", "ok_to_ng", "ng_to_ok", "to_unknown", "from_unknown")
 
 
 def rejudge(
@@ -59,6 +58,8 @@ def judging(line: Path) -> Iterator[tuple[LineConfig, Report]]:
 
 def lines_of(row: dict[str, Any]) -> list[str]:
     """A finished run, for people."""
+    from agent.commands.rejudging.agreement import DIFFERING
+
     resumed = f", {row['resumed']} of them judged by an earlier run" if row["resumed"] else ""
     lines = [f"{row['file']}: {row['images']} images{resumed}"] if row["file"] else []
     lines += [f"left out        {count}: {reason}" for reason, count in row["left_out"].most_common()]

@@ -26,23 +26,25 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MOST_FLIPS = 500  # that a page shows
-KINDS = ("agreeing", "other_label", "ok_to_ng", "ng_to_ok", "to_unknown", "from_unknown")
-THUMBNAIL_PX = 160
+FLIPS = {"ok_to_ng": "OK to NG", "ng_to_ok": "NG to OK", "to_unknown": "to UNKNOWN", "from_unknown": "from UNKNOWN"}
+DIFFERING = {"other_label": "another label", **FLIPS}
+KINDS = {"agreeing": "agreeing", **DIFFERING}
+THUMBNAIL_PX = 200
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" \
 content="default-src 'none'; img-src data:; style-src 'unsafe-inline'"><title>$title</title><style>
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; background: #101214; color: #e4e6e8 }
-section { display: flex; flex-wrap: wrap; gap: 1em } figure { margin: 0; width: 12em; overflow-wrap: anywhere }
-img { width: 160px; height: 160px; object-fit: contain; background: #000; image-rendering: pixelated }
-.OK { color: #56d67e } .NG { color: #ff483e } .UNKNOWN { color: #ffb830 } small { color: #9aa0a6 }
+td, th { padding: 0 1.5em .2em 0; text-align: left } td + td + td { text-align: right }
+section { display: flex; flex-wrap: wrap; gap: 1.5em } figure { margin: 0; width: 200px; overflow-wrap: anywhere }
+img, .gone { width: 200px; height: 200px; object-fit: contain; background: #000; image-rendering: pixelated }
+.OK { color: #56d67e } .NG { color: #ff483e } .UNKNOWN { color: #ffb830 } small, .gone { color: #9aa0a6 }
 </style>
 <h1>$title</h1>
-<p>$images images, $compared with an earlier answer; $agreeing agree.</p>
-<h2>Other verdicts: $flips</h2>
-<p>The $shown most certain first.</p>
-<section>
-$figures</section>
-</html>
+<p>$images images, $compared with an earlier answer; $agreeing have the same verdict and label.
+Below are all flips, or the $shown most certain ones.</p>
+<table>
+$table</table>
+$sections</html>
 """)
 
 
@@ -92,11 +94,14 @@ def write_page(file: Path, title: str, figures: Row, flips: list[Row]) -> Path |
     """Write the page: no script, nothing fetched, all text escaped. None without flips. Raises ConfigError."""
     if not flips:
         return None
-    other_verdicts = sum(figures[kind] for kind in KINDS[2:])
-    shown = {"title": escape(title), "shown": len(flips), "figures": "".join(map(_figure, flips))}
+    differing = [place for place in figures["places"] if place["agreeing"] < place["images"]]
+    lines = [("component", "expert", "images", *KINDS.values())]
+    lines += [(place["component"], place["expert"], place["images"], *map(place.get, KINDS)) for place in differing]
+    table = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}' for cell in line)}\n" for line in lines)
+    sections = "".join(_section(kind, figures[kind], flips) for kind in FLIPS if figures[kind])
     try:
         with whole_text_file(file) as out:
-            out.write(PAGE.substitute(figures, flips=other_verdicts, **shown))
+            out.write(PAGE.substitute(figures, title=escape(title), shown=MOST_FLIPS, table=table, sections=sections))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error} - everything else is written") from error
     return file
@@ -111,11 +116,18 @@ def _kind_of(row: Row) -> str:
     return "ok_to_ng" if now == Verdict.NG else "ng_to_ok"
 
 
+def _section(kind: str, count: int, flips: list[Row]) -> str:
+    figures = [_figure(row) for row in flips if _kind_of(row) == kind]
+    shown = "" if len(figures) == count else f", {len(figures)} shown"
+    return f"<h2>{FLIPS[kind]}: {count}{shown}</h2>\n<section>\n{''.join(figures)}</section>\n"
+
+
 def _figure(row: Row) -> str:
+    part = escape(" ".join(row[name] for name in ("component", "ref", "board") if row[name]))
     before = _answer(row["stored_verdict"], row["stored_label"], row["stored_score"])
     now = _answer(row["verdict"], row["label"] or row["reason"], row["score"])
-    told = escape(" ".join(row[name] for name in ("component", "board", "ref") if row[name]))
-    caption = f"{before} &rarr; {now}<br>{told}<br><small>{escape(row['path'])}</small>"
+    path = escape(row["path"]).replace("/", "/<wbr>")
+    caption = f"{part}<br>was {before}<br>now {now}<br><small>{path}</small>"
     return f"<figure>{_thumbnail(row)}<figcaption>{caption}</figcaption></figure>\n"
 
 
@@ -128,8 +140,8 @@ def _thumbnail(row: Row) -> str:
         pixels = decode_image(Path(row["path"]), row["path"], LARGEST_MAX_PIXELS).turned(Orientation.EXIF)
         picture = Image.fromarray(pixels).crop(row["box"]) if row["box"] else Image.fromarray(pixels)
         picture.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-        png = BytesIO()
-        picture.save(png, "PNG")
+        jpeg = BytesIO()
+        picture.save(jpeg, "JPEG", quality=95, subsampling=0)  # PNGs of 500 photos are 40 MB
     except (ImageError, OSError, ValueError):
-        return "<p>no image any more</p>"
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
+        return '<div class="gone">no image any more</div>'
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}">'

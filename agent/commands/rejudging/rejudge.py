@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -30,7 +30,7 @@ from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from agent.runtime.requests import Requests
     from experts.graph import ExpertGraph
@@ -65,9 +65,8 @@ def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Progre
         for rows in judge(config, requests, new, lambda: progress("rejudge", next(done), len(images))):
             stored = stored_answers(config, [row["key"] for row in rows])
             write_part(folder, made_with, [beside(row, stored.get(row["key"])) for row in rows])
-        figures, flips = compare_answers(merged_rows(folder, out))
-    written = write_page(page, f"{config.line}: judged anew", figures, flips)
-    return {"file": out, "page": written, "resumed": resumed, "left_out": left_out, **figures}
+        compared = _compared(merged_rows(folder, out), page, f"{config.line}: judged anew")
+    return {"file": out, "resumed": resumed, "left_out": left_out, **compared}
 
 
 def rejudge_candidate(
@@ -83,9 +82,9 @@ def rejudge_candidate(
     rows = _rows(candidate_line(config, expert, weights), expert, images, progress, "candidate")
     present = _rows(config, expert, images, progress, "present")
     reached = (key for key in rows if expert in {*rows[key]["experts"], *present[key]["experts"]})
-    figures, flips = compare_answers(beside(rows[key], present[key]) for key in reached)
-    written = page and write_page(page, f"{config.line}: candidate of {expert}", figures, flips)
-    return {"file": None, "page": written, "resumed": 0, "left_out": left_out, **figures}
+    both = (beside(rows[key], present[key]) for key in reached)
+    compared = _compared(both, page, f"{config.line}: candidate of {expert}")
+    return {"file": None, "resumed": 0, "left_out": left_out, **compared}
 
 
 def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> LineConfig:
@@ -148,17 +147,13 @@ def groups_of(images: Images, graph: ExpertGraph) -> Iterator[Images]:
 
 
 def _source(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
-    path, subject = Path(image.path), image.subject
-    if subject.box is None:
+    path, box = Path(image.path), image.subject.box
+    if box is not None and image.path not in frames:
+        with suppress(OSError):
+            frames[image.path] = Frame(EncodedImage(path.read_bytes(), path.name, max_pixels), image.size)
+    if box is None or image.path not in frames:  # a file that cannot be read has its reason from its decoder
         return ImageFile(path, max_pixels)
-    if image.path not in frames:
-        try:
-            encoded = EncodedImage(path.read_bytes(), path.name, max_pixels)
-        except OSError as error:  # its decoder refuses it, with the reason in its name
-            encoded = EncodedImage(b"", f"{path.name} ({error.strerror})", max_pixels)
-        frames[image.path] = Frame(encoded, image.size)
-    frame = frames[image.path]
-    return FramePart(frame, subject.box, f"{frame.name}#{subject.ref}")
+    return FramePart(frames[image.path], box, image.subject.name)
 
 
 def _rows(config: LineConfig, expert: str, images: Images, progress: Progress, stage: str) -> dict[str, Row]:
@@ -169,6 +164,12 @@ def _rows(config: LineConfig, expert: str, images: Images, progress: Progress, s
         done = count(1)
         groups = judge(config, requests, images, lambda: progress(stage, next(done), len(images)))
         return {row["key"]: row for group in groups for row in group}
+
+
+def _compared(rows: Iterable[Row], page: Path | None, title: str) -> Row:
+    """Figures of rows, and where the page of their flips is. Raises ConfigError."""
+    figures, flips = compare_answers(rows)
+    return {"page": page and write_page(page, title, figures, flips), **figures}
 
 
 def _digest(value: object) -> str:

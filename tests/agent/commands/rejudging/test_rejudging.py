@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import requires
+from io import BytesIO
 
 import pyarrow.parquet as pq
 import pytest
@@ -304,10 +305,13 @@ class TestTheComparison:
         assert "2 OK to NG, 0 NG to OK, 0 to UNKNOWN, 0 from UNKNOWN" in output
         assert "c1, cls/f1: 2 ok to ng of 2" in output
         page = (tmp_path / "out.html").read_text()
-        assert page.count("<figure>") == page.count("data:image/png;base64,") == 2
+        assert page.count("<figure>") == page.count("data:image/jpeg;base64,") == 2
         assert not [word for word in ("<script", "http://", "https://", 'src="/') if word in page]
         thumbnail = page.partition("base64,")[2].partition('"')[0]
-        assert b64decode(thumbnail).startswith(b"\x89PNG")
+        assert Image.open(BytesIO(b64decode(thumbnail))).size == (8, 8)
+        assert "<h2>OK to NG: 2</h2>" in page
+        assert 'was <b class="OK">OK</b> ok 0.900<br>now <b class="NG">NG</b> bad 0.900' in page
+        assert "<tr><td>c1<td>cls/f1<td>2<td>0<td>0<td>2<td>0<td>0<td>0" in page
         for file in tmp_path.glob("out.*"):
             file.unlink()
         row = json.loads(told(*arguments, "--json")[1])
