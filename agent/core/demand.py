@@ -140,7 +140,7 @@ def initial_placement(
 
 
 def place(state: State, expert: str, spec: ExecutorSpec) -> None:
-    state.placements[state.pools[spec.pool].spec.worker].append(_spare_wish(state, spec, expert))
+    wish_for(state, [_spare_wish(state, spec, expert)])
     state.touch(state.queue_of[spec.id])
 
 
@@ -166,21 +166,27 @@ def place_due(state: State, since_s: float) -> None:
 
 
 def change_line(state: State, line: ServedLine) -> None:
-    """Wish for new and newly pinned experts; drop the wishes for experts that left the line."""
+    """Wish for new experts and for those with a new home; drop the wishes for experts that left the line."""
     before, state.line = state.line, line
     pin_copies(state)
-    for waiting in (*state.placements.values(), state.speculations):
-        staying = [wish for wish in waiting if wish.expert not in line.retired]
-        waiting.clear()
-        waiting.extend(staying)
+    keep_wishes(state, lambda wish: wish.expert not in line.retired)
     if not state.is_draining:
-        old = before.graph.experts - (line.homes.keys() - before.homes.keys())
+        moved = {expert for expert, home in line.homes.items() if before.homes.get(expert) != home}
+        old = before.graph.experts - moved
         wish_for(state, (wish for wish in first_wishes(state) if wish.expert not in old))
 
 
 def wish_for(state: State, wishes: Iterable[Wish]) -> None:
     for wish in wishes:
-        state.placements[state.pools[wish.spec.pool].spec.worker].append(wish)
+        state.placements[wish.spec.worker].append(wish)
+
+
+def keep_wishes(state: State, stays: Callable[[Wish], bool]) -> None:
+    """Drop all other wishes for spare room."""
+    for wishes in (*state.placements.values(), state.speculations):
+        staying = [wish for wish in wishes if stays(wish)]
+        wishes.clear()
+        wishes.extend(staying)
 
 
 def pin_copies(state: State) -> None:
@@ -210,7 +216,7 @@ def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
 
 def first_wishes(state: State) -> Iterator[Wish]:
     """Pinned experts at their homes, then the policy's initial placement."""
-    line, executors = state.line, [queue.spec for queue in state.queues]
+    line = state.line
     for expert, spec in line.homes.items():
         yield _spare_wish(state, spec, expert)
     if state.policy.placing:
@@ -220,7 +226,7 @@ def first_wishes(state: State) -> Iterator[Wish]:
             for spec in {spec.pool: spec for spec, _ in state.rows_of(expert) if spec.pool in planned[expert]}.values():
                 yield _spare_wish(state, spec, expert)
         others = {expert: share for expert, share in usage.items() if expert not in planned}
-        for spec, expert in initial_placement(others, executors, line.matrix.experts):
+        for spec, expert in initial_placement(others, state.executors, line.matrix.experts):
             yield _spare_wish(state, spec, expert)
 
 

@@ -141,16 +141,6 @@ class FellBack:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorsChanged:
-    """Executors were lost or joined; ``requests`` are assigned anew. Only recorded."""
-
-    executors: tuple[int, ...]
-    requests: int
-    reason: str
-    is_lost: bool
-
-
-@dataclass(frozen=True, slots=True)
 class BudgetChanged:
     """New budget for the weights in a memory: lower after a shortage of memory, or raised again."""
 
@@ -188,5 +178,5 @@ class Fail:
 
 Effect = (
     StartLoad | StartBatch | Prepare | Forget | Preempt | Evict | Assigned | StandingChanged | FellBack
-    | ExecutorsChanged | BudgetChanged | LeasesChanged | Complete | Fail
+    | BudgetChanged | LeasesChanged | Complete | Fail
 )  # fmt: skip

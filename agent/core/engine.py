@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.core import demand, events, failures, requests, running, turns
+from agent.core import demand, events, failures, membership, requests, running, turns
 from agent.core.effects import Fail
 from agent.core.performance import pinned_homes
 from agent.core.pool import ModelPool
@@ -62,31 +62,30 @@ class Engine:
             executors,
             matrix,
             policy,
-            limits.max_overtake_s,
+            limits,
             lambda spec, profile: demand.switch_s(self._state, spec, profile),
             lambda expert: failures.barred(self._state, expert),
         )
-        scheduler.planned = limits.placement
-        if limits.transfer_s:
-            scheduler.distance_s = lambda spec, worker: _distance_s(self._state, spec, worker)
-        homes = pinned_homes(limits.pinned, [queue.spec for queue in scheduler.queues], matrix.experts)
+        used = [queue.spec for queue in scheduler.queues]
+        homes = pinned_homes(limits.pinned, used, matrix.experts)
+        lacking = membership.lacking(limits.pools, used, matrix, homes)
+        if lacking is not None:
+            raise lacking
         line = ServedLine(graph, matrix, limits.pinned, homes)
         pools = {spec.name: ModelPool(spec) for spec in limits.pools}
         self._state: State = State(policy, limits, line, scheduler, pools)
         demand.pin_copies(self._state)
-        lacking = failures.lacking(self._state)
-        if lacking is not None:
-            raise lacking
+        membership.guarantee_workspaces(self._state)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Effects of an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
         state = self._state
         before, state.now, state.effects = state.now, max(state.now, now), []
         state.touched.clear()
+        transition = _TRANSITIONS.get(type(event))
+        may_move = state.unexpected() if transition is None else transition(state, event)
         if len(state.queues_at) < 2 or type(event) not in _LOCAL:
             state.touch()
-        transition = _TRANSITIONS.get(type(event))
-        may_move = _unexpected(state) if transition is None else transition(state, event)
         if state.setbacks and any(before < setback.pause.until_s <= state.now for setback in state.setbacks.values()):
             state.touch()
             demand.place_due(state, before)
@@ -95,7 +94,7 @@ class Engine:
             state.touch()
             may_move = True
         if state.stranded:
-            failures.end_absence(state)
+            membership.end_absence(state)
         if may_move:
             if state.leases.is_any:
                 turns.look_again(state)
@@ -133,7 +132,7 @@ def _started(state: State, _: events.Started) -> bool:
 def _arrived(state: State, event: events.Arrived) -> bool:
     request, is_idle = event.request, event.precedence is Precedence.IDLE
     if request in state.tickets:
-        return _unexpected(state)
+        return state.unexpected()
     if is_idle and state.tickets:
         state.effects.append(Fail(request, Outcome(Verdict.UNKNOWN, None, None, (), GAVE_WAY)))
         return False
@@ -159,7 +158,7 @@ def _arrived(state: State, event: events.Arrived) -> bool:
 def _load_ended(state: State, event: events.Loaded | events.LoadFailed) -> bool:
     load = state.loads.pop(event.load, None)
     if load is None:
-        return _unexpected(state)
+        return state.unexpected()
     demand.load_over(state, load)
     if isinstance(event, events.LoadFailed):
         failures.load_failed(state, load, event)
@@ -179,7 +178,7 @@ def _load_ended(state: State, event: events.Loaded | events.LoadFailed) -> bool:
 def _batch_ran(state: State, event: events.Finished | events.Progressed) -> bool:
     batch = state.batch_under_way(event.batch)
     if batch is None:
-        return _unexpected(state)
+        return state.unexpected()
     reason = _mismatch(event, batch)
     if reason is not None:
         return _batch_failed(state, events.BatchFailed(event.batch, reason))
@@ -223,7 +222,7 @@ def _mismatch(event: events.Finished | events.Progressed, batch: Batch) -> str |
 def _batch_failed(state: State, event: events.BatchFailed) -> bool:
     batch = state.batch_under_way(event.batch)
     if batch is None:
-        return _unexpected(state)
+        return state.unexpected()
     failures.batch_failed(state, batch, event)
     return True
 
@@ -231,7 +230,7 @@ def _batch_failed(state: State, event: events.BatchFailed) -> bool:
 def _cancelled(state: State, event: events.Cancelled) -> bool:
     ticket = state.tickets.get(event.request)
     if ticket is None:
-        return _unexpected(state)
+        return state.unexpected()
     if event.request in state.stranded:
         return requests.fail(state, event.request, CANCELLED)
     if ticket.group is None:
@@ -247,7 +246,7 @@ def _cancelled(state: State, event: events.Cancelled) -> bool:
 def _preempted(state: State, event: events.Preempted) -> bool:
     ticket = state.tickets.get(event.request)
     if ticket is None or ticket.group is None or not ticket.group.is_ongoing:
-        return _unexpected(state)
+        return state.unexpected()
     expert, home = ticket.group.expert, ticket.queue
     assert home is not None  # its group is in one
     requests.leave_queue(state, event.request)
@@ -260,7 +259,7 @@ def _preempted(state: State, event: events.Preempted) -> bool:
 def _expert_named(state: State, event: events.Quarantined | events.Wanted | events.Unwanted) -> bool:
     expert, homes = event.expert, state.line.homes
     if expert not in state.line.graph.experts:
-        return _unexpected(state)
+        return state.unexpected()
     if isinstance(event, events.Quarantined):
         failures.put_in_quarantine(state, expert, event.reason)
     elif isinstance(event, events.Wanted):
@@ -273,12 +272,12 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
 
 
 def _line_changed(state: State, event: events.LineChanged) -> bool:
-    homes = failures.homes_of(state, event.pinned, event.matrix)
-    state.scheduler.matrix, state.scheduler.planned = event.matrix, event.placement
+    homes = membership.homes_of(state, event.pinned, event.matrix)
     state.limits = replace(state.limits, placement=event.placement)
+    state.scheduler.matrix, state.scheduler.limits = event.matrix, state.limits
     state.laters.clear()
     demand.change_line(state, ServedLine(event.graph, event.matrix, event.pinned, homes, event.retired))
-    failures.guarantee_workspaces(state)
+    membership.guarantee_workspaces(state)
     failures.raise_budgets(state)
     failures.forget_all_but(state, event.graph.experts)
     for expert in sorted(event.retired):
@@ -286,25 +285,10 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     return True
 
 
-def _executors_lost(state: State, event: events.ExecutorsLost) -> bool:
-    return failures.executors_lost(state, event) or _unexpected(state)
-
-
-def _executors_joined(state: State, event: events.ExecutorsJoined) -> bool:
-    return failures.executors_joined(state, event) or _unexpected(state)
-
-
 def _drained(state: State, _: events.Drain) -> bool:
     state.is_draining = True
-    for placements in state.placements.values():
-        placements.clear()
-    state.speculations.clear()
+    demand.keep_wishes(state, lambda _: False)
     requests.end_idle(state, GAVE_WAY)
-    return False
-
-
-def _unexpected(state: State) -> bool:
-    state.counts["unexpected_events"] += 1
     return False
 
 
@@ -320,8 +304,8 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.Preempted: _preempted,
     **dict.fromkeys((events.Quarantined, events.Wanted, events.Unwanted), _expert_named),
     events.LineChanged: _line_changed,
-    events.ExecutorsLost: _executors_lost,
-    events.ExecutorsJoined: _executors_joined,
+    events.ExecutorsLost: membership.executors_lost,
+    events.ExecutorsJoined: membership.executors_joined,
     events.Tick: lambda *_: True,
     events.Drain: _drained,
 }
@@ -333,8 +317,3 @@ _LOCAL = frozenset(
         events.Cancelled, events.Preempted,
     )
 )  # fmt: skip
-
-
-def _distance_s(state: State, spec: ExecutorSpec, worker: str) -> float:
-    """Predicted seconds to send an image from the worker that has it."""
-    return 0.0 if state.pools[spec.pool].spec.worker == worker else state.limits.transfer_s

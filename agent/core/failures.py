@@ -8,12 +8,6 @@
                                          are taken from the leases of begun requests, youngest first
     no shortage for a while              half of the missing budget is restored, then half of the rest, then all
     a copy fails too often               its requests there wait on other executors that can run the expert
-    executors are lost                   their requests are assigned anew; a request that ran there, or whose image was
-                                         begun, runs alone and is not prepared ahead. It ends UNKNOWN once ``LOSSES``
-                                         executors were lost with it. A request that no other executor can run waits for
-                                         the lost ones for up to ``absence_s``
-    executors join                       requests that have not begun are assigned anew, over all executors, but those
-                                         that have waited beyond the overtaking bound
 
 Guarantees: pauses double and are reset only by success: an expert that always fails costs one trial a minute, and a
 memory that is too small one shortage a day. No budget is lower than each expert of the line needs to
@@ -23,31 +17,20 @@ keeps its budget. A failed request of idle precedence lowers no budget and ends 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from agent.core import demand, requests, running
-from agent.core.effects import (
-    BudgetChanged,
-    ExecutorsChanged,
-    FellBack,
-    LeasesChanged,
-    Standing,
-    StandingChanged,
-)
-from agent.core.performance import footprints_in, pinned_homes
-from agent.core.pool import ModelPool, least_bytes, misfits
-from agent.core.request import CANCELLED, GAVE_WAY
+from agent.core.effects import BudgetChanged, FellBack, LeasesChanged, Standing, StandingChanged
+from agent.core.performance import footprints_in
+from agent.core.pool import least_bytes
+from agent.core.request import CANCELLED
 from agent.core.state import Pause, Probation, Setback
 from experts.backoff import Backoff
-from experts.errors import MemoryExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from agent.core.events import BatchFailed, ExecutorsJoined, ExecutorsLost, LoadFailed
-    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
-    from agent.core.queue import ExecutorQueue
+    from agent.core.events import BatchFailed, LoadFailed
+    from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.pool import ModelPool
     from agent.core.request import Batch, Portion
     from agent.core.state import Load, State
 
@@ -61,7 +44,6 @@ PROBATION_S = 1.0  # after failed batches
 LONGEST_PAUSE_S = 60.0
 BUDGET_PAUSE_S = 600.0  # without shortage, before a lowered budget is raised
 LONGEST_BUDGET_PAUSE_S = 86_400.0
-LOSSES = 3  # an image that ends each executor that runs it ends no more of them; arbitrary
 LITTLE = 8  # a missing part of the leases below this fraction is restored at once; arbitrary
 NO_SHORTAGE = "it did not run short again"
 LARGER_EXPERTS = "the line has larger experts now"
@@ -281,219 +263,6 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
     group = queue.give_back(expert, profile, queued_s, state.now, tokens_s)
     for request in queued_s:
         requests.stand(state, request, queue, group)
-
-
-# -- executors that come and go --
-
-
-class _Freed(NamedTuple):
-    """Request taken off a lost executor. ``ran``: in a batch there, or its image was begun."""
-
-    queued_s: float
-    request: int
-    expert: str
-    ran: bool
-
-
-def executors_lost(state: State, event: ExecutorsLost) -> bool:
-    """Take requests, batches, loads and memories off lost executors; False if none is known."""
-    lost = [queue for queue in state.queues if queue.spec.id in event.executors]
-    returning = state.away.keys() & event.executors
-    if not lost and not returning:
-        return False
-    for executor in returning:
-        del state.away[executor]
-    specs = {queue.spec.id: queue.spec for queue in lost}
-    if event.may_return:
-        state.away |= specs
-    freed = sorted(each for queue in lost for each in _take_off(state, queue))
-    state.scheduler.lose(specs.keys())
-    _drop_memories(state, {spec.pool for spec in specs.values()})
-    state.splitter.forget(specs.keys())
-    for pool in state.pools.values():
-        for executor in specs:
-            pool.guaranteed_workspace.pop(executor, None)
-    for waiting in (*state.placements.values(), state.speculations):
-        for wish in [wish for wish in waiting if wish.spec.id in specs]:
-            waiting.remove(wish)
-    state.connect()
-    set_homes(state)
-    state.effects.append(ExecutorsChanged(tuple(specs), len(freed), event.reason, is_lost=True))
-    for each in freed:
-        _assign_anew(state, each, event.reason)
-    _assign_stranded(state)
-    for expert in {each.expert for each in freed}:
-        demand.discard_if_gone(state, expert)
-    state.touch()
-    return True
-
-
-def executors_joined(state: State, event: ExecutorsJoined) -> bool:
-    """Add executors and memories; False if they are known already, incomplete, or too small for an expert."""
-    pools = state.pools.keys() | {pool.name for pool in event.pools}
-    needed = {spec.pool for spec in event.executors} | {pool.cache for pool in event.pools if pool.cache is not None}
-    columns, known = state.line.matrix.experts, state.queue_of.keys()
-    is_complete = needed <= pools and all(spec.processor in columns for spec in event.executors)
-    if not is_complete or not event.executors or any(spec.id in known for spec in event.executors):
-        return False
-    added = [pool for pool in event.pools if pool.name not in state.pools]
-    state.pools |= {pool.name: ModelPool(pool) for pool in added}
-    state.scheduler.join(event.executors)
-    state.connect()
-    if lacking(state) is not None:
-        state.scheduler.lose({spec.id for spec in event.executors})
-        for pool in added:
-            del state.pools[pool.name]
-        state.connect()
-        guarantee_workspaces(state)
-        return False
-    for spec in event.executors:
-        state.away.pop(spec.id, None)
-    set_homes(state)
-    joined = {spec.pool for spec in event.executors}
-    if not state.is_draining:
-        demand.wish_for(state, (wish for wish in demand.first_wishes(state) if wish.spec.pool in joined))
-    waiting = sorted(_unbegun(state, joined))
-    for each in waiting:
-        requests.leave_queue(state, each.request)
-    state.effects.append(ExecutorsChanged(tuple(spec.id for spec in event.executors), len(waiting), "", is_lost=False))
-    for each in waiting:
-        requests.enqueue(state, each.request, each.expert)
-    _assign_stranded(state)
-    state.touch()
-    return True
-
-
-def end_absence(state: State) -> None:
-    """End the requests that have waited too long for lost executors."""
-    for request, expert in tuple(state.stranded.items()):
-        if state.tickets[request].queued_s + state.limits.absence_s <= state.now:
-            reason = f"{expert}: no executor could run it for {state.limits.absence_s:g} s"
-            requests.fail(state, request, reason)
-
-
-def set_homes(state: State) -> None:
-    """Pin experts where the executors of now allow it, and place those with another home."""
-    line = state.line
-    homes = homes_of(state, line.pinned, line.matrix)
-    state.line = replace(line, homes=homes)
-    demand.pin_copies(state)
-    raise_budgets(state)
-    if not state.is_draining:
-        for expert, home in homes.items():
-            if line.homes.get(expert) != home:
-                demand.place(state, expert, home)
-
-
-def homes_of(state: State, pinned: frozenset[str], matrix: PerformanceMatrix) -> dict[str, ExecutorSpec]:
-    """Homes of pinned experts, but in memories where the others would have too little room."""
-    specs = [queue.spec for queue in state.queues]
-    homes = pinned_homes(pinned, specs, matrix.experts)
-    for name, pool in state.pools.items():
-        if misfits(footprints_in(name, specs, matrix.experts, homes), pool.spec.expert_bytes):
-            homes = {expert: home for expert, home in homes.items() if home.pool != name}
-    return homes
-
-
-def lacking(state: State) -> MemoryExceeded | None:
-    """The first memory that is too small for one of its experts, or for the workspaces of its executors."""
-    for name, pool in state.pools.items():
-        users = [queue.spec for queue in state.users[name]]
-        needs = misfits(footprints_in(name, users, state.line.matrix.experts, state.line.homes), pool.spec.expert_bytes)
-        if needs:
-            expert = max(needs, key=lambda each: needs[each])
-            return MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
-    guarantee_workspaces(state)
-    for name, pool in state.pools.items():
-        owed = sum(pool.guaranteed_workspace.values())
-        if owed > pool.spec.workspace_bytes:
-            return MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
-    return None
-
-
-def guarantee_workspaces(state: State) -> None:
-    """Guarantee each executor the workspace of one image of each of its experts."""
-    for pool in state.pools.values():
-        pool.guaranteed_workspace.clear()
-    for queue in state.queues:
-        profiles = state.line.matrix.experts[queue.spec.processor].values()
-        largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
-        state.pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
-
-
-def _take_off(state: State, queue: ExecutorQueue) -> Iterator[_Freed]:
-    for group in tuple(queue.groups()):
-        for request in tuple(group.requests):
-            is_begun = state.images.are_begun((request,))
-            requests.leave_executor(state, request)
-            yield _Freed(state.tickets[request].queued_s, request, group.expert, is_begun)
-    while (batch := state.running_batch(queue.spec.id)) is not None:
-        for portion, _ in running.end(state, batch):
-            for request in portion.requests:
-                if batch.quantum_s is not None:
-                    requests.lose(state, request, batch.executor)
-                yield _Freed(state.tickets[request].queued_s, request, portion.expert, ran=True)
-
-
-def _drop_memories(state: State, names: set[str]) -> None:
-    """Drop these memories and their caches, with their loads, unless an executor runs or loads from them."""
-    used = {queue.spec.pool for queue in state.scheduler.queues}
-    caches = {state.pools[name].spec.cache for name in names}
-    kept = used | {state.pools[name].spec.cache for name in used}
-    gone = {name for name in names | caches if name is not None} - kept
-    for number, load in tuple(state.loads.items()):
-        if load.pool in gone:
-            del state.loads[number]
-            demand.load_over(state, load)
-            state.pools[load.pool].load_failed(load.copy)
-            state.presence[load.expert] -= 1
-    for name in sorted(gone):
-        for entry in state.pools.pop(name).entries():
-            state.presence[entry.expert] -= 1
-        state.leases.lose(name)
-        state.lowered.pop(name, None)
-    state.setbacks = {where: each for where, each in state.setbacks.items() if where[0] not in gone}
-
-
-def _assign_anew(state: State, freed: _Freed, reason: str) -> None:
-    request, ticket = freed.request, state.tickets[freed.request]
-    ticket.attempts = 0
-    ticket.losses += freed.ran
-    is_gone = ticket.worker not in state.queues_at
-    if is_gone:
-        ticket.worker = ""
-    if is_gone or ticket.losses:
-        state.images.forget(request, state.effects)
-    if ticket.is_cancelled:
-        requests.fail(state, request, CANCELLED)
-    elif request == state.idle_request:
-        requests.fail(state, request, GAVE_WAY)
-    elif ticket.losses >= LOSSES:
-        requests.fail(state, request, f"{freed.expert}: {LOSSES} executors were lost while they ran it, last: {reason}")
-    else:
-        requests.enqueue(state, request, freed.expert, alone=ticket.losses > 0)
-
-
-def _assign_stranded(state: State) -> None:
-    stranded, state.stranded = state.stranded, {}
-    for request, expert in stranded.items():
-        since_s = state.tickets[request].queued_s
-        requests.enqueue(state, request, expert, alone=state.tickets[request].losses > 0)
-        if request in state.stranded:
-            state.tickets[request].queued_s = since_s
-
-
-def _unbegun(state: State, pools: set[str]) -> Iterator[_Freed]:
-    """Requests that have not begun, of experts that may run from one of these memories."""
-    placement = state.limits.placement
-    for queue in state.queues:
-        for group in queue.groups():
-            is_planned = group.expert not in placement or not pools.isdisjoint(placement[group.expert])
-            is_young = state.now - group.opened_s < state.overtake_s
-            if is_planned and is_young and not (group.alone or group.is_ongoing):
-                for request in group.requests:
-                    if request != state.idle_request:
-                        yield _Freed(state.tickets[request].queued_s, request, group.expert, ran=False)
 
 
 # -- other executors --

@@ -21,6 +21,11 @@ def tier_of(memory: str) -> str:
     return memory.rpartition("/")[2]
 
 
+def worker_of(memory: str) -> str:
+    """Worker that owns a memory: "w1" for "w1/host", "" for the agent itself."""
+    return memory.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
     """Weights that several experts share: a memory holds them once, while any of the experts is in it."""
@@ -123,14 +128,17 @@ class ExecutorSpec:
     processor: str
     pool: str
 
+    @property
+    def worker(self) -> str:
+        return worker_of(self.pool)
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """One memory. Weights, workspaces of running batches and leases of begun requests have separate shares of it.
 
     ``cache``: the memory in front of it, which loads faster than the SSD (split memory). ``is_one_piece``: allocated
-    whole at the start, so an eviction frees no memory outside of it. ``worker``: process that owns it; "" is the agent.
-    ``drive``: its SSD, which other memories may share.
+    whole at the start, so an eviction frees no memory outside of it. ``drive``: its SSD, maybe of others, too.
     """
 
     name: str
@@ -139,8 +147,11 @@ class PoolSpec:
     cache: str | None = None
     is_one_piece: bool = False
     lease_bytes: int = 0
-    worker: str = ""
     drive: str = SSD
+
+    @property
+    def worker(self) -> str:
+        return worker_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -451,10 +451,6 @@ class Leases:
         elif request in self._begun:
             self._pools[self._begun.pop(request)].return_lease(request)
 
-    def lose(self, pool: str) -> None:
-        """Forget a memory without requests."""
-        self._queues.pop(pool, None)
-
     def check_invariants(self) -> None:
         for name, pool in self._pools.items():
             lessees = {request for request, where in self._begun.items() if where == name}

@@ -4,11 +4,11 @@ Preparation begins when a request is queued, in order of predicted start, within
 covers images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of
 every queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
 
-Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started, but one that
-lost an executor: its batch prepares it. A
-second Prepare for a step only keeps less, or follows a Forget. A request's bytes are free once it has its outcome;
-forms that the rest of its route does not need are released when a step ends. O(queues) per event and O(log n) per
-request. Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
+Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started; a batch
+itself prepares a request that ran on a lost executor. A second Prepare for a step only keeps less, or follows a Forget.
+A request's bytes are free once it has its outcome; forms that the rest of its route does not need are released when a
+step ends. O(queues) per event and O(log n) per request. Assumes: at Forget, Complete and Fail the shell releases a
+request's images; texts are not reported here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class _Place:
 
     group: Group
     queue: ExecutorQueue
-    worker: str
     due_s: float  # predicted start of its next batch
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     begun: int = 0
@@ -119,7 +118,7 @@ class PreparedImages:
     """Images of one Engine. Methods append to ``effects``."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._queues: dict[int, tuple[ExecutorQueue, str]] = {}
+        self._queues: Mapping[int, ExecutorQueue] = {}
         self._waiting: dict[str, dict[int, list[tuple[int, int, _Place]]]] = {}  # worker -> executor -> heap
         self._budget_bytes = budget_bytes
         self._far_bytes = int(budget_bytes * FAR_SHARE)
@@ -131,11 +130,12 @@ class PreparedImages:
         self._changed: set[str] = set()  # workers with new images, or new room
         self._begun_ahead = self._begun_late = 0
 
-    def connect(self, queues: Mapping[int, tuple[ExecutorQueue, str]]) -> None:
-        """Know the executors, each with its queue and its worker. Lost executors have no images left."""
-        before, self._queues, self._waiting = self._waiting, dict(queues), {}
-        for executor, (_, worker) in queues.items():
-            self._waiting.setdefault(worker, {})[executor] = before.get(worker, {}).get(executor, [])
+    def connect(self, queues: Mapping[int, ExecutorQueue]) -> None:
+        """Know the executors by their queues. Lost executors have no images left."""
+        before, self._queues, self._waiting = self._waiting, queues, {}
+        for executor, queue in queues.items():
+            heap = before.get(queue.spec.worker, {}).get(executor, [])
+            self._waiting.setdefault(queue.spec.worker, {})[executor] = heap
 
     @property
     def is_on(self) -> bool:
@@ -159,7 +159,8 @@ class PreparedImages:
 
     def queued(self, request: int, group: Group, later: Later, now: tuple[int, float], effects: list[Effect]) -> None:
         """A request joined a queue. ``now``: (executor, time)."""
-        (queue, worker), now_s = self._queues[now[0]], now[1]
+        queue, now_s = self._queues[now[0]], now[1]
+        worker = queue.spec.worker
         form, image = group.profile.prepared, self._images.get(request)
         if image is not None and image.worker != worker:
             self.forget(request, effects)
@@ -169,7 +170,7 @@ class PreparedImages:
             return
         place = self._places.get(group)
         if place is None:
-            place = self._places[group] = _Place(group, queue, worker, self._predicted_s(group, queue, now_s))
+            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now_s))
         if image is not None and image.gives(form) and self._reuse(image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later
@@ -208,7 +209,7 @@ class PreparedImages:
             else:
                 self._keep(image, image.form, 0, image.later)
             place.due_s = place.queue.next_start_s(now)  # the others run after this batch
-        self._changed.add(self._queues[batch.executor][1])
+        self._changed.add(self._queues[batch.executor].spec.worker)
 
     def are_begun(self, requests: Iterable[int]) -> bool:
         images = (self._images.get(request) for request in requests)
@@ -219,7 +220,7 @@ class PreparedImages:
         for request in batch.requests:
             place = self._leave(request, self._images[request])
             place.due_s = place.queue.next_start_s(now)
-        self._changed.add(self._queues[batch.executor][1])
+        self._changed.add(self._queues[batch.executor].spec.worker)
 
     def run(self, batch: Batch) -> None:
         """A batch that was queued ahead starts."""
@@ -227,7 +228,7 @@ class PreparedImages:
             image = self._images[request]
             assert image.form is not None  # a batch is queued ahead once its images are begun
             self._keep(image, image.form, 0, image.later)
-        self._changed.add(self._queues[batch.executor][1])
+        self._changed.add(self._queues[batch.executor].spec.worker)
 
     def ended(self, request: int) -> None:
         """A request has its outcome; the shell releases its image."""
@@ -291,7 +292,7 @@ class PreparedImages:
         image, form = self._images[request], place.form
         most_bytes = self._budget_bytes if place.is_near else self._far_bytes
         later = image.wanted
-        own_bytes, used_bytes = _own_bytes(form, later), self._used_bytes[place.worker]
+        own_bytes, used_bytes = _own_bytes(form, later), self._used_bytes[image.worker]
         free_bytes = most_bytes - used_bytes if place.is_near else most_bytes
         if own_bytes + later.size_bytes > free_bytes:  # a far image waits for room for both, unless they never fit
             own_bytes, later = form.size_bytes, NOTHING_LATER

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
 
 
-def enqueue(state: State, request: int, expert: str, home: int | None = None, *, alone: bool = False) -> bool:
+def enqueue(state: State, request: int, expert: str, home: int | None = None) -> bool:
     """Queue the rest of a request's step, on ``home`` if able. True if a batch or load may start now.
 
-    ``alone``: it joins no other request. A request that only lost executors can run is stranded.
+    It joins no group if it ran on a lost executor. A request that only lost executors can run is stranded.
     """
     ticket = state.tickets[request]
     probation, refused = state.probations.get(expert), standing_reason(state, expert)
@@ -42,14 +42,17 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None, *,
         unable = state.queue_of.keys() - demand.executors_to_spare(state, expert)
     if home is not None and home not in unable:
         unable = state.queue_of.keys() - {home}
-    placed = state.scheduler.place(Placing(request, expert, work, unable, ticket.worker, alone), state.now)
+    placing = Placing(request, expert, work, unable, ticket.worker, alone=ticket.losses > 0)
+    placed = state.scheduler.place(placing, state.now)
     if placed is None:
-        if request != state.idle_request and _is_able_away(state, expert, work):
+        if request == state.idle_request or not _is_able_away(state, expert, work):
+            return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
+        if request not in state.stranded:
             state.stranded[request] = expert
             state.images.forget(request, state.effects)
             ticket.queued_s = state.now
-            return False
-        return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
+        return False
+    state.stranded.pop(request, None)
     if probation is not None:
         probation.trial = request
         state.trials[request] = expert

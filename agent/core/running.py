@@ -97,7 +97,6 @@ def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
 def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> float:
     """Register a new batch, and use its copies until it ends; returns the predicted seconds of its tokens."""
     pool, is_idle = state.pool_of(batch.executor), state.idle_request in batch.requests
-    worker = pool.spec.worker
     for copy in batch.copies:
         pool.start_use(copy, is_spare=is_idle)
     state.counts["idle_batches"] += is_idle
@@ -108,7 +107,7 @@ def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> f
         tickets = [state.tickets[request] for request in portion.requests]
         for ticket in tickets:
             ticket.queue = ticket.group = None
-            ticket.worker = worker
+            ticket.worker = pool.spec.worker
         tokens_s += sum(profile.performance.tokens_s(each.left) for each in tickets if each.left is not IMAGE)
     return tokens_s
 

@@ -16,9 +16,9 @@ from agent.core.queue import ExecutorQueue
 from agent.core.request import IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from agent.core.performance import ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import Group
     from agent.core.request import Work
@@ -54,8 +54,7 @@ class Placing(NamedTuple):
 class Scheduler:
     """Assigns requests to queues. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``barred(expert)``: executors to avoid while others can run it. ``distance_s(executor, worker)``: seconds to send an
-    image from that worker.
+    ``barred(expert)``: executors to avoid while others can run it. ``limits`` and ``matrix`` are those of now.
     """
 
     def __init__(
@@ -63,16 +62,14 @@ class Scheduler:
         executors: Sequence[ExecutorSpec],
         matrix: PerformanceMatrix,
         policy: Policy,
-        max_overtake_s: float,
+        limits: Limits,
         switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
         barred: Callable[[str], Collection[int]] = lambda _: (),
     ) -> None:
         self.queues: tuple[ExecutorQueue, ...] = ()
         self.matrix = matrix
-        self.planned: Mapping[str, frozenset[str]] = {}  # expert -> memories that a plan gives it
-        self.distance_s: Callable[[ExecutorSpec, str], float] | None = None
+        self.limits = limits
         self._policy = policy
-        self._max_overtake_s = max_overtake_s
         self._switch_s = switch_s
         self._barred = barred
         self._turn = 0
@@ -121,16 +118,9 @@ class Scheduler:
         barred = self._barred(expert)
         if barred:
             able = [each for each in able if each[0].spec.id not in barred] or able
-        if expert in self.planned:
-            able = self._planned(able, self.planned[expert], now)
-        options = []
-        for queue, profile in able:
-            tokens_s = 0.0 if placing.work is IMAGE else profile.performance.tokens_s(placing.work)
-            option = self._option(queue, expert, profile, now, tokens_s, alone=placing.alone)
-            if self.distance_s is not None:
-                option = option._replace(addition_s=option.addition_s + self.distance_s(queue.spec, placing.worker))
-            options.append(option)
-        return options
+        if expert in self.limits.placement:
+            able = self._planned(able, self.limits.placement[expert], now)
+        return [self._option(queue, profile, placing, now) for queue, profile in able]
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
         if self._policy.assigning is not Assigning.MAKESPAN:
@@ -147,15 +137,16 @@ class Scheduler:
             return able
         shortest_s = min(queue.length_s(now) for queue, _ in planned)
         other_s = min(queue.length_s(now) for queue, _ in able if queue.spec.pool not in pools)
-        return able if shortest_s > LOPSIDED * other_s + self._max_overtake_s else planned
+        return able if shortest_s > LOPSIDED * other_s + self.limits.max_overtake_s else planned
 
-    def _option(
-        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float, *, alone: bool
-    ) -> _Option:
-        """Cost of the request in this queue: its work, plus B and the switch if it opens a group."""
-        performance = profile.performance
-        group = None if alone else self._group_to_join(queue, expert, now)
+    def _option(self, queue: ExecutorQueue, profile: ExpertProfile, placing: Placing, now: float) -> _Option:
+        """Cost of the request in this queue: its work and transfer, plus B and the switch if it opens a group."""
+        performance, expert = profile.performance, placing.expert
+        tokens_s = 0.0 if placing.work is IMAGE else performance.tokens_s(placing.work)
         work_s = performance.K_s + tokens_s
+        if self.limits.transfer_s and queue.spec.worker != placing.worker:
+            work_s += self.limits.transfer_s
+        group = None if placing.alone else self._group_to_join(queue, expert, now)
         if group is not None:
             return _Option(queue, group, work_s, tokens_s)
         load_s = 0.0 if queue.first_group(expert) is not None else self._switch_s(queue.spec, profile)
@@ -171,7 +162,7 @@ class Scheduler:
             return None
         # The next group opened before any request behind it was queued, so no wait there is longer than its age.
         behind = group.next
-        if self._policy.bounded and behind is not None and now - behind.opened_s >= self._max_overtake_s:
+        if self._policy.bounded and behind is not None and now - behind.opened_s >= self.limits.max_overtake_s:
             return None
         return group
 

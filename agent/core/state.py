@@ -202,18 +202,19 @@ class State:
         self.fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
         self.queues_at = {pool.spec.worker: () for pool in self.pools.values()}
         for queue in self.queues:
-            self.queues_at[self.worker_of(queue)] += (queue,)
-        self.images.connect({queue.spec.id: (queue, self.worker_of(queue)) for queue in self.queues})
+            self.queues_at[queue.spec.worker] += (queue,)
+        self.images.connect(self.queue_of)
 
-    def worker_of(self, queue: ExecutorQueue) -> str:
-        return self.pools[queue.spec.pool].spec.worker
+    @property
+    def executors(self) -> list[ExecutorSpec]:
+        return [queue.spec for queue in self.queues]
 
     def touch(self, queue: ExecutorQueue | None = None) -> None:
         """Let this event start batches and loads at a queue's worker; None: at all workers."""
         if queue is None:
             self.touched.update(self.queues_at)
         elif len(self.queues_at) > 1:
-            self.touched.add(self.worker_of(queue))
+            self.touched.add(queue.spec.worker)
 
     @property
     def touched_queues(self) -> tuple[ExecutorQueue, ...]:
@@ -249,6 +250,11 @@ class State:
     def may_use(self, pool: ModelPool, copy: str) -> bool:
         """True if the copy is resident, and not reserved for an overdue claim."""
         return pool.is_resident(copy) and copy not in self.reserved.get(pool.name, ())
+
+    def unexpected(self) -> bool:
+        """Count an event that fits nothing. Returns False: no batch or load may start because of it."""
+        self.counts["unexpected_events"] += 1
+        return False
 
     def is_awaited(self, expert: str) -> bool:
         return any(queue.first_group(expert) is not None for queue in self.queues)
@@ -293,8 +299,6 @@ class EngineStatistics:
     pools: tuple[PoolStatistics, ...]
     prepared: PreparedStatistics = NOTHING_PREPARED
     serves_earlier_lines: bool = False  # a request accepted under earlier routes is in flight
-    stranded: int = 0  # requests that wait for lost executors
-    away: tuple[int, ...] = ()  # lost executors that may return
 
 
 def statistics(state: State) -> EngineStatistics:
@@ -324,8 +328,6 @@ def statistics(state: State) -> EngineStatistics:
         pools=tuple(pool.statistics() for pool in pools),
         prepared=state.images.statistics(),
         serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
-        stranded=len(state.stranded),
-        away=tuple(state.away),
     )
 
 

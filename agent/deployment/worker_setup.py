@@ -55,9 +55,7 @@ def _joined(setup: EngineSetup, worker: WorkerSetup) -> EngineSetup:
     own, prefix = worker.setup, f"{worker.name}/"
     drive = f"{worker.node}/{SSD}" if worker.node else SSD
     pools = tuple(
-        replace(
-            pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, worker=worker.name, drive=drive
-        )
+        replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, drive=drive)
         for pool in own.pools
     )
     first = 1 + max((spec.id for spec in setup.executors), default=-1)

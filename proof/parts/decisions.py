@@ -117,7 +117,7 @@ def measure_workers(workers: int, calls: int = CALLS, experts: int = CLUSTER_EXP
     room = experts * 4 // 5 // WORKERS
     pools = []
     for worker in (f"w{number}" for number in range(workers)):
-        host = PoolSpec(f"{worker}/host", 2 * room, 64, worker=worker, drive=f"{worker}/{SSD}")
+        host = PoolSpec(f"{worker}/host", 2 * room, 64, drive=f"{worker}/{SSD}")
         pools += [host, replace(host, name=f"{worker}/device", expert_bytes=room, cache=host.name)]
     executors = [ExecutorSpec(number, "gpu", pool.name) for number, pool in enumerate(pools[1::2])]
     placement = place_experts(graph, matrix, executors, pools)

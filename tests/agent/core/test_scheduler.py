@@ -3,7 +3,7 @@
 import pytest
 
 from agent.core.effects import Assigned, AssignmentCandidate
-from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
+from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
 from agent.core.policy import PRESETS
 from agent.core.scheduler import Placing, Scheduler, shortest_makespan
 
@@ -25,7 +25,9 @@ def build(policy="coserve", processors=("cpu", "gpu"), max_overtake_s=5.0):
         for number, processor in enumerate(processors)
     ]
     profile = PerformanceMatrix({"cpu": CPU, "gpu": GPU})
-    return Scheduler(executors, profile, PRESETS[policy], max_overtake_s, lambda spec, row: LOAD_S[spec.pool])
+    return Scheduler(
+        executors, profile, PRESETS[policy], Limits((), max_overtake_s), lambda spec, row: LOAD_S[spec.pool]
+    )
 
 
 def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():

@@ -30,7 +30,7 @@ def row(name, own_bytes=1, K_s=0.01, shared=()):
 
 def workers_of(count, expert_bytes, executors=1):
     """Workers w1, w2, ... of one memory each, and their executors."""
-    pools = [PoolSpec(f"w{n}/host", expert_bytes, 0, worker=f"w{n}") for n in range(1, count + 1)]
+    pools = [PoolSpec(f"w{n}/host", expert_bytes, 0) for n in range(1, count + 1)]
     places = [pool.name for pool in pools for _ in range(executors)]
     return pools, [ExecutorSpec(number, "cpu", pool) for number, pool in enumerate(places)]
 
@@ -104,7 +104,7 @@ def test_where_not_all_fit_the_most_used_have_a_place():
 
 
 def test_an_expert_lies_only_where_it_can_run_and_shared_tensors_count_once():
-    pools = [PoolSpec("w1/host", 7, 0, worker="w1"), PoolSpec("w1/device", 8, 0, cache="w1/host", worker="w1")]
+    pools = [PoolSpec("w1/host", 7, 0), PoolSpec("w1/device", 8, 0, cache="w1/host")]
     executors = [ExecutorSpec(0, "gpu", "w1/device"), ExecutorSpec(1, "cpu", "w1/host")]
     shared = {name: row(name, 1, shared=(BACKBONE,)) for name in "abc"}
     matrix = PerformanceMatrix({"gpu": shared, "cpu": {"d": row("d", 7)}}, dict.fromkeys("abcd", 0.25))
@@ -148,7 +148,7 @@ def clusters(draw):
     pools, executors = [], []
     for worker in range(1, draw(st.integers(1, 4)) + 1):
         for memory, processor in (("host", "cpu"), ("device", "gpu")):
-            pools.append(PoolSpec(f"w{worker}/{memory}", draw(st.integers(0, 30)), 0, worker=f"w{worker}"))
+            pools.append(PoolSpec(f"w{worker}/{memory}", draw(st.integers(0, 30)), 0))
             count = draw(st.integers(0, 2))
             executors += [ExecutorSpec(len(executors) + n, processor, pools[-1].name) for n in range(count)]
     pinned = frozenset(draw(st.sets(st.sampled_from(names), max_size=2)))

@@ -24,7 +24,7 @@ def setup_with(fraction, seed):
     graph = graph_of(chains)
     rows = {name: row(name, DETECTOR if name[0] == "d" else CLASSIFIER, load_s=0.06) for name in graph.experts}
     room = round(len(rows) * fraction / WORKERS)
-    pools = [PoolSpec(f"w{n}/host", room, 0, worker=f"w{n}", drive=f"w{n}/{SSD}") for n in range(WORKERS)]
+    pools = [PoolSpec(f"w{n}/host", room, 0, drive=f"w{n}/{SSD}") for n in range(WORKERS)]
     executors = [ExecutorSpec(number, "cpu", pool.name) for number, pool in enumerate(pools)]
     matrix = PerformanceMatrix({"cpu": rows}, graph.usage(shares, {}))
     placement = place_experts(graph, matrix, executors, pools)

@@ -39,7 +39,7 @@ def line(packed_directory, predicted):
 
 def plan_of(line):
     largest = max(copy.footprint.total_bytes for copy in line.copies.values())
-    pool = PoolSpec("w1/host", 3 * largest, 64 * 2**20, worker="w1")
+    pool = PoolSpec("w1/host", 3 * largest, 64 * 2**20)
     rows = {
         copy.expert.id: ExpertProfile(
             copy.name, PERFORMANCE, copy.footprint, {SSD: 0.01}, None, prepared_form(copy.expert)
