@@ -21,7 +21,6 @@ from agent.deployment.packed_copies import changed_sources, copies_of, other_thr
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
-from agent.deployment.worker_setup import part_of
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -257,7 +256,7 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     whole = detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
-    box = part_of(whole, processes_on_box(config))
+    box = whole.shared_by(processes_on_box(config))
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given
     if given.executors is None and are_in_workers(config):

@@ -3,8 +3,8 @@
 A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
 and has it measured, once for workers of one kind on one box. Language models stay in the agent's process.
 
-Guarantees: a worker that is lost is started again after growing pauses, for as long as the agent runs; one that comes
-back on another kind of box is refused.
+Guarantees: a lost worker is started again after growing pauses, for as long as the agent runs. A worker that comes back
+on another kind of box is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import matrix
-from agent.deployment.worker_setup import WorkerSetup, part_of, with_workers
+from agent.deployment.worker_setup import WorkerSetup, with_workers
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
 from agent.runtime.measuring.probe import Probed
@@ -192,10 +192,10 @@ class WorkerManager:
         """Make every worker ready, and let it work for a loop that has not started. Raises WorkerBroken."""
         self._loop = loop
         self._all(self._specs, self._make_ready)
-        loop.attach({name: self._workers[name] for name in self._specs}, self._bring_back)
+        loop.attach({name: self._workers[name] for name in self._specs}, self._restart_in_background)
 
     def stop(self) -> None:
-        """Bring back no lost worker any more; the loop stops the others."""
+        """Restart no more lost workers; the loop stops the others."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class WorkerManager:
         return Detected(*worker.ask("detected", "detect", spec.kind.device))
 
     def _part_of_box(self, name: str) -> Box:
-        return part_of(self._detected[name].box, self._processes[self._specs[name].node])
+        return self._detected[name].box.shared_by(self._processes[self._specs[name].node])
 
     def _are_alike(self, name: str, other: str) -> bool:
         one, two = self._specs[name], self._specs[other]
@@ -270,11 +270,11 @@ class WorkerManager:
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", name, expert, reason)
         self._began_s[name] = time.monotonic()
 
-    def _bring_back(self, name: str) -> None:
-        """Start a lost worker again, on a thread of its own."""
+    def _restart_in_background(self, name: str) -> None:
         Thread(target=self._restart, args=(name,), name=f"restart-{name}", daemon=True).start()
 
     def _restart(self, name: str) -> None:
+        """Start a lost worker again, after growing pauses until it is ready."""
         if time.monotonic() - self._began_s[name] > SOUND_S:
             self._failures[name] = 0
         self._failures[name] += 1
@@ -296,5 +296,5 @@ class WorkerManager:
 
 
 def _is_of_one_kind(box: Box, other: Box) -> bool:
-    """True for boxes of one kind; free memory aside."""
+    """True for boxes that differ in memory alone."""
     return replace(box, host=other.host, device=other.device) == other

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.deployment.placement import ExpertPlacement, place_experts
-from agent.runtime.machine.box import Box, MemorySize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +27,6 @@ class WorkerSetup(NamedTuple):
     name: str
     node: str
     setup: EngineSetup
-
-
-def part_of(box: Box, processes: int) -> Box:
-    """Part of a box for one of several processes, of which each has its own device."""
-    host = MemorySize(box.host.total_bytes, box.host.available_bytes // processes)
-    return replace(box, cores=max(box.cores // processes, 1), host=host)
 
 
 def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> tuple[EngineSetup, ExpertPlacement]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, tier_of
@@ -50,6 +50,11 @@ class Box:
 
     def size_of(self, pool: str) -> MemorySize:
         return self.device if pool == DEVICE and self.device is not None else self.host
+
+    def shared_by(self, processes: int) -> Box:
+        """Part of one of these processes, of which each has its own device."""
+        host = replace(self.host, available_bytes=self.host.available_bytes // processes)
+        return replace(self, cores=max(self.cores // processes, 1), host=host)
 
 
 def torch_device(processor: str) -> str:

@@ -114,6 +114,24 @@ def test_killed_workers_lose_nothing_and_come_back(judging):
     until_it_is_back(line, agent, "w1", ended)
 
 
+def test_a_worker_that_does_not_start_is_tried_again_after_a_longer_pause(judging, caplog):
+    line, agent, outcomes = judging
+    folder = agent.segments.directory / "workers" / "w2" / "packed"
+    ended = worker_processes(line.folder)["w2"]
+    aside = folder.rename(folder.with_name("aside"))
+    folder.touch()  # no folder for its files
+    os.kill(ended, signal.SIGKILL)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while "worker_not_back worker=w2 retry_s=2 " not in caplog.text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    folder.unlink()
+    aside.rename(folder)
+    until_it_is_back(line, agent, "w2", ended)
+    assert "retry_s=4" not in caplog.text
+    assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 6)} == {Verdict.OK}
+
+
 def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judging, monkeypatch):
     line, agent, outcomes = judging
     monkeypatch.setattr(remote, "SILENT_S", 3.0)
