@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from profiler.replay.player import Progress
     from profiler.workload.traces import TracedArrival
 
     Trace = Sequence[TracedArrival]
-    Progress = Callable[[str, int, int], None]  # stage, done, total
 
 LEAST_OF_LINEAR, LEAST_OVER_SERVE = 0.9, 3.0
 PACE = 0.6  # of Ray Serve's best images/s in the backlog of the same run
@@ -72,24 +72,22 @@ def measure_cluster(directory: Path, progress: Progress, workload: Workload | No
 
 
 def targets_of(turns: Sequence[ClusterTurn], workload: Workload) -> tuple[Target, ...]:
-    linear = _images_per_s(turns, ALL, OURS) / (workload.workers * _images_per_s(turns, ONE, OURS))
+    workers, ours, theirs = workload.workers, _images_per_s(turns, HALF, OURS), _of_peers(turns)
+    linear = _images_per_s(turns, ALL, OURS) / (workers * _images_per_s(turns, ONE, OURS))
     switches = max(turn.switches or 0 for turn in turns if turn.case == ALL)
-    ours = _images_per_s(turns, HALF, OURS)
-    best, *others = sorted(_peers(turns), key=lambda peer: -_images_per_s(turns, HALF, peer))
+    best, *others = sorted(theirs, key=lambda peer: -theirs[peer])
     return (
-        at_least(
-            f"{workload.workers} workers, all experts fit, over {workload.workers} times one worker",
-            linear,
-            LEAST_OF_LINEAR,
-        ),
+        at_least(f"{workers} workers, all experts fit, over {workers} times one worker", linear, LEAST_OF_LINEAR),
         Target("the same: switches after the first loads", "0", str(switches), switches == 0),
-        at_least(f"memory for half: over {best}", ours / _images_per_s(turns, HALF, best), LEAST_OVER_SERVE),
-        *(without_target(f"memory for half: over {peer}", ours / _images_per_s(turns, HALF, peer)) for peer in others),
+        at_least(f"memory for half: over {best}", ours / theirs[best], LEAST_OVER_SERVE),
+        *(without_target(f"memory for half: over {peer}", ours / theirs[peer]) for peer in others),
     )
 
 
-def _peers(turns: Sequence[ClusterTurn]) -> set[str]:
-    return {turn.contestant for turn in turns} - {OURS}
+def _of_peers(turns: Sequence[ClusterTurn]) -> dict[str, float]:
+    """Images/s of each peer with memory for half."""
+    peers = dict.fromkeys(turn.contestant for turn in turns if turn.contestant != OURS)
+    return {peer: _images_per_s(turns, HALF, peer) for peer in peers}
 
 
 def _images_per_s(turns: Sequence[ClusterTurn], case: str, contestant: str) -> float:
@@ -105,14 +103,14 @@ def _measured(
     third = everything[::workers]  # with a third of the usage, nearly
     workload.write_experts(folder)
 
-    def ours(case: str, workers: int, held: int, trace: Trace) -> ClusterTurn:
-        config = workload.line(folder, address, workers, held, {str(arrival.component) for arrival in trace})
+    def ours(case: str, workers: int, held: int, components: Sequence[str], trace: Trace) -> ClusterTurn:
+        config = workload.line(folder, address, workers, held, components)
         return our_turn(case, config, trace, workload.device.ssd_bytes_per_s)
 
     def in_half(case: str, trace: Trace) -> dict[str, Callable[[], ClusterTurn]]:
-        line = workload.line(folder, address, workers, held, everything)  # ours comes first, and packs
+        line = workload.line(folder, address, workers, held, everything)  # packed by our turn, the first
         peers = {str(each): partial(serve_turn, case, line, workload, trace, each) for each in best_settings(workload)}
-        return {OURS: partial(ours, case, workers, held, trace), **peers}
+        return {OURS: partial(ours, case, workers, held, everything, trace), **peers}
 
     def run(stage: str, ways: dict[str, Callable[[], ClusterTurn]]) -> list[ClusterTurn]:
         plan = Plan(turns, warming_up=0, progress=partial(progress, stage))
@@ -120,9 +118,9 @@ def _measured(
 
     backlog = workload.trace(everything, workers)
     alone = {
-        ONE: partial(ours, ONE, 1, len(third), workload.trace(third, 1)),
-        ALL: partial(ours, ALL, workers, len(third), backlog),
+        ONE: partial(ours, ONE, 1, len(third), third, workload.trace(third, 1)),
+        ALL: partial(ours, ALL, workers, len(third), everything, backlog),
     }
     found = run("backlog", alone | in_half(HALF, backlog))
-    rate = PACE * max(_images_per_s(found, HALF, peer) for peer in _peers(found))
-    return (*found, *run("paced", in_half(PACED, workload.trace(everything, workers, 1 / rate))))
+    every_s = 1 / (PACE * max(_of_peers(found).values()))
+    return (*found, *run("paced", in_half(PACED, workload.trace(everything, workers, every_s))))
