@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING
 
 from agent.core import turns
 from agent.core.effects import Evict, EvictionDecision, StartLoad
-from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, EvictionCandidate, victims
 from agent.core.performance import SSD, tier_of
-from agent.core.policy import Evicting
+from agent.core.policy import RANKS, STAGE_BY_RANK, Evicting, EvictionCandidate, victims
 from agent.core.state import Load, ServedLine, State, Wish
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def initial_placement(
 
 def place(state: State, expert: str, spec: ExecutorSpec) -> None:
     wish_for(state, [_spare_wish(state, spec, expert)])
-    state.touch(state.queue_of[spec.id])
+    state.touched.add(spec.worker)
 
 
 def place_pinned(state: State, expert: str) -> bool:
@@ -359,23 +358,18 @@ def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
 
 def _load_placements(state: State) -> None:
     """Load placements while room and a link are free; a pinned expert may evict others, and waits for room."""
-    for worker in state.queues_at:
-        if worker in state.touched:
-            _load_placed(state, state.placements[worker])
-
-
-def _load_placed(state: State, placements: deque[Wish]) -> None:
-    for _ in range(len(placements)):
-        wish = placements.popleft()
-        if not _may_load(state, wish.expert):
-            continue
-        is_pinned = wish.expert in state.line.homes
-        answer = _take_spare(state, wish, PINNED if is_pinned else SPARE)
-        if answer is Answer.BUSY:
-            placements.appendleft(wish)
-            return
-        if answer in (Answer.NO_ROOM, Answer.WAIT) and is_pinned:
-            placements.append(wish)
+    for placements in [state.placements[worker] for worker in state.queues_at if worker in state.touched]:
+        for _ in range(len(placements)):
+            wish = placements.popleft()
+            if not _may_load(state, wish.expert):
+                continue
+            is_pinned = wish.expert in state.line.homes
+            answer = _take_spare(state, wish, PINNED if is_pinned else SPARE)
+            if answer is Answer.BUSY:
+                placements.appendleft(wish)
+                break
+            if answer in (Answer.NO_ROOM, Answer.WAIT) and is_pinned:
+                placements.append(wish)
 
 
 def _take_spare(state: State, wish: Wish, claim: Claim) -> Answer:
@@ -445,7 +439,7 @@ def load_over(state: State, load: Load) -> None:
         state.in_flight[_link(pool, load.source)] -= 1
     if load.source != SSD:
         state.pools[load.source].end_use(load.copy)
-    if len(state.queues_at) > 1:
+    if state.is_clustered:
         state.touched.update(each.spec.worker for each in state.pools.values() if each.spec.drive == pool.spec.drive)
 
 
@@ -482,8 +476,8 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
         return False
     if claim.evicts is Evicts.NOTHING or (claim is STAGE and pool.name in state.all_queued):
         return False
-    strategy = STRATEGIES[state.policy.evicting]
-    ranked = strategy.ranked(_candidates(state, pool, wish, claim))
+    rank = RANKS[state.policy.evicting]
+    ranked = sorted(_candidates(state, pool, wish, claim), key=rank)
     if claim is STAGE and not ranked:
         state.all_queued.add(pool.name)  # only loads start in this round, so no copy gets less queued
     chosen = victims(ranked, short, pool.holders, frozenset(shared.id for shared in footprint.shared))
@@ -492,7 +486,7 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
     leaving = chosen if chosen is not None else tuple(ranked) if claim is OVERDUE else ()
     decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
     for victim in leaving:
-        _evict(state, pool, victim, decision, strategy.stage(victim))
+        _evict(state, pool, victim, decision, rank(victim)[0])
     return pool.can_reserve(footprint)
 
 
@@ -604,16 +598,15 @@ def _evict(
 
 def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
     """Evict in order of rank, until at most ``to_bytes`` are used or no copy is evictable."""
-    strategy = STRATEGIES[state.policy.evicting]
+    rank, spare = RANKS[state.policy.evicting], {entry.copy for entry in _spare_copies(state, pool)}
     evictable = [entry for entry in pool.entries() if entry.is_evictable]
-    ranked = strategy.ranked(_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable)
-    spare = {entry.copy for entry in _spare_copies(state, pool)}
-    ranked.sort(key=lambda each: each.copy not in spare)
+    candidates = [_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable]
+    ranked = sorted(candidates, key=lambda each: (each.copy not in spare, rank(each)))
     for victim in ranked:
         short = pool.used_bytes - to_bytes
         if short <= 0:
             return
-        _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked)), strategy.stage(victim))
+        _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked)), rank(victim)[0])
 
 
 def discard(state: State, expert: str) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from agent.core.eviction import EvictionCandidate
+    from agent.core.policy import EvictionCandidate
     from agent.core.request import Batch, Outcome
 
 

@@ -71,7 +71,7 @@ class Engine:
         lacking = membership.lacking(limits.pools, used, matrix, homes)
         if lacking is not None:
             raise lacking
-        line = ServedLine(graph, matrix, limits.pinned, homes)
+        line = ServedLine(graph, matrix, homes)
         pools = {spec.name: ModelPool(spec) for spec in limits.pools}
         self._state: State = State(policy, limits, line, scheduler, pools)
         demand.pin_copies(self._state)
@@ -84,15 +84,14 @@ class Engine:
         state.touched.clear()
         transition = _TRANSITIONS.get(type(event))
         may_move = state.unexpected() if transition is None else transition(state, event)
-        if len(state.queues_at) < 2 or type(event) not in _LOCAL:
-            state.touch()
+        is_local = state.is_clustered and type(event) in _LOCAL
         if state.setbacks and any(before < setback.pause.until_s <= state.now for setback in state.setbacks.values()):
-            state.touch()
             demand.place_due(state, before)
-            may_move = True
+            may_move, is_local = True, False
         if state.lowered and failures.relieve(state):
-            state.touch()
-            may_move = True
+            may_move, is_local = True, False
+        if not is_local:
+            state.touched.update(state.queues_at)
         if state.stranded:
             membership.end_absence(state)
         if may_move:
@@ -272,13 +271,11 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
 
 
 def _line_changed(state: State, event: events.LineChanged) -> bool:
-    homes = membership.homes_of(state, event.pinned, event.matrix)
-    state.limits = replace(state.limits, placement=event.placement)
+    state.limits = replace(state.limits, pinned=event.pinned, placement=event.placement)
     state.scheduler.matrix, state.scheduler.limits = event.matrix, state.limits
     state.laters.clear()
-    demand.change_line(state, ServedLine(event.graph, event.matrix, event.pinned, homes, event.retired))
+    membership.change_line(state, ServedLine(event.graph, event.matrix, {}, event.retired))
     membership.guarantee_workspaces(state)
-    failures.raise_budgets(state)
     failures.forget_all_but(state, event.graph.experts)
     for expert in sorted(event.retired):
         demand.discard_if_gone(state, expert)

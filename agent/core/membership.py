@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from agent.core import demand, failures, requests, running
 from agent.core.performance import footprints_in, pinned_homes
@@ -30,21 +30,12 @@ if TYPE_CHECKING:
     from agent.core.events import ExecutorsJoined, ExecutorsLost
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from agent.core.queue import ExecutorQueue, Group
-    from agent.core.state import State
+    from agent.core.state import ServedLine, State
 
 LOSSES = 3  # an image that ends each executor that runs it ends no more of them; arbitrary
 
 
 # -- executors are lost --
-
-
-class _Freed(NamedTuple):
-    """Request taken off a lost executor. ``ran``: in a batch there, or its image was begun."""
-
-    queued_s: float
-    request: int
-    expert: str
-    ran: bool
 
 
 def executors_lost(state: State, event: ExecutorsLost) -> bool:
@@ -57,7 +48,7 @@ def executors_lost(state: State, event: ExecutorsLost) -> bool:
         del state.away[executor]
     if event.may_return:
         state.away |= {executor: queue.spec for executor, queue in lost.items()}
-    freed = sorted(each for queue in lost.values() for each in _take_off(state, queue))
+    freed = [each for queue in lost.values() for each in _take_off(state, queue)]
     state.scheduler.lose(lost.keys())
     state.splitter.forget(lost.keys())
     for executor, queue in lost.items():
@@ -65,11 +56,11 @@ def executors_lost(state: State, event: ExecutorsLost) -> bool:
     _drop_memories(state, {queue.spec.pool for queue in lost.values()})
     demand.keep_wishes(state, lambda wish: wish.spec.id not in lost)
     state.connect()
-    _set_homes(state)
-    for each in freed:
-        _assign_anew(state, each, event.reason)
+    change_line(state, state.line)
+    for request, expert in sorted(freed, key=lambda each: (state.tickets[each[0]].queued_s, each[0])):
+        _assign_anew(state, request, expert, event.reason)
     _retry_stranded(state)
-    for expert in {each.expert for each in freed}:
+    for expert in {expert for _, expert in freed}:
         demand.discard_if_gone(state, expert)
     return True
 
@@ -82,18 +73,20 @@ def end_absence(state: State) -> None:
             requests.fail(state, request, reason)
 
 
-def _take_off(state: State, queue: ExecutorQueue) -> Iterator[_Freed]:
+def _take_off(state: State, queue: ExecutorQueue) -> Iterator[tuple[int, str]]:
+    """End batches and empty the queue of a lost executor: its requests, each with its expert."""
     for group in tuple(queue.groups()):
         for request in tuple(group.requests):
-            is_begun = state.images.are_begun((request,))
+            state.tickets[request].losses += state.images.are_begun((request,))
             requests.leave_executor(state, request)
-            yield _Freed(state.tickets[request].queued_s, request, group.expert, is_begun)
+            yield request, group.expert
     while (batch := state.running_batch(queue.spec.id)) is not None:
         for portion, _ in running.end(state, batch):
             for request in portion.requests:
+                state.tickets[request].losses += 1
                 if batch.quantum_s is not None:
                     requests.lose(state, request, batch.executor)
-                yield _Freed(state.tickets[request].queued_s, request, portion.expert, ran=True)
+                yield request, portion.expert
 
 
 def _drop_memories(state: State, names: set[str]) -> None:
@@ -112,23 +105,21 @@ def _drop_memories(state: State, names: set[str]) -> None:
     state.setbacks = {where: each for where, each in state.setbacks.items() if where[0] not in gone}
 
 
-def _assign_anew(state: State, freed: _Freed, reason: str) -> None:
-    request, ticket = freed.request, state.tickets[freed.request]
+def _assign_anew(state: State, request: int, expert: str, reason: str) -> None:
+    ticket = state.tickets[request]
     ticket.attempts = 0
-    ticket.losses += freed.ran
-    is_gone = ticket.worker not in state.queues_at
-    if is_gone:
+    if ticket.worker not in state.queues_at:
         ticket.worker = ""
-    if is_gone or ticket.losses:
+    if ticket.losses:
         state.images.forget(request, state.effects)
     if ticket.is_cancelled:
         requests.fail(state, request, CANCELLED)
     elif request == state.idle_request:
         requests.fail(state, request, GAVE_WAY)
     elif ticket.losses >= LOSSES:
-        requests.fail(state, request, f"{freed.expert}: {LOSSES} executors were lost while they ran it, last: {reason}")
+        requests.fail(state, request, f"{expert}: {LOSSES} executors were lost while they ran it, last: {reason}")
     else:
-        requests.enqueue(state, request, freed.expert)
+        requests.enqueue(state, request, expert)
 
 
 def _retry_stranded(state: State) -> None:
@@ -157,7 +148,7 @@ def executors_joined(state: State, event: ExecutorsJoined) -> bool:
         state.away.pop(executor, None)
     state.connect()
     guarantee_workspaces(state)
-    _set_homes(state)
+    change_line(state, state.line)
     joined = [queue for queue in state.queues if queue.spec.id in ids]
     if not state.is_draining:
         memories = {queue.spec.pool for queue in joined}
@@ -229,21 +220,15 @@ def _cost_s(
 # -- room that every expert needs --
 
 
-def _set_homes(state: State) -> None:
-    """Pin experts where the executors of now allow it, and place those with another home."""
-    line = state.line
-    demand.change_line(state, replace(line, homes=homes_of(state, line.pinned, line.matrix)))
-    failures.raise_budgets(state)
-
-
-def homes_of(state: State, pinned: frozenset[str], matrix: PerformanceMatrix) -> dict[str, ExecutorSpec]:
-    """Homes of pinned experts, but in memories where the others would have too little room."""
-    homes = pinned_homes(pinned, state.executors, matrix.experts)
+def change_line(state: State, line: ServedLine) -> None:
+    """Serve a line by the executors of now. No expert is pinned in a memory where others had too little room."""
+    columns = line.matrix.experts
+    homes = pinned_homes(state.limits.pinned, state.executors, columns)
     for name in sorted({home.pool for home in homes.values()}):
-        footprints = footprints_in(name, state.executors, matrix.experts, homes)
-        if misfits(footprints, state.pools[name].spec.expert_bytes):
+        if misfits(footprints_in(name, state.executors, columns, homes), state.pools[name].spec.expert_bytes):
             homes = {expert: home for expert, home in homes.items() if home.pool != name}
-    return homes
+    demand.change_line(state, replace(line, homes=homes))
+    failures.raise_budgets(state)
 
 
 def lacking(

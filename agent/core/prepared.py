@@ -13,7 +13,7 @@ request's images; texts are not reported here.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from agent.core.effects import Forget, Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.performance import PerformanceMatrix, PreparedForm
@@ -118,8 +118,8 @@ class PreparedImages:
     """Images of one Engine. Methods append to ``effects``."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._queues: Mapping[int, ExecutorQueue] = {}
-        self._waiting: dict[str, dict[int, list[tuple[int, int, _Place]]]] = {}  # worker -> executor -> heap
+        self._queues_at: Mapping[str, Sequence[ExecutorQueue]] = {}  # by worker
+        self._waiting: defaultdict[int, list[tuple[int, int, _Place]]] = defaultdict(list)  # executor -> heap
         self._budget_bytes = budget_bytes
         self._far_bytes = int(budget_bytes * FAR_SHARE)
         self._used_bytes = Counter[str]()  # by worker
@@ -130,12 +130,9 @@ class PreparedImages:
         self._changed: set[str] = set()  # workers with new images, or new room
         self._begun_ahead = self._begun_late = 0
 
-    def connect(self, queues: Mapping[int, ExecutorQueue]) -> None:
-        """Know the executors by their queues. Lost executors have no images left."""
-        before, self._queues, self._waiting = self._waiting, queues, {}
-        for executor, queue in queues.items():
-            heap = before.get(queue.spec.worker, {}).get(executor, [])
-            self._waiting.setdefault(queue.spec.worker, {})[executor] = heap
+    def connect(self, queues_at: Mapping[str, Sequence[ExecutorQueue]]) -> None:
+        """Know the queues of each worker. Lost executors have no images left."""
+        self._queues_at = queues_at
 
     @property
     def is_on(self) -> bool:
@@ -157,9 +154,11 @@ class PreparedImages:
 
     # -- lifecycle of a request --
 
-    def queued(self, request: int, group: Group, later: Later, now: tuple[int, float], effects: list[Effect]) -> None:
-        """A request joined a queue. ``now``: (executor, time)."""
-        queue, now_s = self._queues[now[0]], now[1]
+    def queued(
+        self, request: int, group: Group, later: Later, now: tuple[ExecutorQueue, float], effects: list[Effect]
+    ) -> None:
+        """A request joined a queue. ``now``: (queue, time)."""
+        queue, now_s = now
         worker = queue.spec.worker
         form, image = group.profile.prepared, self._images.get(request)
         if image is not None and image.worker != worker:
@@ -183,7 +182,7 @@ class PreparedImages:
             place.waiting[request] = None
             if not place.is_listed:
                 place.is_listed = True
-                heappush(self._waiting[worker][now[0]], (group.order, next(self._number), place))
+                heappush(self._waiting[queue.spec.id], (group.order, next(self._number), place))
             least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
             if self._used_bytes[worker] + least_bytes <= self._far_bytes or place.is_near:
                 self._changed.add(worker)
@@ -209,7 +208,7 @@ class PreparedImages:
             else:
                 self._keep(image, image.form, 0, image.later)
             place.due_s = place.queue.next_start_s(now)  # the others run after this batch
-        self._changed.add(self._queues[batch.executor].spec.worker)
+            self._changed.add(image.worker)
 
     def are_begun(self, requests: Iterable[int]) -> bool:
         images = (self._images.get(request) for request in requests)
@@ -220,7 +219,7 @@ class PreparedImages:
         for request in batch.requests:
             place = self._leave(request, self._images[request])
             place.due_s = place.queue.next_start_s(now)
-        self._changed.add(self._queues[batch.executor].spec.worker)
+            self._changed.add(place.queue.spec.worker)
 
     def run(self, batch: Batch) -> None:
         """A batch that was queued ahead starts."""
@@ -228,7 +227,7 @@ class PreparedImages:
             image = self._images[request]
             assert image.form is not None  # a batch is queued ahead once its images are begun
             self._keep(image, image.form, 0, image.later)
-        self._changed.add(self._queues[batch.executor].spec.worker)
+            self._changed.add(image.worker)
 
     def ended(self, request: int) -> None:
         """A request has its outcome; the shell releases its image."""
@@ -240,15 +239,16 @@ class PreparedImages:
     def advance(self, effects: list[Effect]) -> None:
         """Begin images in order of predicted start, while there is room."""
         for worker in sorted(self._changed) if len(self._changed) > 1 else tuple(self._changed):
-            self._advance(self._waiting.get(worker, {}), effects)
+            self._advance([queue.spec.id for queue in self._queues_at.get(worker, ())], effects)
         self._changed.clear()
 
-    def _advance(self, heaps: Mapping[int, list[tuple[int, int, _Place]]], effects: list[Effect]) -> None:
-        firsts = [(place.next_due_s, each, place) for each, heap in heaps.items() if (place := _first_waiting(heap))]
+    def _advance(self, executors: Sequence[int], effects: list[Effect]) -> None:
+        waiting = ((self._first_waiting(executor), executor) for executor in executors)
+        firsts = [(place.next_due_s, executor, place) for place, executor in waiting if place is not None]
         heapify(firsts)
         while firsts:
             due_s, executor, place = firsts[0]
-            following = _first_waiting(heaps[executor]) if self._begin(place, due_s, effects) else None
+            following = self._first_waiting(executor) if self._begin(place, due_s, effects) else None
             if following is None:
                 heappop(firsts)
             else:
@@ -256,7 +256,7 @@ class PreparedImages:
 
     def statistics(self) -> PreparedStatistics:
         return PreparedStatistics(
-            self._budget_bytes * len(self._waiting), self._used_bytes.total(), self._later_bytes,
+            self._budget_bytes * len(self._queues_at), self._used_bytes.total(), self._later_bytes,
             self._begun_ahead, self._begun_late,
         )  # fmt: skip
 
@@ -337,6 +337,16 @@ class PreparedImages:
 
     # -- places --
 
+    def _first_waiting(self, executor: int) -> _Place | None:
+        heap = self._waiting[executor]
+        while heap:
+            place = heap[0][2]
+            if place.waiting:
+                return place
+            place.is_listed = False
+            heappop(heap)
+        return None
+
     def _leave(self, request: int, image: _Image) -> _Place:
         place, image.place = image.place, None
         assert place is not None  # a request of a new batch was queued
@@ -362,16 +372,6 @@ class PreparedImages:
             return max(group.starts_s, now)
         performance = before.profile.performance
         return earlier.due_s + performance.B_s + performance.K_s * len(before.requests)
-
-
-def _first_waiting(heap: list[tuple[int, int, _Place]]) -> _Place | None:
-    while heap:
-        place = heap[0][2]
-        if place.waiting:
-            return place
-        place.is_listed = False
-        heappop(heap)
-    return None
 
 
 def _own_bytes(form: PreparedForm, later: Later) -> int:

@@ -68,12 +68,12 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
     """Record a request's place in a group: it waits for its lease, or its image is prepared."""
     ticket = state.tickets[request]
     ticket.queue, ticket.group = queue, group
-    state.touch(queue)
+    state.touched.add(queue.spec.worker)
     performance = group.profile.performance
     if performance.runs_in_quanta:
         state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
     if state.images.is_on and ticket.work is IMAGE and not ticket.losses:
-        state.images.queued(request, group, _later(state, ticket), (queue.spec.id, state.now), state.effects)
+        state.images.queued(request, group, _later(state, ticket), (queue, state.now), state.effects)
 
 
 def _later(state: State, ticket: Ticket) -> Later:
@@ -171,7 +171,7 @@ def leave_queue(state: State, request: int) -> None:
     assert ticket.queue is not None
     assert ticket.group is not None
     ticket.queue.remove(ticket.group, request)
-    state.touch(ticket.queue)
+    state.touched.add(ticket.queue.spec.worker)
     state.images.left(request)
     ticket.queue = ticket.group = None
     state.leases.end(request)

@@ -53,7 +53,7 @@ def end(state: State, batch: Batch) -> list[tuple[Portion, ExpertProfile]]:
     for copy in batch.copies:
         pool.end_use(copy)
     queue.unfinished_s = 0.0
-    state.touch(queue)
+    state.touched.add(queue.spec.worker)
     del state.batches[batch.id]
     number = state.queued_ahead.pop(batch.executor, None)
     if number is None:

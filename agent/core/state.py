@@ -36,14 +36,10 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 
 @dataclass(frozen=True, slots=True)
 class ServedLine:
-    """``homes``: executor of each pinned expert. ``retired``: experts of earlier lines, which requests may need.
-
-    ``pinned``: experts to pin. One is not pinned while it would leave too little room for others.
-    """
+    """``homes``: executor of each pinned expert. ``retired``: experts of earlier lines, which requests may need."""
 
     graph: ExpertGraph
     matrix: PerformanceMatrix
-    pinned: frozenset[str]
     homes: Mapping[str, ExecutorSpec]
     retired: frozenset[str] = frozenset()
 
@@ -203,22 +199,20 @@ class State:
         self.queues_at = {pool.spec.worker: () for pool in self.pools.values()}
         for queue in self.queues:
             self.queues_at[queue.spec.worker] += (queue,)
-        self.images.connect(self.queue_of)
+        self.images.connect(self.queues_at)
 
     @property
     def executors(self) -> list[ExecutorSpec]:
         return [queue.spec for queue in self.queues]
 
-    def touch(self, queue: ExecutorQueue | None = None) -> None:
-        """Let this event start batches and loads at a queue's worker; None: at all workers."""
-        if queue is None:
-            self.touched.update(self.queues_at)
-        elif len(self.queues_at) > 1:
-            self.touched.add(queue.spec.worker)
+    @property
+    def is_clustered(self) -> bool:
+        """True with several workers: most events then start batches and loads only where they touch a worker."""
+        return len(self.queues_at) > 1
 
     @property
     def touched_queues(self) -> tuple[ExecutorQueue, ...]:
-        if len(self.queues_at) <= 1 or self.touched.issuperset(self.queues_at):
+        if self.touched.issuperset(self.queues_at):
             return self.queues
         return tuple(queue for worker, queues in self.queues_at.items() if worker in self.touched for queue in queues)
 

@@ -8,8 +8,8 @@ import pytest
 from agent.core import events
 from agent.core.demand import initial_placement
 from agent.core.effects import Evict, EvictionDecision
-from agent.core.eviction import EvictionCandidate
 from agent.core.performance import ExecutorSpec, Footprint, PoolSpec, SharedTensors
+from agent.core.policy import EvictionCandidate
 from tests.agent.core.worlds import Line, of, played, row, split, unified
 
 TRUNK = SharedTensors("trunk", 5)
