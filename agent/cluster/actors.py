@@ -29,8 +29,9 @@ class ActorChannel:
         self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
 
-    def send(self, message: bytes) -> None:
-        self.outbox.put(message)
+    def send(self, *messages: bytes) -> None:
+        for message in messages:
+            self.outbox.put(message)
 
     def receive(self) -> bytes | None:
         return self.inbox.get()

@@ -7,10 +7,9 @@ Ray's own protocol is cloudpickle, between nodes that the token admits; what cro
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
-from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from agent.line_file.cluster import WorkerSection
 
 START_S = 120.0  # for Ray to start an actor
-WAITING = 16  # messages on the agent's side: pieces of weights have 8 MiB
-END = object()
 
 
 class RayChannel:
@@ -36,53 +33,31 @@ class RayChannel:
 
     def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's handle
         self._actor = actor
-        self._outbox: Queue[Any] = Queue(WAITING)
-        self._received: list[bytes] = []
-        self._failed = False
-        Thread(target=self._send_all, name="ray-send", daemon=True).start()
+        self._received: deque[bytes] = deque()
 
-    def send(self, message: bytes) -> None:
-        while not self._failed:
-            with suppress(Full):
-                return self._outbox.put(message, timeout=1.0)
-        raise OSError("the actor is gone")
+    def send(self, *messages: bytes) -> None:
+        try:
+            ray.get(self._actor.send.remote(messages))
+        except Exception as error:  # any error of Ray: the actor is gone, or the cluster
+            raise OSError("the actor is gone") from error
 
     def receive(self) -> bytes | None:
         while not self._received:
             try:
                 found = ray.get(self._actor.receive.remote())
-            except Exception:  # noqa: BLE001 - any error of Ray: the actor is gone, or the cluster
+            except Exception:  # noqa: BLE001 - any error of Ray, as above
                 return None
             if found is None:
                 return None
-            self._received = list(reversed(found))
-        return self._received.pop()
+            self._received.extend(found)
+        return self._received.popleft()
 
     def kill(self) -> None:
-        self.close()
         with suppress(Exception):  # the actor, or the cluster, is gone
             ray.kill(self._actor)
 
     def close(self) -> None:
-        self._failed = True
-        with suppress(Full):
-            self._outbox.put_nowait(END)
-
-    def _send_all(self) -> None:
-        """Send in order, all that waits in one call."""
-        while (message := self._outbox.get()) is not END:
-            together = [message]
-            try:
-                while (message := self._outbox.get_nowait()) is not END:
-                    together.append(message)
-            except Empty:
-                pass
-            try:
-                ray.get(self._actor.send.remote(together))
-            except Exception:  # noqa: BLE001 - any error of Ray, as above
-                self._failed = True
-            if self._failed or message is END:
-                return
+        """Nothing is held here."""
 
 
 @dataclass(slots=True)

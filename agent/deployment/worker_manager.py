@@ -216,7 +216,7 @@ class WorkerManager:
     def _detect(self, name: str) -> Detected:
         spec = self._specs[name]
         worker = self._workers[name] = RemoteWorker(name, spec.start(), self._segments)
-        return Detected(*worker.ask("detected", "detect", spec.kind.device))
+        return Detected(*worker.ask("detect", spec.kind.device))
 
     def _part_of_box(self, name: str) -> Box:
         return self._detected[name].box.shared_by(self._processes[self._specs[name].node])
@@ -254,7 +254,7 @@ class WorkerManager:
             return Probed(PerformanceMatrix({processor: {} for processor in copies}, own.usage), {})
         worker = self._workers[name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-        probed: Probed = worker.ask("probed", "measure", own.box, copies, own.usage, own.executors)[0]
+        probed: Probed = worker.ask("measure", own.box, copies, own.usage, own.executors)[0]
         return probed
 
     def _make_ready(self, name: str) -> None:

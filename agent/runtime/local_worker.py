@@ -22,7 +22,7 @@ from experts.errors import IllegalMove
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.core.effects import Evict, Prepare, StartLoad
+    from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import PerformanceMatrix
     from agent.core.request import Batch
     from agent.runtime.executor import BatchExecutor, Shown
@@ -52,7 +52,7 @@ class LocalWorker:
     copies: Mapping[str, ExpertCopy]
     lost: set[int] = field(default_factory=set)
     _experts: Mapping[str, Expert] = field(default_factory=dict)  # by the Engine's name
-    _postponed: list[Evict] = field(default_factory=list)
+    _postponed: list[tuple[str, str]] = field(default_factory=list)  # copies to evict, with the pool
 
     def start(self) -> None:
         for executor in self.executors.values():
@@ -81,23 +81,20 @@ class LocalWorker:
         self._evict_postponed()
         self.transfers.start_load(effect)
 
-    def evict(self, effect: Evict) -> None:
+    def evict(self, copy: str, pool: str) -> None:
         """Evict a copy; one that a load into a lost device still reads, later."""
+        self._postponed.append((copy, pool))
         self._evict_postponed()
-        try:
-            self.transfers.evict(effect)
-        except IllegalMove:
-            if not self.lost:
-                raise
-            self._postponed.append(effect)
 
     def _evict_postponed(self) -> None:
         waiting, self._postponed = self._postponed, []
-        for effect in waiting:
+        for copy, pool in waiting:
             try:
-                self.transfers.evict(effect)
+                self.stores[pool].evict(copy)
             except IllegalMove:
-                self._postponed.append(effect)
+                if not self.lost:
+                    raise
+                self._postponed.append((copy, pool))
 
     def start_batch(self, batch: Batch, images: Sequence[Shown], *, is_next: bool) -> None:
         executor = self.executors[batch.executor]

@@ -596,7 +596,7 @@ class AgentLoop:
             self._begin_batch(held)
 
     def _evict(self, effect: effects.Evict) -> None:
-        self._worker_of(effect.pool).evict(effect)
+        self._worker_of(effect.pool).evict(effect.copy, effect.pool)
         log_effect(effect)
 
     def _change_budget(self, effect: effects.BudgetChanged) -> None:

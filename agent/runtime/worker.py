@@ -17,7 +17,7 @@ from agent.runtime.weights.transfer import TransferStatistics
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from agent.core.effects import Evict, Prepare, StartLoad
+    from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import PerformanceMatrix
     from agent.core.request import Batch
     from agent.runtime.executor import ExecutorStatistics
@@ -61,7 +61,7 @@ class Worker(Protocol):
 
     def start_load(self, effect: StartLoad) -> None: ...
 
-    def evict(self, effect: Evict) -> None: ...
+    def evict(self, copy: str, pool: str) -> None: ...
 
     def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
         """Run a batch of images, in the order of its requests. ``is_next``: no other batch runs on its executor."""

@@ -30,7 +30,7 @@ from experts.packed.source_check import drop_if_stale
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from agent.core.effects import Evict, StartLoad
+    from agent.core.effects import StartLoad
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.weights.drive import Drive
@@ -122,9 +122,6 @@ class Transfers:
             except RuntimeError as error:  # the threads have ended
                 self._stores[effect.pool].abandon(slot)
                 self._answer(self._failed(effect, str(error)))
-
-    def evict(self, effect: Evict) -> None:
-        self._stores[effect.pool].evict(effect.copy)
 
     def statistics(self) -> TransferStatistics:
         with self._lock:

@@ -1,25 +1,25 @@
 """Packed files on their way to a worker: linked on one filesystem, copied piece by piece where not.
 
-Guarantees: a file takes its name once it is complete and has its sha256; a link is verified as every packed file is,
-at its first read.
+Guarantees: a file takes its name once it is complete. Its sha256 is verified as that of every packed file, at its first
+read: a file with other bytes is dropped then, and asked for again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from experts.errors import CoServeError
+from experts.packed.weights import LOCK_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
     from experts.packed.weights import PackedExpert, SegmentStore
 
-PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 1024 * 1024  # an image waits for one piece: 8 ms at 1 Gbit/s
 SEGMENTS, PROGRAMS = "segments", "programs"
 
 
@@ -32,67 +32,63 @@ class PackedFile:
     size_bytes: int
     path: str
 
+    def piece(self, offset: int) -> bytes:
+        """The agent's bytes from ``offset`` on; empty once the file is gone, or at its end."""
+        try:
+            with open(self.path, "rb") as opened:
+                opened.seek(offset)
+                return opened.read(PIECE_BYTES)
+        except FileNotFoundError:
+            return b""
+
 
 def files_of(packed: Iterable[PackedExpert], segments: SegmentStore) -> tuple[PackedFile, ...]:
-    """Packed files of these experts, each once. Raises FileNotFoundError for one that is not there."""
-    sizes = {(SEGMENTS, part.sha256): part.size_bytes for each in packed for part in each.segments}
-    found = {key: PackedFile(*key, size, str(segments.segment_path(key[1]))) for key, size in sizes.items()}
+    """Packed files of these experts, each once. Raises FileNotFoundError for a program that is not there."""
+    found = {}
     for each in packed:
+        for part in each.segments:
+            path = segments.segment_path(part.sha256)
+            found[part.sha256] = PackedFile(SEGMENTS, part.sha256, part.size_bytes, str(path))
         if each.program_sha256 is not None:
             path = segments.program_path(each.program_sha256)
-            key = PROGRAMS, each.program_sha256
-            found[key] = PackedFile(*key, path.stat().st_size, str(path))
+            found[each.program_sha256] = PackedFile(PROGRAMS, each.program_sha256, path.stat().st_size, str(path))
     return tuple(found.values())
 
 
-def pieces_of(file: PackedFile, segments: SegmentStore) -> Iterator[bytes]:
-    """Bytes of a packed file here. Raises FileNotFoundError."""
-    path_of = segments.segment_path if file.kind == SEGMENTS else segments.program_path
-    with path_of(file.sha256).open("rb") as opened:
-        while content := opened.read(PIECE_BYTES):
-            yield content
-
-
-@dataclass(slots=True)
-class _Draft:
-    file: BinaryIO
-    sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
-    written_bytes: int = 0
+def files_in(packed: PackedExpert) -> set[str]:
+    """sha256 of its packed files."""
+    return {part.sha256 for part in packed.segments} | {packed.program_sha256 or ""}
 
 
 class FileReceiver:
-    """Packed files of one worker's folder."""
+    """Packed files of one worker's folder. ``awaited``: sha256 of those that the agent has been asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._drafts: dict[str, _Draft] = {}
+        self.awaited: set[str] = set()
         for kind in (SEGMENTS, PROGRAMS):
             (folder / kind).mkdir(parents=True, exist_ok=True)
+        (folder / LOCK_NAME).touch()  # files of a folder without it are never looked into: see SegmentStore.is_there
 
     def link(self, files: Iterable[PackedFile]) -> tuple[PackedFile, ...]:
-        """Link files from the agent's folder; returns those that are not here afterwards."""
-        return tuple(file for file in files if not (self._is_here(file) or self._link(file)))
+        """Link files from the agent's folder; returns those that are not here afterwards, and awaits them."""
+        lacking = tuple(file for file in files if not (self._is_here(file) or self._link(file)))
+        self.awaited.update(file.sha256 for file in lacking)
+        return lacking
 
-    def write(self, file: PackedFile, content: bytes) -> None:
-        """Write the next piece of a file. Raises CoServeError for one whose sha256 is another."""
+    def write(self, file: PackedFile, offset: int, content: bytes) -> None:
+        """Write the next piece of a file; an empty one ends the wait for a file that the agent lacks."""
         path = self._path(file)
-        draft_path = path.with_suffix(".tmp")
-        draft = self._drafts.get(file.sha256)
-        if draft is None:
-            draft = self._drafts[file.sha256] = _Draft(draft_path.open("wb"))
-        draft.file.write(content)
-        draft.sha256.update(content)
-        draft.written_bytes += len(content)
-        if draft.written_bytes < file.size_bytes:
-            return
-        del self._drafts[file.sha256]
-        with draft.file as opened:
-            opened.flush()
-            os.fsync(opened.fileno())
-        if draft.sha256.hexdigest() != file.sha256:
-            draft_path.unlink()
-            raise CoServeError(f"{path.name} arrived with other bytes than it was packed with - start the worker again")
-        draft_path.replace(path)
+        draft = path.with_suffix(".tmp")
+        with draft.open("r+b" if offset else "wb") as opened:
+            opened.seek(offset)
+            opened.write(content)
+        if offset + len(content) == file.size_bytes:
+            draft.replace(path)
+            self.awaited.discard(file.sha256)
+        elif not content:
+            draft.unlink()
+            self.awaited.discard(file.sha256)
 
     def keep(self, files: Iterable[PackedFile]) -> None:
         """Remove all other files that are complete."""

@@ -1,8 +1,8 @@
 """WorkerHost: one worker's end of its channel. It measures and works as it is told, and decides nothing.
 
-Guarantees: messages are carried out in order, each image is decoded here; the host ends when its channel closes, so no
-worker outlives its agent. A lost device or a fault of the program is reported, then the host ends. A beat is sent every
-``BEAT_S``.
+Guarantees: messages are carried out in order, each image is decoded here; a load waits for files that are on their way.
+The host ends when its channel closes, so no worker outlives its agent. A lost device or a fault of the program is
+reported, then the host ends. A beat is sent every ``BEAT_S``.
 Assumes: no other process changes its folder.
 """
 
@@ -13,9 +13,10 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
 
-from agent.core.performance import tier_of
+from agent.core.performance import SSD, tier_of
 from agent.runtime.assembly import local_worker
 from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
@@ -26,7 +27,8 @@ from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import probe
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
-from agent.runtime.workers.files import FileReceiver, files_of
+from agent.runtime.worker import Worker
+from agent.runtime.workers.files import FileReceiver, files_in, files_of
 from agent.runtime.workers.messages import decode, encode
 from experts.backends.forms import FORMS
 from experts.errors import CoServeError
@@ -34,7 +36,7 @@ from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from agent.core.effects import Prepare, StartLoad
@@ -51,10 +53,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0
+CONTRACT = {name for name in vars(Worker) if not name.startswith("_")}
 
 
 class WorkerHost:
-    """``folder``: of the worker, for packed files. A message is the name of a ``do_`` method, and its arguments."""
+    """``folder``: of the worker, for packed files.
+
+    A message names a ``do_`` method, or one of the contract of a worker, with its arguments. A result is the reply.
+    """
 
     def __init__(self, channel: Channel, folder: Path) -> None:
         self._channel = channel
@@ -63,8 +69,8 @@ class WorkerHost:
         self._assembled: LocalWorker | None = None
         self._templates: Templates | None = None  # held while skeletons may be made
         self._images: dict[int, Shown] = {}  # by request
-        self._frames: dict[int, Frame] = {}
-        self._frame_of: dict[int, int] = {}  # request -> frame
+        self._frames: WeakValueDictionary[int, Frame] = WeakValueDictionary()  # of the images
+        self._waiting: list[StartLoad] = []  # for files that are on their way
         self._ended = Flag()
 
     def serve(self) -> None:
@@ -74,15 +80,21 @@ class WorkerHost:
             while not self._ended.is_set() and (content := self._channel.receive()) is not None:
                 try:
                     name, arguments = decode(content)
-                    work = getattr(self, f"do_{name}", None)
-                    if work is None:
-                        raise ValueError(f"no worker knows {name!r}: install the same version everywhere")
-                    work(*arguments)
+                    reply = self._call_of(name)(*arguments)
                 except (CoServeError, OSError, ValueError) as error:
                     logger.exception("worker_broken")
                     self._send("broken", f"{type(error).__name__}: {error}")
                     break
+                if reply is not None:
+                    self._send(name, reply)
         self._ended.set()
+
+    def _call_of(self, name: str) -> Callable[..., object]:
+        if hasattr(self, f"do_{name}"):
+            return cast("Callable[..., object]", getattr(self, f"do_{name}"))
+        if name not in CONTRACT:
+            raise ValueError(f"no worker knows {name!r}: install the same version everywhere")
+        return cast("Callable[..., object]", getattr(self._worker, name))
 
     @property
     def _worker(self) -> LocalWorker:
@@ -99,19 +111,25 @@ class WorkerHost:
 
     # -- before the work --
 
-    def do_detect(self, device: str) -> None:
-        """Report the box as this device, and the forms that do not run there, with reasons."""
+    def do_detect(self, device: str) -> tuple[Box, Mapping[str, str]]:
+        """The box as this device, and the forms that do not run there, with reasons."""
         reasons = {str(name): form.why_absent() for name, form in FORMS.items() if form.is_cpu_only}
-        self._send("detected", detect(device), {name: each for name, each in reasons.items() if each is not None})
+        return detect(device), {name: each for name, each in reasons.items() if each is not None}
 
-    def do_offer(self, files: Sequence[PackedFile], wants_answer: bool) -> None:
-        """Link the agent's packed files, and report those that have to be sent."""
+    def do_link(self, files: Iterable[PackedFile]) -> None:
+        """Link the agent's packed files, and ask for the others."""
         self._send("lacking", self._files.link(files))
-        if wants_answer:
-            self._send("offered")
 
-    def do_write(self, file: PackedFile, content: bytes) -> None:
-        self._files.write(file, content)
+    def do_offer(self, files: Iterable[PackedFile]) -> tuple[PackedFile, ...]:
+        """Link the agent's packed files; those that it has to send."""
+        return self._files.link(files)
+
+    def do_write(self, file: PackedFile, offset: int, content: bytes) -> None:
+        self._files.write(file, offset, content)
+        if file.sha256 not in self._files.awaited:
+            waiting, self._waiting = self._waiting, []
+            for effect in waiting:
+                self.do_start_load(effect)
 
     def do_measure(
         self, box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float],
@@ -122,7 +140,7 @@ class WorkerHost:
         def measure() -> None:
             try:
                 threads = threads_per_executor(box, executors)
-                self._send("probed", probe(box, copies, self._segments, usage, threads))
+                self._send("measure", probe(box, copies, self._segments, usage, threads))
             except Exception as error:
                 logger.exception("not_measured")
                 self._send("failed", f"{type(error).__name__}: {error}")
@@ -137,8 +155,11 @@ class WorkerHost:
     def do_assemble(
         self, box: Box, executors: Sequence[ExecutorSpec], limits: Limits, copies: Mapping[str, ExpertCopy],
         matrix: PerformanceMatrix, options: tuple[frozenset[str], float | None],
-    ) -> None:  # fmt: skip
-        """Build memories, executors and templates. ``options``: experts with scaled JPEGs, limit of the SSD."""
+    ) -> Mapping[str, str]:  # fmt: skip
+        """Build memories, executors and templates; experts that cannot run, with reasons.
+
+        ``options``: experts with scaled JPEGs, limit of the SSD.
+        """
         by_processor: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
         for spec in executors:
             rows = matrix.experts[spec.processor].values()
@@ -152,47 +173,38 @@ class WorkerHost:
         end_team()
         self._assembled.start()
         self._drop_other_files(copies)
-        self._send("ready", self._templates.failed)
+        return self._templates.failed
 
     # -- the work --
 
-    def do_frame(self, number: int, image: EncodedImage, size: tuple[int, int] | None) -> None:
-        self._frames[number] = Frame(image, size)
-
-    def do_part(self, request: int, frame: int, box: tuple[int, int, int, int], name: str) -> None:
-        self._frame_of[request] = frame
-        self._images[request] = FramePart(self._frames[frame], box, name)
-
-    def do_image(self, request: int, image: Shown) -> None:
+    def do_take_image(self, request: int, image: Shown) -> None:
         self._images[request] = image
 
-    def do_load(self, effect: StartLoad) -> None:
-        self._worker.start_load(effect)
+    def do_take_part(
+        self, request: int, number: int, frame: tuple[EncodedImage, tuple[int, int] | None] | None,
+        box: tuple[int, int, int, int], name: str,
+    ) -> None:  # fmt: skip
+        """Take a part of a frame. ``frame``: None if another part of it is here."""
+        found = self._frames[number] if frame is None else Frame(*frame)
+        self._frames[number] = found
+        self._images[request] = FramePart(found, box, name)
 
-    def do_evict(self, copy: str, pool: str) -> None:
-        self._worker.stores[pool].evict(copy)
+    def do_start_load(self, effect: StartLoad) -> None:
+        copy = self._worker.copies.get(effect.copy)
+        if copy is not None and effect.source == SSD and self._files.awaited.intersection(files_in(copy.packed)):
+            self._waiting.append(effect)
+        else:
+            self._worker.start_load(effect)
+
+    def do_start_batch(self, batch: Batch, is_next: bool) -> None:
+        self._worker.start_batch(batch, [self._images[request] for request in batch.requests], is_next=is_next)
 
     def do_prepare(self, effect: Prepare) -> None:
         self._worker.prepare(effect, self._images[effect.request])  # type: ignore[arg-type]  # a refusal, too
 
-    def do_run(self, batch: Batch, is_next: bool) -> None:
-        self._worker.start_batch(batch, [self._images[request] for request in batch.requests], is_next=is_next)
-
-    def do_hurry(self, batch: Batch) -> None:
-        self._worker.hurry(batch)
-
-    def do_forget(self, request: int) -> None:
-        self._worker.forget(request)
-
     def do_end(self, request: int) -> None:
         self._worker.end(request)
         del self._images[request]
-        frame = self._frame_of.pop(request, None)
-        if frame is not None and frame not in self._frame_of.values():
-            del self._frames[frame]
-
-    def do_budget(self, pool: str, size_bytes: int) -> None:
-        self._worker.set_budget(pool, size_bytes)
 
     def do_know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         self._worker.know(copies, matrix)
@@ -221,4 +233,4 @@ class WorkerHost:
         """Ask for an expert's packed files, of which one was not sound."""
         packed = [copy.packed for copy in self._worker.copies.values() if expert_name(copy) == expert]
         with suppress(FileNotFoundError):  # a program that is gone; the agent packs it
-            self._send("lacking", self._files.link(files_of(packed, self._segments)))
+            self.do_link(files_of(packed, self._segments))

@@ -55,7 +55,8 @@ ENUMS = {each.__name__: each for each in (nouns.Precision, nouns.Task, nouns.Fit
 class Channel(Protocol):
     """Bytes to and from one worker, in order. ``receive`` waits; None once the other end is gone."""
 
-    def send(self, message: bytes) -> None: ...
+    def send(self, *messages: bytes) -> None:
+        """Send messages, from any thread. Raises OSError once the other end is gone."""
 
     def receive(self) -> bytes | None: ...
 

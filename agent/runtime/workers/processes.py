@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SIZE = struct.Struct("<Q")
 WAIT_S = 5.0  # for the end of a killed process
 
 
@@ -30,23 +29,18 @@ class SocketChannel:
 
     def __init__(self, connected: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket = connected
-        self._reader = connected.makefile("rb")
+        self._connection = Connection(os.dup(connected.fileno()))
         self._process = process
         self._sending = Lock()
 
-    def send(self, message: bytes) -> None:
-        """Send a message. Raises OSError once the other end is gone."""
+    def send(self, *messages: bytes) -> None:
         with self._sending:
-            self._socket.sendall(SIZE.pack(len(message)))
-            self._socket.sendall(message)
+            for message in messages:
+                self._connection.send_bytes(message)
 
     def receive(self) -> bytes | None:
-        with suppress(OSError, ValueError):
-            head = self._reader.read(SIZE.size)
-            if len(head) == SIZE.size:
-                (size,) = SIZE.unpack(head)
-                content = self._reader.read(size)
-                return content if len(content) == size else None
+        with suppress(EOFError, OSError):
+            return self._connection.recv_bytes()
         return None
 
     def kill(self) -> None:
@@ -56,7 +50,7 @@ class SocketChannel:
             self._process.kill()
 
     def close(self) -> None:
-        self._reader.close()
+        self._connection.close()
         self._socket.close()
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):  # in the kernel: its end is not waited for

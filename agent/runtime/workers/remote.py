@@ -1,7 +1,8 @@
 """RemoteWorker: the agent's end of a worker in another process.
 
-Guarantees: as ``agent.runtime.worker``. No method waits for the worker: one thread sends, another receives. A worker
-that ends, breaks, or has been silent for ``SILENT_S`` is lost, and killed.
+Guarantees: as ``agent.runtime.worker``. No method waits for the worker: one thread sends, another receives. Calls of
+the contract keep their order, and pass whatever else is sent: packed files (piece by piece), and what is asked. A
+worker that ends, breaks, or has been silent for ``SILENT_S`` is lost, and killed.
 """
 
 from __future__ import annotations
@@ -11,33 +12,30 @@ import time
 from collections import Counter
 from contextlib import suppress
 from itertools import count
-from queue import Empty, SimpleQueue
+from pathlib import Path
+from queue import Empty, PriorityQueue, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.core.request import Rejected
-from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, image_name
+from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
 from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerLost, WorkerStatistics
-from agent.runtime.workers.files import files_of, pieces_of
+from agent.runtime.workers.files import files_of
 from agent.runtime.workers.messages import decode, encode
 from experts.errors import WorkerBroken
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
-    from agent.core.effects import Evict, Prepare, StartLoad
+    from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.images.sources import Frame, ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.runtime.workers.files import PackedFile
     from agent.runtime.workers.messages import Channel
     from experts.packed.weights import PackedExpert, SegmentStore
@@ -50,6 +48,17 @@ POLL_S = 1.0
 PAUSED_S = 5.0  # between two looks at a worker: the agent itself did not run
 ANSWER_S = 3600.0  # for what a worker measures or builds
 NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
+TOGETHER = 16  # messages, each with an image at most
+END, CALLS, OTHER = range(3)  # lanes of the outbox, each in order
+
+
+class _Message(NamedTuple):
+    """A message that waits; in order of lane and number."""
+
+    lane: int
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
 
 
 class RemoteWorker:
@@ -64,46 +73,44 @@ class RemoteWorker:
         self.post: Callable[[Any], None] = lambda _: None  # likewise
         self._channel = channel
         self._segments = segments
-        self._outbox: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        self._replies: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        self._outbox: PriorityQueue[_Message] = PriorityQueue()
+        self._numbers = count()
+        self._replies: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._statistics = WorkerStatistics(NO_TRANSFERS)
         self._heard_s, self._limit_s = time.monotonic(), START_S
         self._why_lost: str | None = None
         self._has_started = False
         self._is_stopping = False
         self._ended = Flag()
-        self._images: dict[int, int | None] = {}  # request -> number of its frame
-        self._numbers = count(1)
-        self._frames: WeakKeyDictionary[Frame, int] = WeakKeyDictionary()
-        self._frame_uses: Counter[int] = Counter()
-        self._threads = [
-            Thread(target=work, name=f"{name}-{what}", daemon=True)
-            for what, work in (("send", self._send_all), ("receive", self._receive_all), ("watch", self._watch))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._images: dict[int, ImageSource] = {}  # by request
+        self._frame_uses: Counter[int] = Counter()  # by identity of the frame
+        for work in (self._send_all, self._receive_all, self._watch):
+            Thread(target=work, name=f"{name}{work.__name__}", daemon=True).start()
 
     # -- before the work, on a thread that may wait --
 
-    def ask(self, reply: str, name: str, *arguments: object) -> tuple[Any, ...]:
-        """Arguments of the reply to a message. Raises WorkerBroken."""
-        self._put(name, *arguments)
+    def ask(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - of the call
+        """Reply to a call of the host. Raises WorkerBroken."""
+        self._put(OTHER, name, *arguments)
         deadline_s = time.monotonic() + ANSWER_S
         while True:
             with suppress(Empty):
-                answer, found = self._replies.get(timeout=POLL_S)
-                if answer == reply:
-                    return found
-                if answer in ("broken", "failed"):
-                    raise WorkerBroken(self.name, *found)
+                to, *reply = self._replies.get(timeout=POLL_S)
+                if to == name:
+                    return reply[0]
+                if to in ("broken", "failed"):
+                    raise WorkerBroken(self.name, *reply)
             if time.monotonic() > deadline_s:
                 self._fail(f"it has not answered {name} for {ANSWER_S:.0f} s")
             if self._ended.is_set() and self._replies.empty():
                 raise WorkerBroken(self.name, str(self._why_lost))
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
-        """Give the packed files that the worker cannot link. Raises WorkerBroken, FileNotFoundError."""
-        self.ask("offered", "offer", files_of(packed, self._segments), True)
+        """Give the packed files that the worker cannot link; they precede what is asked next.
+
+        Raises WorkerBroken, FileNotFoundError.
+        """
+        self._send_files(self.ask("offer", files_of(packed, self._segments)))
 
     # -- the loop's thread --
 
@@ -113,45 +120,45 @@ class RemoteWorker:
             self.post(WorkerLost(self.name, str(self._why_lost)))
 
     def start_load(self, effect: StartLoad) -> None:
-        self._put("load", effect)
+        self._put(CALLS, "start_load", effect)
 
-    def evict(self, effect: Evict) -> None:
-        self._put("evict", effect.copy, effect.pool)
+    def evict(self, copy: str, pool: str) -> None:
+        self._put(CALLS, "evict", copy, pool)
 
     def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
         for request, image in zip(batch.requests, images, strict=True):
             self._give(request, image)
-        self._put("run", batch, is_next)
+        self._put(CALLS, "start_batch", batch, is_next)
 
     def hurry(self, batch: Batch) -> None:
-        self._put("hurry", batch)
+        self._put(CALLS, "hurry", batch)
 
     def prepare(self, effect: Prepare, image: ImageSource) -> None:
         self._give(effect.request, image)
-        self._put("prepare", effect)
+        self._put(CALLS, "prepare", effect)
 
     def forget(self, request: int) -> None:
         if request in self._images:
-            self._put("forget", request)
+            self._put(CALLS, "forget", request)
 
     def end(self, request: int) -> None:
-        if request not in self._images:
+        image = self._images.pop(request, None)
+        if image is None:
             return
-        self._put("end", request)
-        frame = self._images.pop(request)
-        if frame is not None:
-            self._frame_uses[frame] -= 1
-            if not self._frame_uses[frame]:
-                del self._frame_uses[frame]
+        self._put(CALLS, "end", request)
+        if isinstance(image, FramePart):
+            self._frame_uses[id(image.frame)] -= 1
+            if not self._frame_uses[id(image.frame)]:
+                del self._frame_uses[id(image.frame)]
 
     def set_budget(self, pool: str, size_bytes: int) -> None:
-        self._put("budget", pool, size_bytes)
+        self._put(CALLS, "set_budget", pool, size_bytes)
 
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
-        own = share_of(self.executors, copies, matrix)
+        own, columns = share_of(self.executors, copies, matrix)
         with suppress(FileNotFoundError):  # its load fails, and says so
-            self._put("offer", files_of([copy.packed for copy in own[0].values()], self._segments), False)
-        self._put("know", *own)
+            self._put(CALLS, "link", files_of([copy.packed for copy in own.values()], self._segments))
+        self._put(CALLS, "know", own, columns)
 
     def statistics(self) -> WorkerStatistics:
         return self._statistics
@@ -162,52 +169,64 @@ class RemoteWorker:
 
     def stop(self, timeout_s: float) -> bool:
         self._is_stopping = True
-        self._put("stop", timeout_s)
+        self._put(CALLS, "stop", timeout_s)
         has_ended = self._ended.wait(timeout_s + POLL_S)
         self._channel.kill()
         return has_ended
 
-    def _put(self, name: str, *arguments: object) -> None:
-        self._outbox.put((name, *arguments))
+    def _put(self, lane: int, name: str, *arguments: object) -> None:
+        self._outbox.put(_Message(lane, next(self._numbers), name, arguments))
+
+    def _send_files(self, files: Sequence[PackedFile]) -> None:
+        for file in files:
+            self._put(OTHER, "write", file, 0)
 
     def _give(self, request: int, image: ImageSource) -> None:
-        """Send a request's image, once; a frame once for all of its parts."""
+        """Send a request's image, once; a frame with the first of its parts that is here."""
         if request in self._images:
             return
-        frame = None
+        self._images[request] = image  # its frame is no other's identity until the end
         if isinstance(image, FramePart):
-            frame = self._frames.setdefault(image.frame, next(self._numbers))
-            if not self._frame_uses[frame]:
-                self._put("frame", frame, image.frame.image, image.frame.size)
-            self._frame_uses[frame] += 1
-            self._put("part", request, frame, image.box, image.name)
+            frame, number = image.frame, id(image.frame)
+            content = None if self._frame_uses[number] else (frame.image, frame.size)
+            self._frame_uses[number] += 1
+            self._put(CALLS, "take_part", request, number, content, image.box, image.name)
         else:
-            self._put("image", request, image)
-        self._images[request] = frame
+            self._put(CALLS, "take_image", request, image)
 
     # -- the threads of the channel --
 
     def _send_all(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
-                name, *arguments = message
-                if name == "lacking":
-                    self._send_files(*arguments)
-                    continue
-                if name == "image":
-                    request, image = arguments
-                    arguments = [request, on_the_wire(image, request)]
-                self._channel.send(encode(name, *arguments))
+            while messages := self._next_messages():
+                self._channel.send(*messages)
         except Exception as error:  # noqa: BLE001 - the boundary of this thread
             self._fail(f"its channel broke: {type(error).__name__}: {error}")
 
-    def _send_files(self, files: Sequence[PackedFile]) -> None:
-        for file in files:
-            try:
-                for piece in pieces_of(file, self._segments):
-                    self._channel.send(encode("write", file, piece))
-            except FileNotFoundError as error:
-                logger.warning("packed_file_missing worker=%s file=%s", self.name, error.filename)
+    def _next_messages(self) -> list[bytes]:
+        """Calls that wait, or else one other message; none at the end."""
+        waiting = [self._outbox.get()]
+        with suppress(Empty):
+            while waiting[-1].lane == CALLS and len(waiting) < TOGETHER:
+                waiting.append(self._outbox.get_nowait())
+        if len(waiting) > 1 and waiting[-1].lane != CALLS:
+            self._outbox.put(waiting.pop())
+        return [self._encoded(each) for each in waiting if each.lane != END]
+
+    def _encoded(self, message: _Message) -> bytes:
+        arguments = message.arguments
+        if message.name == "take_image":
+            request, image = arguments
+            arguments = request, on_the_wire(image, request)
+        if message.name == "write":
+            file, offset = arguments
+            piece = file.piece(offset)
+            arguments = file, offset, piece
+            if not piece:
+                logger.warning("packed_file_missing worker=%s file=%s", self.name, file.path)
+            elif offset + len(piece) < file.size_bytes:  # its next piece keeps its place
+                self._outbox.put(message._replace(arguments=(file, offset + len(piece))))
+        return encode(message.name, *arguments)
 
     def _receive_all(self) -> None:
         try:
@@ -227,12 +246,12 @@ class RemoteWorker:
             self.post(*arguments)
         elif name == "beat":
             self._statistics = arguments[0] or self._statistics
+        elif name == "lacking":
+            self._send_files(*arguments)
         elif name == "broken" and self._has_started:
             self._why_lost = self._why_lost or arguments[0]
-        elif name == "lacking":
-            self._put(name, *arguments)
         else:
-            self._replies.put((name, arguments))
+            self._replies.put((name, *arguments))
 
     def _watch(self) -> None:
         looked_s = time.monotonic()
@@ -246,27 +265,22 @@ class RemoteWorker:
 
     def _fail(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason
-        self._outbox.put(None)
+        self._put(END, "")
         self._channel.kill()
 
 
-def on_the_wire(image: object, request: int) -> EncodedImage | np.ndarray | Rejected:
+def on_the_wire(image: object, request: int) -> object:
     """The image as it is sent: read from its file, not decoded."""
     if isinstance(image, TextSource):
         return Rejected(f"a worker takes images, and request {request} is a text")
-    if isinstance(image, EncodedImage | np.ndarray | Rejected):
+    if isinstance(image, Path):
+        image = ImageFile(image, DEFAULT_MAX_PIXELS)
+    if not isinstance(image, ImageFile):
         return image
-    if isinstance(image, bytes):
-        return EncodedImage(image, f"image of request {request}", DEFAULT_MAX_PIXELS)
-    path, max_pixels = (image.path, image.max_pixels) if isinstance(image, ImageFile) else (image, DEFAULT_MAX_PIXELS)
-    return _read(path, image_name(path, request), max_pixels)  # type: ignore[arg-type]  # all else is a path
-
-
-def _read(path: Path, name: str, max_pixels: int) -> EncodedImage | Rejected:
     try:
-        return EncodedImage(path.read_bytes(), name, max_pixels)
+        return EncodedImage(image.path.read_bytes(), image.path.name, image.max_pixels)
     except OSError as error:
-        return Rejected(f"{name}: {error.strerror}")
+        return Rejected(f"{image.path.name}: {error.strerror}")
 
 
 def share_of(

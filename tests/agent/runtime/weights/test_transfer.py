@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from agent.core.effects import Evict, EvictionDecision, StartLoad
+from agent.core.effects import StartLoad
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
@@ -55,8 +55,7 @@ class Yard:
         assert self.answer() == Loaded(started)
 
     def evict(self, name, pool="host"):
-        expert = f"cls/{name}"
-        self.transfers.evict(Evict(expert, f"{expert}@fp32", pool, 0, 0, EvictionDecision("", 0, ())))
+        {"host": self.host, "device": self.device}[pool].evict(f"cls/{name}@fp32")
 
     def predictions(self, name, store, image):
         expert = self.line.copy(name).expert
