@@ -32,15 +32,6 @@ class PackedFile:
     size_bytes: int
     path: str
 
-    def piece(self, offset: int) -> bytes:
-        """The agent's bytes from ``offset`` on; empty once the file is gone, or at its end."""
-        try:
-            with open(self.path, "rb") as opened:
-                opened.seek(offset)
-                return opened.read(PIECE_BYTES)
-        except FileNotFoundError:
-            return b""
-
 
 def files_of(packed: Iterable[PackedExpert], segments: SegmentStore) -> tuple[PackedFile, ...]:
     """Packed files of these experts, each once. Raises FileNotFoundError for a program that is not there."""
@@ -58,6 +49,17 @@ def files_of(packed: Iterable[PackedExpert], segments: SegmentStore) -> tuple[Pa
 def files_in(packed: PackedExpert) -> set[str]:
     """sha256 of its packed files."""
     return {part.sha256 for part in packed.segments} | {packed.program_sha256 or ""}
+
+
+def piece_of(file: PackedFile, offset: int, segments: SegmentStore) -> bytes:
+    """Bytes of a packed file here, wherever the other end has it; empty once it is gone, or at its end."""
+    path_of = segments.segment_path if file.kind == SEGMENTS else segments.program_path
+    try:
+        with path_of(file.sha256).open("rb") as opened:
+            opened.seek(offset)
+            return opened.read(PIECE_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 class FileReceiver:

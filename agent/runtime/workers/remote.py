@@ -23,7 +23,7 @@ from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
 from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerLost, WorkerStatistics
-from agent.runtime.workers.files import files_of
+from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
 from experts.errors import WorkerBroken
 from experts.images import DEFAULT_MAX_PIXELS
@@ -220,10 +220,10 @@ class RemoteWorker:
             arguments = request, on_the_wire(image, request)
         if message.name == "write":
             file, offset = arguments
-            piece = file.piece(offset)
+            piece = piece_of(file, offset, self._segments)
             arguments = file, offset, piece
             if not piece:
-                logger.warning("packed_file_missing worker=%s file=%s", self.name, file.path)
+                logger.warning("packed_file_missing worker=%s file=%s/%s", self.name, file.kind, file.sha256)
             elif offset + len(piece) < file.size_bytes:  # its next piece keeps its place
                 self._outbox.put(message._replace(arguments=(file, offset + len(piece))))
         return encode(message.name, *arguments)

@@ -1,8 +1,11 @@
 """The contract of a worker, kept by this process, by another one, and by an actor; and what crosses to them."""
 
+import errno
+import os
 import queue
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -15,13 +18,15 @@ from agent.runtime.expert_copy import prepared_form
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.worker import WorkerLost
-from agent.runtime.workers.files import PIECE_BYTES, FileReceiver, files_of
+from agent.runtime.workers.files import PIECE_BYTES, FileReceiver, PackedFile, files_of, piece_of
+from agent.runtime.workers.host import WorkerHost
 from agent.runtime.workers.messages import VERSION, decode, encode
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker
 from experts.errors import CoServeError, WorkerBroken
 from experts.expert import BoundingBox, Precision, Prediction
 from experts.graph import ExpertGraph
+from experts.packed.weights import SegmentStore
 from tests.agent.runtime.conftest import opened
 
 PATIENCE_S = 60.0
@@ -76,16 +81,19 @@ def in_an_actor(line, post, folder):
 
 
 @contextmanager
-def remote(line, post, channel):
+def remote(line, post, channel, *, has_files=True):
     plan = plan_of(line)
     worker = RemoteWorker("w1", channel, line.segments)
     worker.executors, worker.post = plan.executors, post
-    worker.give_files([copy.packed for copy in line.copies.values()])
+    if has_files:
+        worker.give_files([copy.packed for copy in line.copies.values()])
     options = frozenset(), None
     assert worker.ask("assemble", BOX, plan.executors, plan.limits, plan.copies, plan.matrix, options) == {}
     worker.start()
-    yield worker
-    worker.stop(PATIENCE_S)
+    try:
+        yield worker
+    finally:
+        worker.stop(PATIENCE_S)
 
 
 @pytest.fixture(scope="module", params=[in_this_process, in_another, pytest.param(in_an_actor, marks=pytest.mark.slow)])
@@ -165,6 +173,84 @@ def test_a_worker_that_ends_before_it_works_is_said_so(line, tmp_path):
         worker.ask("detect", "nothing")
 
 
+class QueueChannel:
+    """One end of a channel of two queues; ``on_send`` is called with the name of each message after it was sent."""
+
+    def __init__(self, inbox, outbox, on_send=lambda _: None):
+        self.inbox, self.outbox, self.on_send = inbox, outbox, on_send
+
+    def send(self, *messages):
+        for message in messages:
+            self.outbox.put(message)
+            self.on_send(decode(message)[0])
+
+    def receive(self):
+        return self.inbox.get()
+
+    def kill(self):
+        self.inbox.put(None)
+        self.outbox.put(None)
+
+    def close(self):
+        pass
+
+
+def test_an_image_passes_a_file_that_is_on_its_way(line, tmp_path):
+    segments = SegmentStore(tmp_path / "agent")
+    path, content = segments.segment_path("a0"), bytes(range(256)) * (3 * PIECE_BYTES // 256)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    file = PackedFile("segments", "a0", len(content), "of another box")
+    to_agent, to_worker, sent = queue.SimpleQueue(), queue.SimpleQueue(), []
+
+    def on_send(name):
+        sent.append(name)
+        if sent == ["write"]:
+            worker.prepare(effects.Prepare(1, "cls/own-0", (), 0, 0.0, 0), line.pixels(1))
+
+    worker = RemoteWorker("w1", QueueChannel(to_agent, to_worker, on_send), segments)
+    to_agent.put(encode("lacking", (file,)))
+    arrived = [decode(to_worker.get(timeout=PATIENCE_S)) for _ in range(5)]
+    assert [name for name, _ in arrived] == ["write", "take_image", "prepare", "write", "write"]
+    receiver = FileReceiver(tmp_path)
+    for name, arguments in arrived:
+        if name == "write":
+            receiver.write(*arguments)
+    assert (tmp_path / "segments" / "a0.bin").read_bytes() == content
+    worker.lose("the test has ended")
+
+
+def test_a_load_waits_for_its_files_and_a_damaged_file_is_sent_again(line, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "on another filesystem")
+
+    monkeypatch.setattr(os, "link", refuse)
+    to_agent, to_worker, answers = queue.SimpleQueue(), queue.SimpleQueue(), queue.SimpleQueue()
+    channel = QueueChannel(to_worker, to_agent)
+
+    def serve():
+        WorkerHost(channel, tmp_path).serve()
+        channel.kill()
+
+    serving = Thread(target=serve, daemon=True)
+    serving.start()
+    with remote(line, answers.put, QueueChannel(to_agent, to_worker), has_files=False) as worker:
+        worker.know(line.copies, plan_of(line).matrix)
+        worker.start_load(load_of(line, "own-0"))
+        assert answers.get(timeout=PATIENCE_S) == events.Loaded(1)
+        worker.start_load(load_of(line, "own-1"))
+        assert answers.get(timeout=PATIENCE_S) == events.Loaded(1)
+        worker.evict(line.copy("own-1").name, "w1/host")
+        segment = line.copy("own-1").packed.own
+        (tmp_path / "segments" / f"{segment.sha256}.bin").write_bytes(bytes(segment.size_bytes))
+        worker.start_load(load_of(line, "own-1", 2))
+        failed = answers.get(timeout=PATIENCE_S)
+        assert (type(failed), failed.load, failed.permanent) == (events.LoadFailed, 2, False)
+        worker.start_load(load_of(line, "own-1", 3))
+        assert answers.get(timeout=PATIENCE_S) == events.Loaded(3)
+    serving.join(PATIENCE_S)
+
+
 BATCH = Batch(1, 2, "a", "a@fp32", (1, 2), 5, None, (Portion("a", "a@fp32", (1,)),))
 
 
@@ -222,11 +308,11 @@ def test_packed_files_are_linked_or_sent(line, tmp_path):
     for file in away:
         for offset in range(0, file.size_bytes, PIECE_BYTES):
             assert file.sha256 in sent.awaited
-            sent.write(file, offset, replace(file, path=files[0].path).piece(offset))
+            sent.write(file, offset, piece_of(file, offset, line.segments))
     assert (sent.link(away), sent.awaited) == ((), set())
     gone = replace(away[0], sha256="a0")
-    assert (sent.link([gone]), gone.piece(0)) == ((gone,), b"")
-    sent.write(gone, 0, gone.piece(0))
+    assert sent.link([gone]) == (gone,)
+    sent.write(gone, 0, piece_of(gone, 0, line.segments))
     assert sent.awaited == set()
     with pytest.raises(CoServeError, match="is no packed file"):
         sent.write(replace(gone, kind="../segments"), 0, b"right")
