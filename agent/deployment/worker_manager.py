@@ -254,7 +254,7 @@ class WorkerManager:
             return Probed(PerformanceMatrix({processor: {} for processor in copies}, own.usage), {})
         worker = self._workers[name]
         worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-        probed: Probed = worker.ask("measure", own.box, copies, own.usage, own.executors)[0]
+        probed: Probed = worker.ask("measure", own.box, copies, own.usage, own.executors)
         return probed
 
     def _make_ready(self, name: str) -> None:
@@ -263,9 +263,7 @@ class WorkerManager:
         own, columns = share_of(part.executors, *self._loop.served)
         worker.give_files([copy.packed for copy in own.values()])
         options = self._loop.scaled, self._ssd_bytes_per_s
-        (failed,) = worker.ask(
-            "ready", "assemble", self._part_of_box(name), part.executors, part.limits, own, columns, options
-        )
+        failed = worker.ask("assemble", self._part_of_box(name), part.executors, part.limits, own, columns, options)
         for expert, reason in failed.items():
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", name, expert, reason)
         self._began_s[name] = time.monotonic()
