@@ -99,9 +99,7 @@ class Answer(Enum):
 
 def _upcoming(state: State) -> Iterator[Wish]:
     """Missing copies of the groups behind each head, by position, then by executor."""
-    pools = state.pools
-    heads = ((queue, queue.front) for queue in state.touched_queues)
-    fronts = [(queue, pools[queue.spec.pool], head) for queue, head in heads if head is not None]
+    fronts = [(queue, state.pools[queue.spec.pool], head) for queue, head in _fronts(state)]
     for _ in range(PREFETCH_GROUPS):
         fronts = [(queue, pool, group.next) for queue, pool, group in fronts if group.next is not None]
         for queue, pool, group in fronts:
@@ -111,8 +109,11 @@ def _upcoming(state: State) -> Iterator[Wish]:
 
 def _heads(state: State, since_s: Callable[[Group], float]) -> list[tuple[float, int, ExecutorQueue, Group]]:
     """Heads of queues, oldest first, then by executor."""
-    heads = [(queue, head) for queue in state.touched_queues if (head := queue.front) is not None]
-    return sorted((since_s(head), queue.spec.id, queue, head) for queue, head in heads)
+    return sorted((since_s(head), queue.spec.id, queue, head) for queue, head in _fronts(state))
+
+
+def _fronts(state: State) -> Iterator[tuple[ExecutorQueue, Group]]:
+    return ((queue, head) for queue in state.touched_queues if (head := queue.front) is not None)
 
 
 def _wish(queue: ExecutorQueue, group: Group) -> Wish:
@@ -164,15 +165,15 @@ def place_due(state: State, since_s: float) -> None:
                 place(state, expert, spec)
 
 
-def change_line(state: State, line: ServedLine) -> None:
-    """Wish for new experts and for those with a new home; drop the wishes for experts that left the line."""
+def change_line(state: State, line: ServedLine, memories: Collection[str]) -> None:
+    """Wish for new experts, for those with a new home, and in new memories; drop wishes for experts that left."""
     before, state.line = state.line, line
     pin_copies(state)
     keep_wishes(state, lambda wish: wish.expert not in line.retired)
     if not state.is_draining:
         moved = {expert for expert, home in line.homes.items() if before.homes.get(expert) != home}
         old = before.graph.experts - moved
-        wish_for(state, (wish for wish in first_wishes(state) if wish.expert not in old))
+        wish_for(state, (each for each in first_wishes(state) if each.expert not in old or each.spec.pool in memories))
 
 
 def wish_for(state: State, wishes: Iterable[Wish]) -> None:
@@ -439,8 +440,7 @@ def load_over(state: State, load: Load) -> None:
         state.in_flight[_link(pool, load.source)] -= 1
     if load.source != SSD:
         state.pools[load.source].end_use(load.copy)
-    if state.is_clustered:
-        state.touched.update(each.spec.worker for each in state.pools.values() if each.spec.drive == pool.spec.drive)
+    state.touched.update(each.spec.worker for each in state.pools.values() if each.spec.drive == pool.spec.drive)
 
 
 def _link(pool: ModelPool, source: str) -> str:

@@ -84,7 +84,7 @@ class Engine:
         state.touched.clear()
         transition = _TRANSITIONS.get(type(event))
         may_move = state.unexpected() if transition is None else transition(state, event)
-        is_local = state.is_clustered and type(event) in _LOCAL
+        is_local = type(event) in _LOCAL
         if state.setbacks and any(before < setback.pause.until_s <= state.now for setback in state.setbacks.values()):
             demand.place_due(state, before)
             may_move, is_local = True, False
@@ -289,8 +289,8 @@ def _drained(state: State, _: events.Drain) -> bool:
     return False
 
 
-_TRANSITIONS: dict[type, Callable[..., bool]] = {
-    events.Started: _started,
+# Events whose effects start batches and loads only at the workers that they touch.
+_LOCAL: dict[type, Callable[..., bool]] = {
     events.Arrived: _arrived,
     events.Loaded: _load_ended,
     events.LoadFailed: _load_ended,
@@ -299,18 +299,14 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.BatchFailed: _batch_failed,
     events.Cancelled: _cancelled,
     events.Preempted: _preempted,
+}
+_TRANSITIONS: dict[type, Callable[..., bool]] = {
+    **_LOCAL,
     **dict.fromkeys((events.Quarantined, events.Wanted, events.Unwanted), _expert_named),
+    events.Started: _started,
     events.LineChanged: _line_changed,
     events.ExecutorsLost: membership.executors_lost,
     events.ExecutorsJoined: membership.executors_joined,
     events.Tick: lambda *_: True,
     events.Drain: _drained,
 }
-
-# Events whose effects start batches and loads only at the workers that they touch.
-_LOCAL = frozenset(
-    (
-        events.Arrived, events.Loaded, events.LoadFailed, events.Finished, events.Progressed, events.BatchFailed,
-        events.Cancelled, events.Preempted,
-    )
-)  # fmt: skip

@@ -422,8 +422,7 @@ def _set_leases(state: State, pool: ModelPool, to_bytes: int, reason: str) -> No
 
 
 def _least_bytes(state: State, pool: ModelPool) -> int:
-    users = [queue.spec for queue in state.users[pool.name]]
-    return least_bytes(footprints_in(pool.name, users, state.line.matrix.experts, state.line.homes))
+    return least_bytes(footprints_in(pool.name, state.executors, state.line.matrix.experts, state.line.homes))
 
 
 def _in_a_row(count: int, one: str, many: str) -> str:

@@ -148,12 +148,8 @@ def executors_joined(state: State, event: ExecutorsJoined) -> bool:
         state.away.pop(executor, None)
     state.connect()
     guarantee_workspaces(state)
-    change_line(state, state.line)
-    joined = [queue for queue in state.queues if queue.spec.id in ids]
-    if not state.is_draining:
-        memories = {queue.spec.pool for queue in joined}
-        demand.wish_for(state, (wish for wish in demand.first_wishes(state) if wish.spec.pool in memories))
-    _share_waiting(state, joined)
+    change_line(state, state.line, {spec.pool for spec in event.executors})
+    _share_waiting(state, [queue for queue in state.queues if queue.spec.id in ids])
     _retry_stranded(state)
     return True
 
@@ -220,14 +216,14 @@ def _cost_s(
 # -- room that every expert needs --
 
 
-def change_line(state: State, line: ServedLine) -> None:
-    """Serve a line by the executors of now. No expert is pinned in a memory where others had too little room."""
+def change_line(state: State, line: ServedLine, memories: Collection[str] = ()) -> None:
+    """Serve a line; ``memories``: new ones. No expert is pinned where another would have too little room."""
     columns = line.matrix.experts
     homes = pinned_homes(state.limits.pinned, state.executors, columns)
     for name in sorted({home.pool for home in homes.values()}):
         if misfits(footprints_in(name, state.executors, columns, homes), state.pools[name].spec.expert_bytes):
             homes = {expert: home for expert, home in homes.items() if home.pool != name}
-    demand.change_line(state, replace(line, homes=homes))
+    demand.change_line(state, replace(line, homes=homes), memories)
     failures.raise_budgets(state)
 
 

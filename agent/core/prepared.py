@@ -48,9 +48,6 @@ class PreparedStatistics:
     begun_late: int = 0
 
 
-NOTHING_PREPARED = PreparedStatistics()
-
-
 @dataclass(frozen=True, slots=True)
 class Later:
     """Experts that may follow on a route: one for each form that the image may need, with its bytes."""
@@ -155,10 +152,9 @@ class PreparedImages:
     # -- lifecycle of a request --
 
     def queued(
-        self, request: int, group: Group, later: Later, now: tuple[ExecutorQueue, float], effects: list[Effect]
+        self, request: int, group: Group, later: Later, queue: ExecutorQueue, now: float, effects: list[Effect]
     ) -> None:
-        """A request joined a queue. ``now``: (queue, time)."""
-        queue, now_s = now
+        """A request joined a group of a queue."""
         worker = queue.spec.worker
         form, image = group.profile.prepared, self._images.get(request)
         if image is not None and image.worker != worker:
@@ -169,7 +165,7 @@ class PreparedImages:
             return
         place = self._places.get(group)
         if place is None:
-            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now_s))
+            place = self._places[group] = _Place(group, queue, self._predicted_s(group, queue, now))
         if image is not None and image.gives(form) and self._reuse(image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later

@@ -137,10 +137,7 @@ class ExecutorQueue:
         group = Group(expert, profile, now, starts_s, fixed_s=profile.performance.B_s + load_s)
         self._append(group)
         self._groups_of.setdefault(expert, deque()).append(group)
-        if profile.performance.runs_in_quanta:
-            self.begins[group] = None
-        self._pending_s += group.fixed_s
-        self.join(group, request, now, tokens_s)
+        self._enter(group, {request: now}, {request: tokens_s})
         return group
 
     def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
@@ -177,12 +174,15 @@ class ExecutorQueue:
             self.head.previous = group
         self.head = group
         self._groups_of.setdefault(expert, deque()).appendleft(group)
-        if profile.performance.runs_in_quanta:
+        self._enter(group, queued_s, tokens_s or {})
+        return group
+
+    def _enter(self, group: Group, queued_s: Mapping[int, float], tokens_s: Mapping[int, float]) -> None:
+        if group.profile.performance.runs_in_quanta:
             self.begins[group] = None
         self._pending_s += group.fixed_s
         for request, since_s in queued_s.items():
-            self.join(group, request, since_s, tokens_s[request] if tokens_s else 0.0)
-        return group
+            self.join(group, request, since_s, tokens_s.get(request, 0.0))
 
     def take(self, group: Group, count: int) -> tuple[int, ...]:
         taken = tuple(group.requests.popitem(last=False)[0] for _ in range(count))

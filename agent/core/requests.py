@@ -73,7 +73,7 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
     if performance.runs_in_quanta:
         state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
     if state.images.is_on and ticket.work is IMAGE and not ticket.losses:
-        state.images.queued(request, group, _later(state, ticket), (queue, state.now), state.effects)
+        state.images.queued(request, group, _later(state, ticket), queue, state.now, state.effects)
 
 
 def _later(state: State, ticket: Ticket) -> Later:

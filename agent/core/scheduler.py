@@ -80,7 +80,7 @@ class Scheduler:
         if self._policy.assigning is Assigning.FIRST:
             executors = () if self.queues else executors[:1]
         queues = (*self.queues, *(ExecutorQueue(spec) for spec in executors))
-        self.queues = tuple(sorted(queues, key=lambda queue: queue.spec.id)) if self.queues else queues
+        self.queues = tuple(sorted(queues, key=lambda queue: queue.spec.id))
 
     def lose(self, executors: Collection[int]) -> None:
         """Remove executors, whose queues are empty."""

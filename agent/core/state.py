@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.performance import SSD
 from agent.core.pool import Leases
-from agent.core.prepared import NOTHING_PREPARED, PreparedImages
+from agent.core.prepared import PreparedImages
 from agent.core.request import IMAGE
 from agent.core.scheduler import BatchSplitter
 
@@ -206,11 +206,6 @@ class State:
         return [queue.spec for queue in self.queues]
 
     @property
-    def is_clustered(self) -> bool:
-        """True with several workers: most events then start batches and loads only where they touch a worker."""
-        return len(self.queues_at) > 1
-
-    @property
     def touched_queues(self) -> tuple[ExecutorQueue, ...]:
         if self.touched.issuperset(self.queues_at):
             return self.queues
@@ -291,7 +286,7 @@ class EngineStatistics:
     on_probation: dict[str, str]
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
-    prepared: PreparedStatistics = NOTHING_PREPARED
+    prepared: PreparedStatistics
     serves_earlier_lines: bool = False  # a request accepted under earlier routes is in flight
 
 

@@ -5,6 +5,7 @@ import pytest
 from agent.core import effects, events
 from agent.core.performance import SSD, PoolSpec
 from agent.core.pool import PoolStatistics, Residency
+from agent.core.prepared import PreparedStatistics
 from agent.core.request import Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import FIRST_PATIENCE
 from agent.core.state import EngineStatistics, QueueStatistics
@@ -192,6 +193,7 @@ def test_time_never_goes_back():
 def counted(**changes):
     usual = dict.fromkeys(("arrived", "completed", "failed", "in_flight", "switches", "batches", "bytes_read"), 0)
     usual |= {"evictions": 0, "unexpected_events": 0, "is_draining": False, "quarantined": {}, "on_probation": {}}
+    usual["prepared"] = PreparedStatistics()
     return EngineStatistics(**usual | changes)
 
 
