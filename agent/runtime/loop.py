@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from agent.core.state import EngineStatistics
     from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.images.sources import ImageSource
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
     from agent.runtime.texts import TextProgress
@@ -154,7 +153,6 @@ class AgentLoop:
         self._pools = {pool.name: pool for pool in plan.limits.pools}
         self._lost: dict[str, str] = {}
         self._worker_lost: Callable[[str], None] = lambda _: None
-        self._images_at: dict[int, set[str]] = {}  # request -> other workers that have its image
         self._copies = plan.copies
         self._matrix = plan.matrix
         self._texts = worker.texts
@@ -473,13 +471,8 @@ class AgentLoop:
         if batch.quantum_s is not None:
             self._here.start_quantum(batch)
             return
-        images = [self._image_for(request, name) for request in batch.requests]
+        images = [self._sources[request] for request in batch.requests]
         self._workers[name].start_batch(batch, images, is_next=not is_behind)
-
-    def _image_for(self, request: int, worker: str) -> ImageSource:
-        if worker:
-            self._images_at.setdefault(request, set()).add(worker)
-        return cast("ImageSource", self._sources[request])  # an executor of this process rejects a text
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect.batch, self._clock())
@@ -487,10 +480,9 @@ class AgentLoop:
             self._watch.begun(effect.batch.requests)
 
     def _prepare(self, effect: effects.Prepare) -> None:
-        if isinstance(self._sources[effect.request], TextSource):
-            return  # its batch rejects it
-        name = self._worker_at(effect.executor)
-        self._workers[name].prepare(effect, self._image_for(effect.request, name))
+        source = self._sources[effect.request]
+        if not isinstance(source, TextSource):  # its batch rejects a text
+            self._workers[self._worker_at(effect.executor)].prepare(effect, source)
 
     def _forget(self, effect: effects.Forget) -> None:
         worker = self._workers.get(effect.worker)
@@ -520,8 +512,6 @@ class AgentLoop:
         if self._workers.pop(lost.worker, None) is None:
             return
         executors = {each for each in self._specs if self._worker_at(each) == lost.worker}
-        for workers in self._images_at.values():
-            workers.discard(lost.worker)
         self._lose(lost.worker, executors, lost.reason, may_return=True)
         self._worker_lost(lost.worker)
 
@@ -550,13 +540,8 @@ class AgentLoop:
         here = self._here.executors
         devices = {number for number, each in here.items() if not each.is_on_plain_cpu}
         executors = devices - self._here.lost
-        gone = executors | self._here.lost
-        kept = [
-            spec
-            for number, spec in self._specs.items()
-            if number not in gone and self._worker_at(number) in self._workers
-        ]
-        able = {expert for spec in kept for expert in self._matrix.experts[spec.processor]}
+        left = [each for each in self._specs.keys() - devices if self._worker_at(each) in self._workers]
+        able = {expert for each in left for expert in self._matrix.experts[self._specs[each].processor]}
         wanted = {expert for column in self._matrix.experts.values() for expert in column}
         if not executors or not wanted <= able:
             return False
@@ -608,9 +593,8 @@ class AgentLoop:
         log_effect(effect)
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
-        self._here.end(effect.request)
-        for name in self._images_at.pop(effect.request, ()):
-            self._workers[name].end(effect.request)
+        for worker in self._workers.values():
+            worker.end(effect.request)
         self._on_outcome(effect.request, effect.outcome)
         del self._sources[effect.request]
         if effect.request == self._idle_request:
@@ -641,7 +625,6 @@ class AgentLoop:
                 f"memory {name} holds {held_bytes} bytes, its ledger counts {ledgers[name]}"
             )
         assert not self._here.preparation.requests, "something is prepared for a request that has its outcome"
-        assert not self._images_at, "a worker has the image of a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
         all_of_them = WorkerStatistics.sum(worker.statistics() for worker in self._workers.values())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import PerformanceMatrix
     from agent.core.request import Batch
-    from agent.runtime.executor import ExecutorStatistics
+    from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.weights.slots import SlotStatistics
@@ -63,8 +63,11 @@ class Worker(Protocol):
 
     def evict(self, copy: str, pool: str) -> None: ...
 
-    def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
-        """Run a batch of images, in the order of its requests. ``is_next``: no other batch runs on its executor."""
+    def start_batch(self, batch: Batch, images: Sequence[RequestSource], *, is_next: bool) -> None:
+        """Run a batch of images, in the order of its requests; a text is rejected.
+
+        ``is_next``: no other batch runs on its executor.
+        """
 
     def hurry(self, batch: Batch) -> None:
         """Prepare a batch's images first: it is next, or runs."""

@@ -143,7 +143,7 @@ class WorkerHost:
                 self._send("measure", probe(box, copies, self._segments, usage, threads))
             except Exception as error:
                 logger.exception("not_measured")
-                self._send("failed", f"{type(error).__name__}: {error}")
+                self._send("failed", "measure", f"{type(error).__name__}: {error}")
             finally:
                 end_team()
 

@@ -1,7 +1,7 @@
 """Messages between the agent and a worker, as bytes: a name with arguments, and the channel that carries them.
 
-A message is a JSON text with one list of bytes behind it; records, tuples, sets and arrays are tagged. Only the record
-types named here are made, from plain values: no message can name code to run.
+A message is a JSON text with one list of bytes behind it. A JSON list is a tuple; an object, {name: arguments}, is what
+the constructor of that name makes of them. Only the types named here are made: no message can name code to run.
 
 Guarantees: ``decode(encode(name, *arguments)) == (name, arguments)``, lists as tuples. ValueError for bytes that are no
 message of this version.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -36,7 +36,14 @@ from experts.packed.weights import Blocks, PackedExpert, Segment, TensorSpec
 
 VERSION = 1
 HEADER = struct.Struct("<HI")  # version, bytes of the JSON text
-RECORDS: dict[str, Any] = {
+BYTES, ARRAY = "bytes", "array"
+
+
+def _array(dtype: str, shape: tuple[int, ...], content: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(content), dtype).reshape(shape)  # writable
+
+
+TYPES: dict[str, Any] = {ARRAY: _array, "Path": Path, "dict": dict, "frozenset": frozenset} | {
     each.__name__: each
     for each in (
         effects.Prepare, effects.StartLoad, events.BatchFailed, events.Finished, events.Loaded, events.LoadFailed,
@@ -46,10 +53,10 @@ RECORDS: dict[str, Any] = {
         PackedExpert, Segment, TensorSpec, Blocks, Box, MemorySize, Probed, WorkerStatistics, TransferStatistics,
         SlotStatistics, ExecutorStatistics, MoeStatistics, PackedFile, nouns.Expert, nouns.InputSpec,
         nouns.Normalization, nouns.Prediction, nouns.BoundingBox, nouns.LabelScore, nouns.Anomaly, nouns.AnomalyMap,
+        nouns.Precision, nouns.Task, nouns.Fit, nouns.Orientation,
     )
 }  # fmt: skip
-FIELDS = {name: tuple(each.name for each in fields(record)) for name, record in RECORDS.items() if is_dataclass(record)}
-ENUMS = {each.__name__: each for each in (nouns.Precision, nouns.Task, nouns.Fit, nouns.Orientation)}
+FIELDS = {each: tuple(field.name for field in fields(each)) for each in TYPES.values() if is_dataclass(each)}
 
 
 class Channel(Protocol):
@@ -86,55 +93,45 @@ def decode(content: bytes) -> tuple[str, tuple[Any, ...]]:
         if ends[-1] != len(content):
             raise ValueError(f"a message of {len(content)} bytes that says {ends[-1]}")
         contents = [content[start:end] for start, end in pairwise(ends)]
-        return plain[0], tuple(_record(each, contents) for each in plain[1:])
+        return plain[0], _made(plain[1:], contents)
     except (struct.error, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"no message of a worker: {error!r}") from error
 
 
 def _plain(value: Any, contents: list[bytes]) -> Any:  # noqa: ANN401 - a JSON value
-    if isinstance(value, Enum):
-        return {"$e": [type(value).__name__, value.value]}
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
+    if isinstance(value, tuple | list) and TYPES.get(type(value).__name__) is not type(value):
+        return [_plain(each, contents) for each in value]
     if isinstance(value, bytes):
         contents.append(value)
-        return {"$b": len(contents) - 1}
+        return {BYTES: len(contents) - 1}
+    name, arguments = _taken_apart(value)
+    return {name: [_plain(each, contents) for each in arguments]}
+
+
+def _taken_apart(value: Any) -> tuple[str, Iterable[object]]:  # noqa: ANN401 - any type that crosses
+    """Name of a type, and the arguments that make an equal value."""
     if isinstance(value, np.ndarray):
-        contents.append(np.ascontiguousarray(value).tobytes())
-        return {"$a": [value.dtype.str, list(value.shape), len(contents) - 1]}
-    name = type(value).__name__
-    if RECORDS.get(name) is type(value):
-        listed = value if isinstance(value, tuple) else [getattr(value, each) for each in FIELDS[name]]
-        return {"$r": [name, *(_plain(each, contents) for each in listed)]}
-    if isinstance(value, tuple | list):
-        return {"$t": [_plain(each, contents) for each in value]}
-    if isinstance(value, frozenset | set):
-        return {"$s": [_plain(each, contents) for each in sorted(value)]}
+        return ARRAY, (value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, Mapping):
-        return {"$d": [[_plain(key, contents), _plain(each, contents)] for key, each in value.items()]}
+        return "dict", (tuple(value.items()),)
+    if isinstance(value, frozenset | set):
+        return "frozenset", (sorted(value),)
     if isinstance(value, Path):
-        return {"$p": str(value)}
-    raise TypeError(f"{name} crosses to no worker")
+        return "Path", (str(value),)
+    name = type(value).__name__
+    if TYPES.get(name) is not type(value):
+        raise TypeError(f"{name} crosses to no worker")
+    if isinstance(value, Enum):
+        return name, (value.value,)
+    return name, value if isinstance(value, tuple) else [getattr(value, each) for each in FIELDS[type(value)]]
 
 
-def _record(plain: Any, contents: list[bytes]) -> Any:  # noqa: ANN401 - what was encoded
+def _made(plain: Any, contents: list[bytes]) -> Any:  # noqa: ANN401 - what was encoded
+    if isinstance(plain, list):
+        return tuple(_made(each, contents) for each in plain)
     if not isinstance(plain, dict):
         return plain
-    ((tag, value),) = plain.items()
-    if tag == "$r":
-        return RECORDS[value[0]](*(_record(each, contents) for each in value[1:]))
-    if tag == "$t":
-        return tuple(_record(each, contents) for each in value)
-    if tag == "$d":
-        return {_record(key, contents): _record(each, contents) for key, each in value}
-    if tag == "$b":
-        return contents[value]
-    if tag == "$e":
-        return ENUMS[value[0]](value[1])
-    if tag == "$s":
-        return frozenset(_record(each, contents) for each in value)
-    if tag == "$a":
-        return np.frombuffer(bytearray(contents[value[2]]), dtype=value[0]).reshape(value[1])
-    if tag == "$p":
-        return Path(value)
-    raise ValueError(f"no value is tagged {tag}")
+    ((name, arguments),) = plain.items()
+    return contents[arguments] if name == BYTES else TYPES[name](*_made(arguments, contents))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from queue import Empty, PriorityQueue, SimpleQueue
+from queue import Empty, PriorityQueue
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
+    from agent.runtime.executor import RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.workers.files import PackedFile
@@ -75,14 +77,14 @@ class RemoteWorker:
         self._segments = segments
         self._outbox: PriorityQueue[_Message] = PriorityQueue()
         self._numbers = count()
-        self._replies: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._asked: dict[str, Future[Any]] = {}  # by name of the call
         self._statistics = WorkerStatistics(NO_TRANSFERS)
         self._heard_s, self._limit_s = time.monotonic(), START_S
         self._why_lost: str | None = None
         self._has_started = False
         self._is_stopping = False
         self._ended = Flag()
-        self._images: dict[int, ImageSource] = {}  # by request
+        self._images: dict[int, RequestSource] = {}  # by request
         self._frame_uses: Counter[int] = Counter()  # by identity of the frame
         for work in (self._send_all, self._receive_all, self._watch):
             Thread(target=work, name=f"{name}{work.__name__}", daemon=True).start()
@@ -91,19 +93,14 @@ class RemoteWorker:
 
     def ask(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - of the call
         """Reply to a call of the host. Raises WorkerBroken."""
+        reply = self._asked[name] = Future[Any]()
         self._put(OTHER, name, *arguments)
-        deadline_s = time.monotonic() + ANSWER_S
-        while True:
-            with suppress(Empty):
-                to, *reply = self._replies.get(timeout=POLL_S)
-                if to == name:
-                    return reply[0]
-                if to in ("broken", "failed"):
-                    raise WorkerBroken(self.name, *reply)
-            if time.monotonic() > deadline_s:
-                self._fail(f"it has not answered {name} for {ANSWER_S:.0f} s")
-            if self._ended.is_set() and self._replies.empty():
-                raise WorkerBroken(self.name, str(self._why_lost))
+        try:
+            if not self._ended.is_set():
+                return reply.result(ANSWER_S)
+        except TimeoutError:
+            self._fail(f"it has not answered {name} for {ANSWER_S:.0f} s")
+        raise self._broken()
 
     def give_files(self, packed: Sequence[PackedExpert]) -> None:
         """Give the packed files that the worker cannot link; they precede what is asked next.
@@ -125,7 +122,7 @@ class RemoteWorker:
     def evict(self, copy: str, pool: str) -> None:
         self._put(CALLS, "evict", copy, pool)
 
-    def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
+    def start_batch(self, batch: Batch, images: Sequence[RequestSource], *, is_next: bool) -> None:
         for request, image in zip(batch.requests, images, strict=True):
             self._give(request, image)
         self._put(CALLS, "start_batch", batch, is_next)
@@ -181,7 +178,7 @@ class RemoteWorker:
         for file in files:
             self._put(OTHER, "write", file, 0)
 
-    def _give(self, request: int, image: ImageSource) -> None:
+    def _give(self, request: int, image: RequestSource) -> None:
         """Send a request's image, once; a frame with the first of its parts that is here."""
         if request in self._images:
             return
@@ -237,6 +234,8 @@ class RemoteWorker:
             self._why_lost = self._why_lost or f"{type(error).__name__}: {error}"
         self._fail("its process ended")
         self._ended.set()
+        for reply in list(self._asked.values()):
+            reply.set_exception(self._broken())
         if self._has_started and not self._is_stopping:
             self.post(WorkerLost(self.name, str(self._why_lost)))
         self._channel.close()
@@ -248,10 +247,13 @@ class RemoteWorker:
             self._statistics = arguments[0] or self._statistics
         elif name == "lacking":
             self._send_files(*arguments)
-        elif name == "broken" and self._has_started:
+        elif name == "broken":
             self._why_lost = self._why_lost or arguments[0]
+        elif name == "failed":
+            call, reason = arguments
+            self._asked.pop(call).set_exception(WorkerBroken(self.name, reason))
         else:
-            self._replies.put((name, *arguments))
+            self._asked.pop(name).set_result(*arguments)
 
     def _watch(self) -> None:
         looked_s = time.monotonic()
@@ -262,6 +264,9 @@ class RemoteWorker:
             silent_s = looked_s - self._heard_s
             if silent_s > self._limit_s:
                 self._fail(f"it has not been heard for {silent_s:.0f} s")
+
+    def _broken(self) -> WorkerBroken:
+        return WorkerBroken(self.name, str(self._why_lost))
 
     def _fail(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason

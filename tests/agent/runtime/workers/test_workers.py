@@ -5,6 +5,7 @@ import os
 import queue
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 
 import numpy as np
@@ -282,7 +283,9 @@ def test_pixels_arrive_writable():
         (b"", "no message"),
         (encode("a", b"x")[:-1], "says"),
         (bytes([VERSION + 1, 0]) + encode("a")[2:], "install the same version everywhere"),
-        (b"\1\0\x15\0\0\0" + b'[["a",{"$r":["Path"]}],[]]'[:21], "no message|Expecting"),
+        (encode("a", Path("/")).replace(b"Path", b"open"), "no message of a worker: KeyError"),
+        (encode("a", Path("/")).replace(b"Path", b"dict"), "update sequence"),
+        (encode("a")[:-1] + b"}", "Expecting"),
     ],
 )
 def test_other_bytes_are_refused(content, told):
