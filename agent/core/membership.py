@@ -6,9 +6,9 @@
     executors join      requests that have not begun move to them, from the ends of the longest queues, while that makes
                         the longest queue shorter; requests that have waited beyond the overtaking bound stay
 
-Guarantees: no request is lost or runs twice at a time; a join costs O(log n) per moved request and O(executors) per
-waiting batch. Executors whose memories are too small for an expert do not join. No pinned expert leaves another expert
-too little room.
+Guarantees: no request is lost or runs twice at a time. A join costs one decision for each moved request, and compares
+queues once for each waiting batch. Executors whose memories are too small for an expert do not join. No pinned expert
+leaves another expert too little room.
 """
 
 from __future__ import annotations
@@ -167,13 +167,11 @@ def _share_waiting(state: State, joined: Sequence[ExecutorQueue]) -> None:
             continue
         group = movable[source][-1]
         batch = tuple(islice(reversed(group.requests), group.profile.performance.max_batch))
-        after_s, target = min(
-            (
-                (length_s + _cost_s(state, spec, group.expert, batch, opened), spec)
-                for spec, length_s in lengths_s.items()
-            ),
-            key=lambda each: (each[0], each[1].id),
+        costs = (
+            (length_s + _cost_s(state, spec, group.expert, batch, opened), spec.id, spec)
+            for spec, length_s in lengths_s.items()
         )
+        after_s, _, target = min(costs)
         if after_s >= source.length_s(state.now):
             movable[source].pop()
             continue
