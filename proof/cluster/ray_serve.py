@@ -97,7 +97,7 @@ def application(folder: Path, segments: Mapping[str, Segment], workload: Workloa
             batch_wait_timeout_s=settings.wait_s,
             max_concurrent_batches=settings.at_once,
         )
-        async def judge(self, images: list[bytes]) -> list[ServeAnswer]:
+        async def __call__(self, images: list[bytes]) -> list[ServeAnswer]:
             """Answers to images of one model: Ray Serve has grouped them."""
             await self.model(serve.get_multiplexed_model_id())
             for start in range(0, len(images), device.max_batch):
@@ -110,10 +110,6 @@ def application(folder: Path, segments: Mapping[str, Segment], workload: Workloa
             for image in images:
                 read_image(image, "image")
             time.sleep(device.K_s * len(images) + device.B_s)
-
-        async def __call__(self, image: bytes) -> ServeAnswer:
-            answer: ServeAnswer = await self.judge(image)
-            return answer
 
     options = serve.deployment(
         num_replicas=workload.workers,
