@@ -11,7 +11,7 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Full, Queue, SimpleQueue
 from tempfile import gettempdir
 from threading import Thread
 
@@ -20,13 +20,14 @@ import ray
 from agent.runtime.workers.host import WorkerHost
 
 RECEIVE_S = 5.0  # longest wait of one call for messages of the worker
+WAITING = 4  # messages to the worker: an image waits here for so many pieces of a file at most
 
 
 class ActorChannel:
     """The worker's end: queues that the actor's methods fill and empty."""
 
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.inbox: Queue[bytes | None] = Queue(WAITING)
         self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
 
     def send(self, *messages: bytes) -> None:
@@ -37,7 +38,8 @@ class ActorChannel:
         return self.inbox.get()
 
     def kill(self) -> None:
-        self.inbox.put(None)
+        with suppress(Full):  # the host takes what waits, and sees that it has ended
+            self.inbox.put_nowait(None)
 
     def close(self) -> None:
         self.outbox.put(None)

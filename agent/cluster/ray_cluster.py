@@ -76,9 +76,8 @@ class ActorSpec:
         """The worker's channel; after the first call, of a new actor, on the same node if it is there."""
         actor, self.actor = self.actor, None
         if actor is None:
-            actor = self.cluster.create(
-                self.name, self.kind, self.folder, self.cluster.present(self.node, self.address)
-            )
+            node = self.cluster.present(self.node, self.address)
+            actor = self.cluster.create(self.name, self.kind, self.folder, node)
         return RayChannel(actor)
 
 

@@ -14,7 +14,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
@@ -41,13 +41,11 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.core.request import Batch, Outcome
     from agent.core.state import EngineStatistics
-    from agent.runtime.executor import ExecutorStatistics, RequestSource
+    from agent.runtime.executor import RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
     from agent.runtime.texts import TextProgress
-    from agent.runtime.weights.slots import SlotStatistics
-    from agent.runtime.weights.transfer import TransferStatistics
     from agent.runtime.worker import Worker
     from experts.graph import ExpertGraph
 
@@ -81,15 +79,11 @@ class LoopOptions:
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(frozen=True, slots=True)
-class LoopStatistics:
-    """Frozen snapshot of a loop and its workers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStatistics(WorkerStatistics):
+    """Frozen snapshot of a loop, with the sum of its workers."""
 
     engine: EngineStatistics
-    transfers: TransferStatistics
-    slots: tuple[SlotStatistics, ...]
-    executors: tuple[ExecutorStatistics, ...]
-    skeletons_constructed: int
     requests_in_flight: int
 
 
@@ -627,12 +621,9 @@ class AgentLoop:
         assert not self._here.preparation.requests, "something is prepared for a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
-        all_of_them = WorkerStatistics.sum(worker.statistics() for worker in self._workers.values())
+        workers = WorkerStatistics.sum(worker.statistics() for worker in self._workers.values())
         return LoopStatistics(
+            *(getattr(workers, each.name) for each in fields(workers)),
             engine=self._engine.statistics(),
-            transfers=all_of_them.transfers,
-            slots=all_of_them.slots,
-            executors=tuple(sorted(all_of_them.executors, key=lambda each: each.executor)),
-            skeletons_constructed=all_of_them.skeletons_constructed,
             requests_in_flight=self.requests_in_flight,
         )

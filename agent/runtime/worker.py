@@ -41,7 +41,7 @@ class WorkerStatistics:
         return cls(
             TransferStatistics.sum(one.transfers for one in every),
             tuple(slot for one in every for slot in one.slots),
-            tuple(executor for one in every for executor in one.executors),
+            tuple(sorted((each for one in every for each in one.executors), key=lambda each: each.executor)),
             sum(one.skeletons_constructed for one in every),
         )
 

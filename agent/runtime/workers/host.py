@@ -13,7 +13,7 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from threading import Event as Flag
 from threading import Thread
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from agent.core.performance import SSD, tier_of
@@ -90,11 +90,10 @@ class WorkerHost:
         self._ended.set()
 
     def _call_of(self, name: str) -> Callable[..., object]:
-        if hasattr(self, f"do_{name}"):
-            return cast("Callable[..., object]", getattr(self, f"do_{name}"))
-        if name not in CONTRACT:
+        own: Callable[..., object] | None = getattr(self, f"do_{name}", None)
+        if own is None and name not in CONTRACT:
             raise ValueError(f"no worker knows {name!r}: install the same version everywhere")
-        return cast("Callable[..., object]", getattr(self._worker, name))
+        return own or getattr(self._worker, name)
 
     @property
     def _worker(self) -> LocalWorker:
@@ -131,26 +130,21 @@ class WorkerHost:
             for effect in waiting:
                 self.do_start_load(effect)
 
-    def do_measure(
+    def do_measure(self, *arguments: Any) -> None:  # noqa: ANN401 - of the thread's work
+        """Measure these copies, by processor, beside the work; the reply follows."""
+        Thread(target=self._measure, args=arguments, name="measure", daemon=True).start()
+
+    def _measure(
         self, box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float],
         executors: Sequence[ExecutorSpec],
     ) -> None:  # fmt: skip
-        """Measure these copies, by processor; beside the work, if it has begun."""
-
-        def measure() -> None:
-            try:
-                threads = threads_per_executor(box, executors)
-                self._send("measure", probe(box, copies, self._segments, usage, threads))
-            except Exception as error:
-                logger.exception("not_measured")
-                self._send("failed", "measure", f"{type(error).__name__}: {error}")
-            finally:
-                end_team()
-
-        if self._assembled is None:
-            measure()
-        else:
-            Thread(target=measure, name="measure", daemon=True).start()
+        try:
+            self._send("measure", probe(box, copies, self._segments, usage, threads_per_executor(box, executors)))
+        except Exception as error:
+            logger.exception("not_measured")
+            self._send("failed", "measure", f"{type(error).__name__}: {error}")
+        finally:
+            end_team()
 
     def do_assemble(
         self, box: Box, executors: Sequence[ExecutorSpec], limits: Limits, copies: Mapping[str, ExpertCopy],
