@@ -136,7 +136,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 def _of_workers(agent: Agent, ground: Groundwork, progress: Progress) -> Mapping[str, Measured]:
     """The new line in the workers, which are all there."""
-    known = [copy.packed for copy in agent.copies.values()]
+    known = {copy.packed for copy in agent.copies.values()}
     before, after = agent.config.catalog.experts, ground.config.catalog.experts
     return agent.workers.measured(
         ground,
