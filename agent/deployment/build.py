@@ -10,7 +10,7 @@ import logging
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import psutil
 
@@ -21,6 +21,7 @@ from agent.deployment.packed_copies import changed_sources, copies_of, other_thr
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
+from agent.deployment.worker_setup import WorkerSetup, with_workers
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
@@ -127,16 +128,16 @@ def build_agent(
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
-        ground, report = packed_as_proven(ground, segments, progress)
-        copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
-        by_name = {copy.name: copy for listed in copies.values() for copy in listed}
-        setup = measured_setup(ground, copies, segments, progress)
-        workers = WorkerManager(config, segments, options.loop.ssd_bytes_per_s, progress)
+        workers = WorkerManager(config, segments, options.loop.ssd_bytes_per_s)
         on_failure.callback(workers.close)
-        setup, theirs = workers.start(
-            ground, setup, lambda part, precisions: pack(part, segments, precisions, progress)
-        )
-        by_name |= theirs
+        workers.start(progress)
+        parts = line_parts(workers, ground, segments, progress)
+        times = line_times(workers, parts, segments, progress)
+        ground, copies, _ = parts[""]
+        by_name = {copy.name: copy for part in parts.values() for copy in part.all_copies}
+        setups = {name: part.ground.setup(times[name].matrix, times[name].failed) for name, part in parts.items()}
+        local = setups.pop("")
+        setup, _ = with_workers(local, [WorkerSetup(name, workers.node(name), each) for name, each in setups.items()])
         templates = make_templates(
             copies, segments, threads_per_executor(ground.box, ground.executors),
             lambda done, total: progress("templates", done, total),
@@ -148,16 +149,85 @@ def build_agent(
             on_outcome,
             replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
         )
-        workers.attach(loop)
+        workers.attach(loop, setup, progress)
         on_failure.pop_all()
-    unpacked = {name: error.message for name, error in report.failed.items()}
-    setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
+    setup = replace(setup, broken=dict(templates.failed) | dict(setup.broken))
     rows = (row for column in setup.matrix.experts.values() for row in column.values())
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
         config, ground.box, setup, ground.profile, packed, loop, workers, segments, templates, rss_before_bytes,
-        by_name, alarms=ground.alarms,
+        by_name, alarms=all_alarms(parts),
     )  # fmt: skip
+
+
+class LinePart(NamedTuple):
+    """One worker's part of a line: executors and forms, copies by processor, and experts that could not be packed."""
+
+    ground: Groundwork
+    copies: Copies
+    unpacked: Mapping[str, ExpertError]
+
+    @property
+    def all_copies(self) -> Iterable[ExpertCopy]:
+        return chain.from_iterable(self.copies.values())
+
+
+def line_parts(
+    workers: WorkerManager,
+    ground: Groundwork,
+    segments: SegmentStore,
+    progress: Progress,
+    in_use: Iterable[PackedExpert] = (),
+) -> dict[str, LinePart]:
+    """A line's parts by worker, packed; "" is the agent's own process, which alone runs language models."""
+
+    def part(own: Groundwork) -> LinePart:
+        own, report = packed_as_proven(own, segments, progress, in_use)
+        return LinePart(own, copies_of(own.config, own.precisions, report.packed), report.failed)
+
+    def of_worker(name: str) -> LinePart:
+        own = workers.ground(name, here.ground)
+        precisions = _calibrated(own.config, segments.directory, _executable(own.precisions))
+        found = part(replace(own, precisions=precisions))
+        images = {
+            processor: [copy for copy in listed if not copy.expert.takes_texts]
+            for processor, listed in found.copies.items()
+        }
+        return found._replace(copies=images)
+
+    here = part(ground)
+    here = here._replace(copies=_held_copies(here.ground, here.copies))
+    return {"": here, **workers.for_each(of_worker)}
+
+
+def line_times(
+    workers: WorkerManager,
+    parts: Mapping[str, LinePart],
+    segments: SegmentStore,
+    progress: Progress,
+    chosen: Callable[[Iterable[ExpertCopy]], list[ExpertCopy]] = list,
+) -> dict[str, Probed]:
+    """Times of the chosen copies by worker, and experts that cannot run.
+
+    Raises ConfigError, before measuring, for experts that cannot fit, and WorkerBroken.
+    """
+
+    def times(name: str) -> Probed:
+        own, copies, unpacked = parts[name]
+
+        def measure(untimed: Copies) -> Probed:
+            if name:
+                return workers.measure(name, own, untimed, progress)
+            return probe(own.box, untimed, segments, own.usage, threads_per_executor(own.box, own.executors))
+
+        found = _times(own, {processor: chosen(listed) for processor, listed in copies.items()}, measure, progress)
+        return replace(found, failed={expert: error.message for expert, error in unpacked.items()} | dict(found.failed))
+
+    return {"": times(""), **workers.for_each(times)}
+
+
+def all_alarms(parts: Mapping[str, LinePart]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(alarm for part in parts.values() for alarm in part.ground.alarms))
 
 
 @contextmanager
@@ -292,7 +362,7 @@ def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Pre
     return with_forms(precisions, lambda expert, name: form_of(name).plain if (expert, name) in reasons else name)
 
 
-def held_copies(ground: Groundwork, copies: Copies) -> Copies:
+def _held_copies(ground: Groundwork, copies: Copies) -> Copies:
     """The copies, with as many moe_experts as there is room for."""
     profile = ground.profile
     if profile is None:
@@ -300,17 +370,16 @@ def held_copies(ground: Groundwork, copies: Copies) -> Copies:
     return ground.sized(copies, lambda sized: matrix(profile, ground.box, sized, ground.usage, ground.executors))
 
 
-def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, progress: Progress) -> EngineSetup:
-    """Setup by the times of the profile, or of a probe."""
+def _times(ground: Groundwork, copies: Copies, measure: Callable[[Copies], Probed], progress: Progress) -> Probed:
+    """Times of the profile, or measured ones. Raises as ``line_times``."""
     profile = ground.profile
     timed = PerformanceMatrix({}, ground.usage) if profile is None else _profiled(ground, profile, copies)
     untimed = _untimed(ground, timed, copies)
     probed = Probed(PerformanceMatrix({}), {})
-    if any(untimed.values()) or (profile is None and ground.executors):
-        # refuses experts that cannot fit before the probe
+    if any(untimed.values()):
         ground.setup(estimated_matrix(ground.box, untimed, ground.usage))
         progress("probe", 0, 1)
-        probed = probe(ground.box, untimed, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
+        probed = measure(untimed)
         progress("probe", 1, 1)
     columns = {
         processor: {**timed.experts.get(processor, {}), **probed.matrix.experts.get(processor, {})}
@@ -319,7 +388,7 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
     found = with_families(PerformanceMatrix(columns, timed.usage), chain.from_iterable(copies.values()))
     kinds = {copy.expert.id: copy.kind for listed in copies.values() for copy in listed}
     failed = unmeasured(found, kinds) if profile is not None else {}
-    return ground.setup(found, failed | dict(probed.failed))
+    return Probed(found, failed | dict(probed.failed))
 
 
 def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
@@ -337,7 +406,7 @@ def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> di
 
 
 def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
-    executors = ground.executors
+    executors = ground.executors * ground.processes
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for processor, factor in sorted({(kind.processor, core_share(stored, kind, executors)) for kind in stored.kinds}):
         if factor != 1.0 and processor in copies:

@@ -111,6 +111,7 @@ class Groundwork:
     alarms: tuple[str, ...] = ()
     changed: Mapping[str, str] = field(default_factory=dict)
     takes_any: bool = True
+    processes: int = 1  # that share the box, with as many executors each
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
         """The copies with as many moe_experts as there is room for; unchanged in given memories."""

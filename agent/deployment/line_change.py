@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
 from agent.core.performance import PerformanceMatrix
-from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, pack, packed_as_proven
+from agent.deployment.build import AgentOptions, all_alarms, groundwork_of, line_parts, line_times
 from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
-from agent.deployment.packed_copies import copies_of, copy_name
+from agent.deployment.packed_copies import copy_name
 from agent.deployment.performance_matrix import with_families
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
-    from agent.deployment.engine_setup import EngineSetup, Groundwork
-    from agent.deployment.worker_manager import Measured
+    from agent.deployment.engine_setup import EngineSetup
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.weights.templates import Templates
     from experts.errors import ExpertError
@@ -105,22 +103,24 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     local = agent.setup.at("")
     given = Given(executors=local.executors, pools=local.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
-    ground, report = packed_as_proven(ground, agent.segments, progress, agent.packed.values())
-    _refuse_unfitting(agent, config, report.failed)
-    here = copies_of(config, ground.precisions, report.packed)
-    theirs = _of_workers(agent, ground, progress)
-    copies = [*chain.from_iterable(here.values()), *(copy for part in theirs.values() for copy in part.all_copies)]
+    if ground.profile is not None:  # its proofs of decoding are of the old experts of these names
+        ground = replace(ground, profile=replace(ground.profile, decodings=()))
+    parts = line_parts(agent.workers, ground, agent.segments, progress, agent.packed.values())
+    for part in parts.values():
+        _refuse_unfitting(agent, config, part.unpacked)
+    copies = [copy for part in parts.values() for copy in part.all_copies]
     names = _names(agent, config, copies)
 
     def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
         return [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
 
+    times = line_times(agent.workers, parts, agent.segments, progress, of_new)
+    ground, here, _ = parts[""]
+    local_times = times.pop("")
+    found = ground.setup(local_times.matrix, local_times.failed)
+    for worker, theirs in times.items():
+        found = found.with_columns(worker, theirs.matrix.experts, theirs.failed)
     new = {processor: of_new(listed) for processor, listed in here.items()}
-    # the proofs of decoding are of the old experts of these names
-    without_proofs = None if ground.profile is None else replace(ground.profile, decodings=())
-    found = measured_setup(replace(ground, profile=without_proofs), new, agent.segments, progress)
-    for worker, part in theirs.items():
-        found = found.with_columns(worker, part.times.matrix.experts, part.times.failed)
     threads = threads_per_executor(agent.box, local.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
     fresh: dict[str, ExpertCopy] = {}
@@ -128,21 +128,9 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
         name = copy_name(names[copy.expert.id], Precision(copy.packed.precision))
         fresh[name] = replace(copy, name=name)
     setup = _setup_after(agent, config, names, found, ground.usage, fresh)
-    unpacked = {name: error.message for name, error in report.failed.items()}
-    broken = dict(templates.failed) | unpacked | dict(found.broken)
+    broken = dict(templates.failed) | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
-    return _change(replace(agent, alarms=ground.alarms), config, names, setup, fresh, templates)
-
-
-def _of_workers(agent: Agent, ground: Groundwork, progress: Progress) -> Mapping[str, Measured]:
-    """The new line in the workers, which are all there."""
-    known = {copy.packed for copy in agent.copies.values()}
-    before, after = agent.config.catalog.experts, ground.config.catalog.experts
-    return agent.workers.measured(
-        ground,
-        lambda part, precisions: pack(part, agent.segments, precisions, progress, agent.packed.values()),
-        lambda copy: copy.packed not in known or before.get(copy.expert.id) != after[copy.expert.id],
-    )
+    return _change(replace(agent, alarms=all_alarms(parts)), config, names, setup, fresh, templates)
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:

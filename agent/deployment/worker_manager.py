@@ -1,4 +1,4 @@
-"""WorkerManager: the workers beside the agent, from their sections of the line file to executors of one Engine.
+"""WorkerManager: starts the workers of a line, asks them, and starts lost ones again.
 
 A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
 and has it measured, once for workers of one kind on one box. Language models stay in the agent's process.
@@ -15,25 +15,21 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED, set_unless_given
-from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
-from agent.deployment.packed_copies import copies_of, packed_experts, with_forms
-from agent.deployment.performance_matrix import matrix
-from agent.deployment.worker_setup import WorkerSetup, with_workers
+from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
-from agent.runtime.measuring.probe import Probed
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
-from experts.backends.forms import form_of, runs_as
+from experts.backends.forms import form_of
 from experts.backoff import Backoff
 from experts.errors import CoServeError
 
@@ -44,16 +40,13 @@ if TYPE_CHECKING:
     from agent.cluster.ray_cluster import RayCluster
     from agent.config import LineConfig
     from agent.deployment.engine_setup import Copies, EngineSetup, Groundwork
-    from agent.deployment.packed_copies import Precisions
-    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
+    from agent.runtime.measuring.probe import Probed
     from agent.runtime.workers.messages import Channel
-    from experts.packed.packing import PackingReport
     from experts.packed.weights import SegmentStore
 
     Progress = Callable[[str, int, int], None]
-    Pack = Callable[[LineConfig, Precisions], PackingReport]
 
 log = logging.getLogger(__name__)
 
@@ -133,29 +126,14 @@ class Detected(NamedTuple):
     absent: Mapping[str, str]
 
 
-class Measured(NamedTuple):
-    """A worker's executors and forms, its copies of a line by processor, and times of the new ones."""
-
-    ground: Groundwork
-    copies: Copies
-    times: Probed
-
-    @property
-    def all_copies(self) -> Iterable[ExpertCopy]:
-        return chain.from_iterable(self.copies.values())
-
-
 class WorkerManager:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
-    def __init__(
-        self, config: LineConfig, segments: SegmentStore, ssd_bytes_per_s: float | None, progress: Progress
-    ) -> None:
+    def __init__(self, config: LineConfig, segments: SegmentStore, ssd_bytes_per_s: float | None) -> None:
         self._specs = {spec.name: spec for spec in worker_specs(config, segments.directory / WORKERS)}
         self._processes = {**Counter(spec.node for spec in self._specs.values()), "": processes_on_box(config)}
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
-        self._progress = progress
         self._workers: dict[str, RemoteWorker] = {}
         self._detected: dict[str, Detected] = {}
         self._setup: EngineSetup
@@ -164,34 +142,48 @@ class WorkerManager:
         self._failures: Counter[str] = Counter()  # losses and failed restarts in a row
         self._stopping = Flag()
 
-    def start(self, ground: Groundwork, local: EngineSetup, pack: Pack) -> tuple[EngineSetup, dict[str, ExpertCopy]]:
-        """Start the workers; the setup of the Engine over all executors, and their copies by name.
+    def start(self, progress: Progress) -> None:
+        """Start the workers, which detect their boxes. Raises WorkerBroken for one that does not start."""
+        self._detected = dict(zip(self._specs, _at_once(self._specs, self._detect, progress), strict=True))
 
-        Raises ConfigError for a worker that cannot run its part, WorkerBroken for one that does not start.
-        """
-        self._detected = dict(zip(self._specs, self._all(self._specs, self._detect), strict=True))
-        (found,) = self._all([pack], lambda pack: self.measured(ground, pack))
-        setups = [
-            WorkerSetup(name, self._specs[name].node, part.ground.setup(part.times.matrix, part.times.failed))
-            for name, part in found.items()
-        ]
-        self._setup, _ = with_workers(local, setups)
-        return self._setup, {copy.name: copy for part in found.values() for copy in part.all_copies}
-
-    def measured(
-        self, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool] = lambda _: True
-    ) -> dict[str, Measured]:
-        """Each worker's part of a line, measured once for workers that are alike. Raises as ``start``."""
-        found: dict[str, Measured] = {}
+    def for_each(self, work: Callable[[str], Result]) -> dict[str, Result]:
+        """Result of each worker by name, worked out once for workers of one kind on one box."""
+        found: dict[str, Result] = {}
         for name in self._specs:
             like = next((other for other in found if self._are_alike(other, name)), None)
-            found[name] = found[like] if like is not None else self._measure(name, ground, pack, is_new)
+            found[name] = work(name) if like is None else found[like]
         return found
 
-    def attach(self, loop: AgentLoop) -> None:
+    def node(self, name: str) -> str:
+        return self._specs[name].node
+
+    def ground(self, name: str, line: Groundwork) -> Groundwork:
+        """A worker's executors and forms for a line, whose device profile counts if its box is such a box."""
+        spec, found = self._specs[name], self._detected[name]
+        config, profile = line.config.of_worker(spec.kind), line.profile
+        if profile is not None and any(differences(profile.box, identity_of(found.box))):
+            profile = None
+        packed = packed_experts(config, self._segments.directory)
+        own = groundwork(config, self._part_of_box(name), profile, packed, Given(usage=line.usage))
+        forms = with_forms(own.precisions, lambda _, name: form_of(name).plain if name in found.absent else name)
+        return replace(own, precisions=forms, takes_any=line.takes_any, processes=self._processes[spec.node])
+
+    def measure(self, name: str, ground: Groundwork, copies: Copies, progress: Progress) -> Probed:
+        """Have copies measured by a worker. Raises WorkerBroken."""
+        worker = self._workers[name]
+
+        def ask(copies: Copies) -> Probed:
+            worker.give_files([copy.packed for listed in copies.values() for copy in listed])
+            probed: Probed = worker.ask("measure", ground.box, copies, ground.usage, ground.executors)
+            return probed
+
+        (probed,) = _at_once([copies], ask, progress)
+        return probed
+
+    def attach(self, loop: AgentLoop, setup: EngineSetup, progress: Progress) -> None:
         """Make every worker ready, and let it work for a loop that has not started. Raises WorkerBroken."""
-        self._loop = loop
-        self._all(self._specs, self._make_ready)
+        self._loop, self._setup = loop, setup
+        _at_once(self._specs, self._make_ready, progress)
         loop.attach({name: self._workers[name] for name in self._specs}, self._restart_in_background)
 
     def stop(self) -> None:
@@ -203,15 +195,6 @@ class WorkerManager:
         self.stop()
         for worker in self._workers.values():
             worker.lose("the agent does not start")
-
-    def _all(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
-        """Work on all at once, and report progress meanwhile: a service manager waits for it."""
-        listed = list(items)
-        with ThreadPoolExecutor(max(len(listed), 1), "workers") as threads:
-            futures = [threads.submit(work, item) for item in listed]
-            while waiting := wait(futures, PROGRESS_S).not_done:
-                self._progress("workers", len(listed) - len(waiting), len(listed))
-            return [future.result() for future in futures]
 
     def _detect(self, name: str) -> Detected:
         spec = self._specs[name]
@@ -225,37 +208,6 @@ class WorkerManager:
         one, two = self._specs[name], self._specs[other]
         boxes = self._detected[name].box, self._detected[other].box
         return (one.kind, one.node) == (two.kind, two.node) and _is_of_one_kind(*boxes)
-
-    def _measure(self, name: str, ground: Groundwork, pack: Pack, is_new: Callable[[ExpertCopy], bool]) -> Measured:
-        """Decide a worker's executors and forms, pack its copies, and have the new ones measured."""
-        spec, found = self._specs[name], self._detected[name]
-        config, profile = ground.config.of_worker(spec.kind), ground.profile
-        if profile is not None and any(differences(profile.box, identity_of(found.box))):
-            profile = None
-        packed = packed_experts(config, self._segments.directory)
-        own = groundwork(config, self._part_of_box(name), profile, packed, Given(usage=ground.usage))
-        # torch's forms for those that do not run on the worker, or cannot be packed here
-        forms = with_forms(
-            own.precisions, lambda _, name: form_of(name).plain if name in found.absent else runs_as(name)
-        )
-        own = replace(own, precisions=forms)
-        copies = {
-            processor: [copy for copy in listed if not copy.expert.takes_texts]
-            for processor, listed in copies_of(config, own.precisions, pack(config, own.precisions).packed).items()
-        }
-        new = {processor: [copy for copy in listed if is_new(copy)] for processor, listed in copies.items()}
-        return Measured(own, copies, self._times(name, own, new))
-
-    def _times(self, name: str, own: Groundwork, copies: Copies) -> Probed:
-        if own.profile is not None:
-            executors = own.executors * self._processes[self._specs[name].node]
-            return Probed(matrix(own.profile, own.box, copies, own.usage, executors), {})
-        if not any(copies.values()):
-            return Probed(PerformanceMatrix({processor: {} for processor in copies}, own.usage), {})
-        worker = self._workers[name]
-        worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-        probed: Probed = worker.ask("measure", own.box, copies, own.usage, own.executors)
-        return probed
 
     def _make_ready(self, name: str) -> None:
         worker, part = self._workers[name], self._setup.at(name)
@@ -296,3 +248,13 @@ class WorkerManager:
 def _is_of_one_kind(box: Box, other: Box) -> bool:
     """True for boxes that differ in memory alone."""
     return replace(box, host=other.host, device=other.device) == other
+
+
+def _at_once(items: Iterable[Item], work: Callable[[Item], Result], progress: Progress) -> list[Result]:
+    """Work on all items at once, and report progress meanwhile: a service manager waits for it."""
+    listed = list(items)
+    with ThreadPoolExecutor(max(len(listed), 1), "workers") as threads:
+        futures = [threads.submit(work, item) for item in listed]
+        while waiting := wait(futures, PROGRESS_S).not_done:
+            progress("workers", len(listed) - len(waiting), len(listed))
+        return [future.result() for future in futures]

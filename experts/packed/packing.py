@@ -101,7 +101,7 @@ def pack_line(
                     progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
                 packing.draft(job)
             packing.settle()
-        packing.collect_garbage({job.expert.id for job in jobs}, in_use)
+        packing.collect_garbage({expert.id for expert in experts}, in_use)
         KeptImageFacts(store.directory).keep(experts)
     return packing.report()
 

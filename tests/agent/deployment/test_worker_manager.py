@@ -157,3 +157,12 @@ def test_a_line_with_workers_is_reloaded(judging):
     os.kill(ended, signal.SIGKILL)
     until_it_is_back(line, agent, "w1", ended)
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
+
+
+def test_weights_that_are_missing_quarantine_their_expert_with_the_reason(tmp_path):
+    line = Line(tmp_path)
+    (tmp_path / "f1.yaml").unlink()
+    with line.built(starts=True) as (agent, outcomes, _):
+        missing, found = judged(agent, outcomes, [IMAGE] * 2, components=("c1", "c0"))
+    assert (missing.verdict, found.verdict) == (Verdict.UNKNOWN, Verdict.OK)
+    assert "f1.yaml is not there" in missing.reason

@@ -171,6 +171,14 @@ def test_experts_that_left_the_line_and_forms_that_were_not_chosen_leave_the_dis
     assert set((store.directory / "segments").iterdir()) == segments
 
 
+def test_experts_that_run_in_no_form_here_keep_their_files(files, store):
+    experts = [files.fake("cls/x")]
+    pack(store, experts, Precision.FP32)
+    before = files_of(store)
+    pack_line(experts, lambda expert: set(), store)  # by an agent whose executors are all in workers
+    assert files_of(store) == before
+
+
 def test_what_several_experts_hold_in_common_is_stored_once(files, store):
     experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
     packed = packed_in(store, experts)
