@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from agent.core.effects import Evict, EvictionDecision, StartLoad
+from agent.core.effects import StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import SSD
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
@@ -68,7 +68,7 @@ class Yard:
         assert self.answers.get(timeout=PATIENCE_S) == Loaded(self.count)
 
     def evict(self, expert):
-        self.transfers.evict(Evict(expert, f"{expert}@fp32", "pool", 0, 0, EvictionDecision("", 0, ())))
+        self.store.evict(f"{expert}@fp32")
 
     def greedy(self, expert):
         with self.store.using(f"{expert}@fp32") as slot:
