@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+import ray._private.worker as ray_driver
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from agent.line_file.cluster import WorkerSection
 
 START_S = 120.0  # for Ray to start an actor
+
+logger = logging.getLogger(__name__)
+
+
+def _log(data: Mapping[str, Any], **_: object) -> None:
+    for line in data["lines"]:
+        logger.warning("cluster_error told_by=%s text=%s", data["pid"], line.strip())
 
 
 class RayChannel:
@@ -89,6 +97,7 @@ class RayCluster:
     namespace: str
 
     def __post_init__(self) -> None:
+        ray_driver.print_to_stdstream = _log  # on stdout, what nodes report would be amid a command's JSON
         try:
             ray.init(
                 address=self.address,

@@ -500,6 +500,7 @@ class AgentLoop:
         self._pools |= {pool.name: pool for pool in pools}
         self._open.know_executors(executors)
         self._lost.pop(name, None)
+        logger.info("executors_joined worker=%s executors=%s", name, [spec.id for spec in executors])
         self._handle(events.ExecutorsJoined(tuple(executors), tuple(pools)))
 
     def _lose_worker(self, lost: WorkerLost) -> None:

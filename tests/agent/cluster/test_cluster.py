@@ -1,11 +1,13 @@
 """A line whose workers are in a Ray cluster; without the extra it is refused with what to install."""
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.cluster import extra
 from tests.agent.deployment.test_worker_manager import IMAGE, Line, Verdict, judged
+from tests.waiting import until
 
 
 def test_without_the_extra_a_line_in_a_cluster_is_refused(tmp_path, monkeypatch):
@@ -19,9 +21,15 @@ def test_without_the_extra_a_line_in_a_cluster_is_refused(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_images_are_judged_by_actors(tmp_path):
+def test_images_are_judged_by_actors_and_what_ray_reports_is_logged(tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
     ray = pytest.importorskip("ray", reason="coserve[cluster] is not installed")
     local = {"address": "local", "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with ray.init(num_cpus=2, **local), Line(tmp_path, address="auto").built(starts=True) as (agent, outcomes, _):
         assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12)} == {Verdict.OK}
         assert agent.loop.workers == ["w1", "w2"]
+        actors = [each for each in psutil.Process().children(recursive=True) if "WorkerActor" in each.name()]
+        actors[0].kill()
+        assert "executors_joined" not in caplog.text
+        until(lambda: "cluster_error" in caplog.text and "executors_joined" in caplog.text)
+    assert capsys.readouterr().out == ""  # where a command writes its JSON
