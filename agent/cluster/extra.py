@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 MODULES = ("ray", "pyarrow")
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}  # no statistics are sent; a token is required
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_NUM_REDIS_GET_RETRIES": "1",  # tries to reach the cluster, of 40 s; Ray's 20 would take a quarter of an hour
+}
 
 
 def why_absent() -> str | None:

@@ -1,5 +1,8 @@
 """A line whose workers are in a Ray cluster; without the extra it is refused with what to install."""
 
+import subprocess
+import sys
+
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -33,3 +36,15 @@ def test_images_are_judged_by_actors_and_what_ray_reports_is_logged(tmp_path, ca
         assert "executors_joined" not in caplog.text
         until(lambda: "cluster_error" in caplog.text and "executors_joined" in caplog.text)
     assert capsys.readouterr().out == ""  # where a command writes its JSON
+
+
+@pytest.mark.slow
+def test_a_cluster_that_cannot_be_reached_ends_the_start(tmp_path):
+    """In a process of its own: Ray reads its settings when it is imported."""
+    pytest.importorskip("ray", reason="coserve[cluster] is not installed")
+    line = Line(tmp_path, address="127.0.0.1:1")
+    line.write()
+    call = [sys.executable, "-c", "from agent.cli.app import app; app()", "serve", str(line.file)]
+    ended = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert "the cluster at 127.0.0.1:1: " in ended.stderr
