@@ -1,0 +1,1 @@
+"""Language models over ranks of torch.distributed: what each rank holds, and how tokens reach their moe_experts."""
