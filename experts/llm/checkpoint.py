@@ -7,6 +7,7 @@ on demand; a tensor that needs neither joining nor conversion is a view of the m
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,25 @@ class Checkpoint:
         """Read all tensors. Raises LoadError, WeightsMismatch where a tied head is stored and differs."""
         self.check_tied_head()
         return {name: self.read(name, dtype) for name in self._parts}
+
+    def read_rows(
+        self, name: str, matrix_columns: int, rows: Sequence[tuple[int, int]], columns: tuple[int, int]
+    ) -> Tensor:
+        """Read ascending ranges of a tensor's rows, seen as a matrix, and one range of its columns. Raises LoadError.
+
+        Files are mapped: other pages are not read from the disk.
+        """
+        read: list[Tensor] = []
+        start = 0
+        for part in self._parts[name][1]:
+            count = math.prod(part.shape) // matrix_columns
+            ranges = [(max(begin - start, 0), min(end - start, count)) for begin, end in rows]
+            wanted = [one for one in ranges if one[0] < one[1]]
+            if wanted:
+                matrix = self._tensor(part).reshape(count, matrix_columns)
+                read += [matrix[slice(*one), slice(*columns)] for one in wanted]
+            start += count
+        return torch.cat(read)
 
     def _tensor(self, part: SourceTensor) -> Tensor:
         file = self._stored[part.name].file

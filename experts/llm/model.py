@@ -120,8 +120,12 @@ class LanguageModel:
     def rotation(self, positions: Tensor) -> Rotation | None:
         return None if self._rope is None else self._rope.at(positions, self.dtype)
 
+    def embedded_tokens(self, token_ids: Tensor) -> Tensor:
+        """Tokens without their positions."""
+        return looked_up(token_ids, self._embedding)
+
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        tokens = looked_up(token_ids, self._embedding)
+        tokens = self.embedded_tokens(token_ids)
         return tokens if self._positions is None else tokens + embedding(positions, self._positions)
 
     def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +135,7 @@ class LanguageModel:
         projected = project(normed, weights.qkv, weights.qkv_bias)
         queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
-            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
+            queries, keys = self._whole_normed(queries, weights.q_norm), self._whole_normed(keys, weights.k_norm)
         if spec.qkv_limit is not None:
             queries, keys, values = (one.clamp(-spec.qkv_limit, spec.qkv_limit) for one in (queries, keys, values))
         queries = queries.reshape(-1, spec.heads, spec.head_size)
@@ -149,6 +153,9 @@ class LanguageModel:
         weights = self._feed_forward[layer]
         normed = self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias)
         return feed_forward(normed, self.spec.layers[layer], weights)
+
+    def _whole_normed(self, tokens: Tensor, weight: Tensor | None) -> Tensor:
+        return self._normed(tokens, weight)
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"

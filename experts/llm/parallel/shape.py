@@ -9,6 +9,7 @@ in each replica, also where moe_experts and ranks do not divide each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,6 @@ def pieces_of(shape: MeshShape, moe_experts: int, width: int) -> tuple[Piece, ..
         last = max((moe_expert + 1) * units // moe_experts, first + 1)
         holders = range(first * ranks_a_unit, last * ranks_a_unit)
         bounds = [width * n // len(holders) for n in range(len(holders) + 1)]
-        pieces += [
-            Piece(moe_expert, rank, begin, end)
-            for rank, begin, end in zip(holders, bounds, bounds[1:], strict=True)
-            if end > begin
-        ]
+        held = zip(holders, pairwise(bounds), strict=True)
+        pieces += [Piece(moe_expert, rank, begin, end) for rank, (begin, end) in held if end > begin]
     return tuple(pieces)
