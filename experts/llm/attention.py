@@ -59,6 +59,9 @@ class BatchKeyValues(Protocol):
 class KeyValues(Protocol):
     """Keys and values of all sequences of one model."""
 
+    def holds(self, sequence: int) -> bool:
+        """True from a sequence's beginning to its release."""
+
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         """Reserve room for a batch. A row before its sequence's end cuts the sequence; beyond its end: ValueError."""
 

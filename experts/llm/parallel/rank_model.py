@@ -38,18 +38,27 @@ SUM, GATHER, LOGITS = "sums", "layer gathers", "logits"  # purposes in a Traffic
 class RankModel(LanguageModel):
     """A rank's model over its own ``tensors``, by the names of the whole model's; ``whole``: spec of that."""
 
-    def __init__(
-        self, whole: ArchSpec, tensors: Mapping[str, Tensor], mesh: Mesh, form: ExchangeForm, expert: str = "ranks"
-    ) -> None:
+    def __init__(self, whole: ArchSpec, tensors: Mapping[str, Tensor], mesh: Mesh, expert: str) -> None:
         self._mesh = mesh
         self.whole = whole
-        moe = {}
+        self._moe: dict[int, RankMoe] = {}
         for number, layer in enumerate(whole.layers):
             if layer.moe is not None:
                 weights = _weights(whole, tensors, f"layers.{number}.experts")
-                moe[number] = RankMoe(mesh, layer.moe, form, weights)
-        super().__init__(local_spec(whole, mesh.shape, expert), tensors, moe)
+                self._moe[number] = RankMoe(mesh, layer.moe, weights)
+        super().__init__(local_spec(whole, mesh.shape, expert), tensors, self._moe)
         self._first_token, self._end_token = share(whole.vocab_size, mesh.shape.tensor, mesh.tensor_index)
+
+    def exchange_by(self, form: ExchangeForm) -> None:
+        """Exchange tokens by this form from now on: all ranks at once."""
+        for moe in self._moe.values():
+            moe.exchange_by(form)
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes that one token's pairs with moe_experts of a layer have at most."""
+        per_token = max((layer.moe.per_token for layer in self.whole.layers if layer.moe is not None), default=0)
+        return int(per_token * self.spec.hidden_size * self.dtype.itemsize)
 
     def hidden(self, batch: TokenBatch | None, key_values: KeyValues) -> Tensor:
         """Hidden states of this group's tokens; None: it has none, and only its moe_experts run."""
@@ -99,9 +108,7 @@ class RankModel(LanguageModel):
         return (exact * torch.rsqrt(mean + self.spec.norm_epsilon)).to(tokens.dtype) * weight
 
 
-def load_rank(
-    directory: Path, expert: str, mesh: Mesh, form: ExchangeForm, dtype: torch.dtype | None = None
-) -> RankModel:
+def load_rank(directory: Path, expert: str, mesh: Mesh, dtype: torch.dtype | None = None) -> RankModel:
     """This rank's slices of a Hugging Face directory's model. Raises as ``load_model``, and ModelUnsupported."""
     spec = read_spec(directory, expert)
     local_spec(spec, mesh.shape, expert)
@@ -114,7 +121,7 @@ def load_rank(
         .view(cut.shape)
         for name, cut in cuts_of(spec, mesh.shape, mesh.replica_rank).items()
     }
-    return RankModel(spec, tensors, mesh, form, expert)
+    return RankModel(spec, tensors, mesh, expert)
 
 
 def _weights(spec: ArchSpec, tensors: Mapping[str, Tensor], name: str) -> MlpWeights | None:

@@ -39,11 +39,15 @@ class _Destinations:
 class RankMoe:
     """Implements ``experts.llm.dispatch.MoeExperts``. ``weights``: of own pieces; None for a rank that holds none."""
 
-    def __init__(self, mesh: Mesh, moe: MoeSpec, form: ExchangeForm, weights: MlpWeights | None) -> None:
+    def __init__(self, mesh: Mesh, moe: MoeSpec, weights: MlpWeights | None) -> None:
         self._mesh = mesh
         self._moe = moe
         self._weights = weights
-        self._exchange = exchange_of(form, mesh)
+        self.exchange_by(ExchangeForm.FLAT)
+
+    def exchange_by(self, form: ExchangeForm) -> None:
+        """Exchange by this form from now on: all ranks at once."""
+        self._exchange = exchange_of(form, self._mesh)
         self._is_coordinated = form is ExchangeForm.COORDINATED
         self._to = self._destinations()
 

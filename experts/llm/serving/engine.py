@@ -113,6 +113,9 @@ class _TimedKeyValues:
         self._clock = clock
         self.reserving_s = 0.0
 
+    def holds(self, sequence: int) -> bool:
+        return self._key_values.holds(sequence)
+
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         began_s = self._clock()
         reserved = self._key_values.reserve(batch)

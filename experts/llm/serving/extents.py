@@ -212,6 +212,10 @@ class ExtentArena:
             else:
                 self._make_idle(extent)
 
+    def holds(self, request: int) -> bool:
+        """True from ``begin`` to ``release``."""
+        return request in self._extents
+
     def place(self, request: int) -> tuple[int, int]:
         """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
         return self._extents[request].place
@@ -373,6 +377,9 @@ class ArenaKeyValues:
     arena: ExtentArena
     layout: KvLayout
 
+    def holds(self, sequence: int) -> bool:
+        return self.arena.holds(sequence)
+
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         return self.arena.reserve(self.layout, batch)
 
@@ -480,6 +487,15 @@ class ModelKeyValues:
         self._layout = KvLayout.of(spec, dtype)
         self._arena = arena_for(device, sys.maxsize, keeps_prefixes=False)
         self._begun: set[int] = set()
+
+    def holds(self, sequence: int) -> bool:
+        return sequence in self._begun
+
+    def release(self, sequence: int) -> None:
+        """Idempotent."""
+        if sequence in self._begun:
+            self._begun.remove(sequence)
+            self._arena.release(sequence, is_sound=False)  # nobody says whether it is
 
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         for sequence in {row.sequence for row in batch.rows} - self._begun:

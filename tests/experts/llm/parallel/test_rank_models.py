@@ -44,7 +44,8 @@ NEW_TOKENS = 4
 def run_rank(directory, shape, form, groups):
     """Greedy tokens and logits of this rank's prompts: ``groups`` names each prompt's tensor group."""
     mesh = Mesh(shape)
-    model = load_rank(directory, "tiny", mesh, form)
+    model = load_rank(directory, "tiny", mesh)
+    model.exchange_by(form)
     key_values = ModelKeyValues(model.spec, model.dtype)
     own = [n for n, group in enumerate(groups) if group == mesh.group_number]
     chunks = [Chunk(n, 0, PROMPTS[n]) for n in own]

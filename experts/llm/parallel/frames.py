@@ -1,0 +1,140 @@
+"""Frames between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experts.llm.parallel.shape import MeshShape
+from experts.llm.token_batch import Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import BinaryIO
+
+    from torch import Tensor
+
+SIZES = struct.Struct("<QQ")
+BEGIN, RUN, HEAD = "begin", "run", "head"  # what a frame asks of the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``header``: plain JSON. ``tensor``: on the CPU, any dtype; None: none."""
+
+    header: Mapping[str, Any]
+    tensor: Tensor | None = None
+
+    def packed(self) -> bytes:
+        header = dict(self.header)
+        content = b""
+        if self.tensor is not None:
+            header["tensor"] = [str(self.tensor.dtype).removeprefix("torch."), *self.tensor.shape]
+            content = self.tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        text = json.dumps(header).encode()
+        return SIZES.pack(len(text), len(content)) + text + content
+
+    @classmethod
+    def of(cls, packed: bytes) -> Frame:
+        size, _ = SIZES.unpack_from(packed)
+        header = json.loads(packed[SIZES.size : SIZES.size + size])
+        if "tensor" not in header:
+            return cls(header)
+        name, *shape = header.pop("tensor")
+        content = bytearray(packed[SIZES.size + size :])
+        flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return cls(header, flat.view(getattr(torch, name)).view(shape))
+
+
+class FrameStream:
+    """Frames over a connected socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._reader: BinaryIO = connected.makefile("rb")
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. Raises OSError once the other end is gone."""
+        self._socket.sendall(frame.packed())
+
+    def receive(self) -> bytes | None:
+        """The next frame, packed; None once the other end is gone."""
+        try:
+            head = self._reader.read(SIZES.size)
+            content = self._reader.read(sum(SIZES.unpack(head))) if len(head) == SIZES.size else b""
+        except (OSError, ValueError):
+            return None
+        return head + content if content and len(content) == sum(SIZES.unpack(head)) else None
+
+    def shutdown(self) -> None:
+        """End both directions, from any thread. Raises OSError if they have ended."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSetup:
+    """What every rank is told at its start. ``form``: of the exchange; None: chosen by measured costs.
+
+    ``dtype``: torch's name; None: the checkpoint's. ``threads``: of each rank's operators.
+    """
+
+    expert: str
+    directory: str
+    shape: MeshShape
+    device: str = "cpu"
+    dtype: str | None = None
+    form: str | None = None
+    threads: int = 1
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"do": BEGIN, **asdict(self)}
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> RanksSetup:
+        values = {name: value for name, value in header.items() if name != "do"}
+        return cls(**values | {"shape": MeshShape(**values["shape"])})
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """Rows of one batch, in its order, and the tensor group of each. ``gone``: sequences that have ended."""
+
+    rows: tuple[Chunk, ...]
+    groups: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+
+    @property
+    def header(self) -> dict[str, Any]:
+        rows = [[row.sequence, row.first, list(row.tokens)] for row in self.rows]
+        return {"do": RUN, "rows": rows, "groups": self.groups, "gone": self.gone}
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> RankRows:
+        rows = tuple(Chunk(sequence, first, tokens) for sequence, first, tokens in header["rows"])
+        return cls(rows, tuple(header["groups"]), tuple(header["gone"]))
+
+    def of_group(self, group: int) -> list[Chunk]:
+        return [row for row, own in zip(self.rows, self.groups, strict=True) if own == group]
+
+    def places(self, group: int) -> list[int]:
+        """Places of a group's tokens among all tokens of the batch."""
+        places: list[int] = []
+        start = 0
+        for row, own in zip(self.rows, self.groups, strict=True):
+            places += range(start, start + row.count) if own == group else ()
+            start += row.count
+        return places
+
+
+def count_of(rows: Sequence[Chunk]) -> int:
+    return sum(row.count for row in rows)

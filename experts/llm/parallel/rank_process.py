@@ -1,0 +1,174 @@
+"""A rank's process: ``python -m experts.llm.parallel.rank_process [--driver FD] [--model DIRECTORY]``.
+
+Rank and addresses are those of torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 has the
+driver's socket; it passes every frame on to the others, which wait for it. ``--model``: the model's directory on this
+box, if it is another than the driver's.
+
+Guarantees: a rank ends with its driver and with any other rank: a process that is gone closes its connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from experts.errors import CoServeError
+from experts.llm.parallel.costs import ExchangeForm, cheapest
+from experts.llm.parallel.frames import BEGIN, RUN, Frame, FrameStream, RankRows, RanksSetup, count_of
+from experts.llm.parallel.groups import Mesh
+from experts.llm.parallel.measuring import measured_costs
+from experts.llm.parallel.rank_model import load_rank
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.token_batch import TokenBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from experts.llm.parallel.rank_model import RankModel
+
+log = logging.getLogger(__name__)
+
+IDLE = timedelta(days=365)  # a rank waits for texts as long as it has to
+REASON_BYTES = 2048
+USUAL_ROWS = 8  # of a batch, for which the exchange is chosen
+
+
+class Rank:
+    """This process among its ranks. ``stream``: the driver's, of rank 0 alone."""
+
+    def __init__(self, stream: FrameStream | None, directory: Path | None = None) -> None:
+        self._stream = stream
+        self._directory = directory
+        self._rank = dist.get_rank()
+        self._model: RankModel | None = None
+
+    def follow(self) -> None:
+        """Carry out frames until the driver is gone."""
+        while (frame := self._next()) is not None:
+            kind = frame.header["do"]
+            if kind == BEGIN:
+                self._begin(RanksSetup.of(frame.header))
+            elif kind == RUN:
+                self._run(RankRows.of(frame.header))
+            else:
+                self._head(frame.tensor)
+
+    def _next(self) -> Frame | None:
+        """The driver's next frame, by way of rank 0; None: the driver is gone."""
+        content = self._stream.receive() if self._stream is not None else None
+        size = torch.tensor([len(content or b"")])
+        dist.broadcast(size, 0)
+        if not int(size):
+            return None
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        if content is not None:
+            packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        dist.broadcast(packed, 0)
+        return Frame.of(packed.numpy().tobytes())
+
+    def _begin(self, setup: RanksSetup) -> None:
+        torch.set_num_threads(setup.threads)
+        self._mesh = mesh = Mesh(setup.shape, setup.device)
+        dtype = None if setup.dtype is None else getattr(torch, setup.dtype)
+        directory = self._directory or Path(setup.directory)
+        reason = ""
+        costs = measured_costs(mesh)
+        try:
+            self._model = model = load_rank(directory, setup.expert, mesh, dtype)
+            self._key_values = ModelKeyValues(model.spec, model.dtype, model.device)
+        except CoServeError as error:
+            reason = str(error)
+        if self._report(reason) and self._model is not None:
+            pair_bytes = self._model.pair_bytes * USUAL_ROWS
+            form = ExchangeForm(setup.form) if setup.form else cheapest(setup.shape, costs, pair_bytes)
+            self._model.exchange_by(form)
+            self._answer(Frame({"ready": form.value, "dtype": str(self._model.dtype).removeprefix("torch.")}))
+
+    def _report(self, reason: str) -> bool:
+        """True if no rank has a reason to refuse; else rank 0 tells the driver the first."""
+        own = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+        text = reason.encode()[:REASON_BYTES]
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else own[:0]
+        reasons = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(reasons, own)
+        told = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in reasons]
+        refused = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        if refused:
+            self._answer(Frame({"refused": refused[0]}))
+        return not refused
+
+    def _run(self, rows: RankRows) -> None:
+        """Run this group's rows, and bring the hidden states of all to rank 0."""
+        assert self._model is not None, "a driver runs nothing before the ranks are ready"
+        mesh, shape = self._mesh, self._mesh.shape
+        for sequence in rows.gone:
+            self._key_values.release(sequence)
+        own = rows.of_group(mesh.group_number)
+        first = mesh.group_number - mesh.group_number % shape.expert
+        hidden = torch.empty(0)
+        if any(first <= group < first + shape.expert for group in rows.groups):
+            hidden = self._model.hidden(TokenBatch.of(own, mesh.device_type) if own else None, self._key_values)
+        if self._rank:
+            if own and not mesh.tensor_index:
+                dist.send(hidden, 0)
+            return
+        gathered = torch.empty((count_of(rows.rows), self._model.spec.hidden_size), dtype=self._model.dtype)
+        for group in sorted(set(rows.groups)):
+            places = rows.places(group)
+            part = hidden
+            if group:
+                part = torch.empty((len(places), gathered.shape[1]), dtype=gathered.dtype, device=mesh.device_type)
+                dist.recv(part, group * shape.tensor)
+            gathered[places] = part.cpu()
+        self._answer(Frame({}, gathered))
+
+    def _head(self, hidden: Tensor | None) -> None:
+        """Logits, by the first tensor group."""
+        assert self._model is not None, "a driver runs nothing before the ranks are ready"
+        assert hidden is not None, "a head runs on hidden states"
+        if not self._mesh.group_number:
+            logits = self._model.logits(hidden.to(self._mesh.device_type))
+            self._answer(Frame({}, logits.cpu()))
+
+    def _answer(self, frame: Frame) -> None:
+        if self._stream is not None:
+            self._stream.send(frame)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rank_process", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--driver", type=int, help="file descriptor of the driver's socket, of rank 0")
+    parser.add_argument("--model", type=Path, help="the model's directory on this box")
+    parser.add_argument("--meeting", help="address to meet at; unless given, torchrun's environment")
+    given = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the driver ends its ranks
+    rank = os.environ["RANK"]
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank={rank} %(name)s %(message)s")
+    backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+    meeting = {} if given.meeting is None else {"rank": int(rank), "world_size": int(os.environ["WORLD_SIZE"])}
+    try:
+        dist.init_process_group(backend, init_method=given.meeting or "env://", timeout=IDLE, **meeting)
+        stream = None if given.driver is None else FrameStream(socket.socket(fileno=given.driver))
+        Rank(stream, given.model).follow()
+    except (RuntimeError, OSError) as error:
+        log.error("rank_ended rank=%s: another rank or the driver is gone: %s", rank, str(error).splitlines()[0])
+        os._exit(1)  # a collective operation may hang in a thread
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A model over processes of its own, driven as one model: by hand, and by the engine that serves texts."""
+
+import os
+import signal
+
+import pytest
+
+from experts.errors import LoadError
+from experts.llm.model import load_model
+from experts.llm.parallel.driver import Ranks, RanksLost
+from experts.llm.parallel.frames import RanksSetup
+from experts.llm.parallel.shape import MeshShape
+from tests.experts.llm.conftest import ModelFiles, greedy
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.iteration import IterationLimits
+from tests.experts.llm.serving.conftest import Desk
+from tests.waiting import until
+
+PROMPTS = [[7, 3, 44], [5], [90, 2, 17, 8, 61, 30, 4], [33, 12]]
+SHAPE = MeshShape(expert=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    files = ModelFiles(tmp_path_factory.mktemp("models"))
+    return files.write(files.config("mixtral"))
+
+
+@pytest.fixture
+def ranks(directory):
+    told = []
+    ranks = Ranks(RanksSetup("tiny", str(directory), SHAPE), told.append)
+    ranks.told = told
+    yield ranks
+    ranks.close()
+    assert all(process.poll() is not None for process in ranks.processes)
+
+
+def answers_of(model):
+    """Texts of the engine that serves them: prompts in chunks, more texts than rows, one that is taken back."""
+    desk = Desk(model, ExtentArena(64 * 2**20, keeps_prefixes=False), IterationLimits(rows=3, tokens=16))
+    for request in range(6):
+        desk.ask(request, [(7 * request + n) % 90 + 1 for n in range(5 + 9 * request)], 3 + request % 4)
+    desk.quantum(0)
+    desk.engine.preempt(2)
+    return desk.finish(0)
+
+
+def test_ranks_write_what_one_process_writes_and_a_killed_one_ends_them_all(directory, ranks):
+    model = ranks.begin()
+    whole = load_model(directory, "tiny")
+    tokens, logits = greedy(model, PROMPTS, 4)
+    expected, expected_logits = greedy(whole, PROMPTS, 4)
+    assert tokens == expected
+    assert (logits - expected_logits).abs().max() <= 1e-5
+    assert answers_of(model) == answers_of(whole)
+    os.kill(ranks.processes[3].pid, signal.SIGKILL)
+    until(lambda: ranks.told)
+    assert ranks.told == [f"rank 3 (process {ranks.processes[3].pid}) was killed by signal 9"]
+    with pytest.raises(RanksLost, match=r"tiny.*rank 3"):
+        greedy(model, PROMPTS, 1)
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path):
+    ranks = Ranks(RanksSetup("tiny", str(tmp_path), MeshShape(expert=2)))
+    with pytest.raises(LoadError, match=r"tiny.*rank 0.*config.json"):
+        ranks.begin()
+    ranks.close()
