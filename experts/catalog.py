@@ -47,6 +47,7 @@ from experts.expert import (
     named_normalization,
 )
 from experts.graph import ExpertGraph, RouteStep, find_cycle
+from experts.llm.parallel.shape import MeshShape
 from experts.packed.image_facts import KeptImageFacts
 from experts.sizes import SIZE, size_bytes
 
@@ -242,6 +243,21 @@ def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
     return _for_images(labels, info)
 
 
+class ParallelSection(Section):
+    """Processes that run one language model together."""
+
+    expert: int = Field(1, strict=True, ge=1, le=1024, description="parts among which the experts inside it are shared")
+    tensor: int = Field(1, strict=True, ge=1, le=64, description="slices of each matrix; must divide its heads")
+    data: int = Field(1, strict=True, ge=1, le=64, description="copies of all that, for more texts at once")
+    slices: StrictBool = Field(
+        False, description="true: cut each expert inside it over the tensor slices, instead of sharing them out whole"
+    )
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape(self.data, self.expert, self.tensor, slices_experts=self.slices)
+
+
 class ExpertSection(Section):
     """Expert of a line: architecture, weights, and for images labels and input."""
 
@@ -318,6 +334,11 @@ class ExpertSection(Section):
         description="llm: memory for the experts inside it, which come and go when they take more; default: all stay "
         "where they fit",
     )
+    parallel: ParallelSection | None = Field(
+        None,
+        description="llm: run by processes of its own, which share its weights: {expert: 4, tensor: 2}; default: by "
+        "the agent",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ExpertSection:
@@ -343,7 +364,7 @@ class ExpertSection(Section):
             raise ValueError(f"labels of task anomaly are two, good and anomalous, not {self.labels} - correct them")
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
-        for key in ("precision", "moe_cache"):
+        for key in ("precision", "moe_cache", "parallel"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
         if self.input is not None:
@@ -386,6 +407,11 @@ class ExpertSection(Section):
         for key in OF_IMAGES:
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
+        if self.parallel is not None:
+            if self.parallel.shape.ranks == 1:
+                raise ValueError("parallel names a single process - give expert, tensor or data, or remove it")
+            if self.moe_cache is not None or self.precision == "int8":
+                raise ValueError("parallel takes neither moe_cache nor precision int8 - remove one of them")
         return self
 
 
@@ -480,6 +506,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
         is_automatic=section.precision == AUTOMATIC,
         moe_cache_bytes=section.moe_cache,
+        parallel=None if section.parallel is None else section.parallel.shape,
         task=None if section.task is None else Task(section.task),
         thresholds=tuple(sorted(section.thresholds.items())),
         otherwise=section.otherwise or NOTHING_FOUND,

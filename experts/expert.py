@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from experts.llm.parallel.shape import MeshShape
+
 ANOMALY_LABELS = ("ok", "anomalous")  # default of `task: anomaly`; the passing label comes first
 NOTHING_FOUND = "nothing-found"  # no object was detected, or no label holds; never in a route's `pass`
 ONE_LABEL = (  # refusal of a softmax over one label
@@ -142,6 +144,7 @@ class Expert:
     stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
     precision: Precision | None = None  # language models: overrides the line's
     moe_cache_bytes: int | None = None  # language models: bytes for moe_experts; None: all of them
+    parallel: MeshShape | None = None  # language models: run by ranks of their own; None: by an executor
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of the model's scores
     threshold_of: str | None = None  # digest of weights and input (experts.thresholds.binding); None: unknown

@@ -45,7 +45,7 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
     placing = Placing(request, expert, work, unable, ticket.worker, alone=ticket.losses > 0)
     placed = state.scheduler.place(placing, state.now)
     if placed is None:
-        if request == state.idle_request or not _is_able_away(state, expert, work):
+        if request == state.idle_request or not _is_able_away(state, expert):
             return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
         if request not in state.stranded:
             state.stranded[request] = expert
@@ -86,10 +86,10 @@ def _later(state: State, ticket: Ticket) -> Later:
     return later
 
 
-def _is_able_away(state: State, expert: str, work: Work) -> bool:
-    """True if a lost executor that may return can run the expert. Texts do not wait for one."""
+def _is_able_away(state: State, expert: str) -> bool:
+    """True if a lost executor that may return can run the expert."""
     columns = state.line.matrix.experts
-    return work is IMAGE and any(expert in columns[spec.processor] for spec in state.away.values())
+    return any(expert in columns[spec.processor] for spec in state.away.values())
 
 
 def standing_reason(state: State, expert: str) -> str | None:

@@ -20,6 +20,7 @@ from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
+from agent.deployment.ranked_experts import CPU, beside_ranks, parts_of_ranks, times_of_ranks
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.deployment.worker_setup import WorkerSetup, with_workers
 from agent.device_profile.identity import box_mismatches, identity_of
@@ -197,7 +198,8 @@ def line_parts(
 
     here = part(ground)
     here = here._replace(copies=_held_copies(here.ground, here.copies))
-    return {"": here, **workers.for_each(of_worker)}
+    ranked = {name: LinePart(own, {CPU: [copy]}, {}) for name, own, copy in parts_of_ranks(ground, segments.directory)}
+    return {"": here, **workers.for_each(of_worker), **ranked}
 
 
 def line_times(
@@ -223,7 +225,13 @@ def line_times(
         found = _times(own, {processor: chosen(listed) for processor, listed in copies.items()}, measure, progress)
         return replace(found, failed={expert: error.message for expert, error in unpacked.items()} | dict(found.failed))
 
-    return {"": times(""), **workers.for_each(times)}
+    ranked = {
+        name: times_of_ranks(part.ground, copy)
+        for name, part in parts.items()
+        for copy in part.all_copies
+        if copy.expert.parallel is not None
+    }
+    return {"": times(""), **workers.for_each(times), **ranked}
 
 
 def all_alarms(parts: Mapping[str, LinePart]) -> tuple[str, ...]:
@@ -326,7 +334,7 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     whole = detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
-    box = whole.shared_by(processes_on_box(config))
+    box = beside_ranks(config, whole.shared_by(processes_on_box(config)))
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given
     if given.executors is None and are_in_workers(config):

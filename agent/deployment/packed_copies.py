@@ -35,11 +35,13 @@ def with_forms(precisions: Precisions, form_of: Callable[[str, Precision], Preci
 def copies_of(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> dict[str, list[ExpertCopy]]:
+    """Copies that run on executors of these processors: not those of ranks."""
+    experts = config.catalog.experts
     return {
         processor: [
             copy_of(config, name, precision, packed[name][precision])
             for name, precision in wanted.items()
-            if precision in packed.get(name, {})
+            if precision in packed.get(name, {}) and experts[name].parallel is None
         ]
         for processor, wanted in precisions.items()
     }

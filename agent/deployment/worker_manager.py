@@ -27,6 +27,7 @@ from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
 from agent.line_file.cluster import WorkerSection
+from agent.runtime.rank_worker import RankWorker
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
@@ -135,6 +136,7 @@ class WorkerManager:
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self._workers: dict[str, RemoteWorker] = {}
+        self._ranks: dict[str, RankWorker] = {}
         self._detected: dict[str, Detected] = {}
         self._setup: EngineSetup
         self._loop: AgentLoop
@@ -155,7 +157,7 @@ class WorkerManager:
         return found
 
     def node(self, name: str) -> str:
-        return self._specs[name].node
+        return self._specs[name].node if name in self._specs else ""
 
     def ground(self, name: str, line: Groundwork) -> Groundwork:
         """A worker's executors and forms for a line, whose device profile counts if its box is such a box."""
@@ -184,7 +186,10 @@ class WorkerManager:
         """Make every worker ready, and let it work for a loop that has not started. Raises WorkerBroken."""
         self._loop, self._setup = loop, setup
         _at_once(self._specs, self._make_ready, progress)
-        loop.attach({name: self._workers[name] for name in self._specs}, self._restart_in_background)
+        self._ranks = {name: self._rank_worker(name) for name in setup.workers if name not in self._specs}
+        self._began_s = dict.fromkeys(setup.workers, time.monotonic())
+        remote = {name: self._workers[name] for name in self._specs}
+        loop.attach({**remote, **self._ranks}, self._restart_in_background)
 
     def stop(self) -> None:
         """Restart no more lost workers; the loop stops the others."""
@@ -200,6 +205,14 @@ class WorkerManager:
         spec = self._specs[name]
         worker = self._workers[name] = RemoteWorker(name, spec.start(), self._segments)
         return Detected(*worker.ask("detect", spec.kind.device))
+
+    def _rank_worker(self, name: str) -> RankWorker:
+        loop, part = self._loop, self._setup.at(name)
+        (executor,), (pool,) = part.executors, part.pools
+        loop.here.text_engines.add(executor, pool.lease_bytes)
+        worker = RankWorker(name, executor, loop.here, loop.post)
+        worker.know(*loop.served)
+        return worker
 
     def _part_of_box(self, name: str) -> Box:
         return self._detected[name].box.shared_by(self._processes[self._specs[name].node])
@@ -218,7 +231,6 @@ class WorkerManager:
         failed = worker.ask("assemble", self._part_of_box(name), part.executors, part.limits, own, columns, options)
         for expert, reason in failed.items():
             log.warning("worker_cannot_run worker=%s expert=%s reason=%s", name, expert, reason)
-        self._began_s[name] = time.monotonic()
 
     def _restart_in_background(self, name: str) -> None:
         Thread(target=self._restart, args=(name,), name=f"restart-{name}", daemon=True).start()
@@ -230,10 +242,7 @@ class WorkerManager:
         self._failures[name] += 1
         while not self._stopping.wait(RESTARTS.pause_s(self._failures[name])):
             try:
-                found = self._detect(name).box
-                if not _is_of_one_kind(found, self._detected[name].box):
-                    raise CoServeError(f"it is on another kind of box now: {found.model}")
-                self._make_ready(name)
+                worker = self._ranks[name] if name in self._ranks else self._started_again(name)
             except Exception as error:  # noqa: BLE001 - the boundary of this thread
                 self._failures[name] += 1
                 pause_s = RESTARTS.pause_s(self._failures[name])
@@ -241,8 +250,17 @@ class WorkerManager:
                 self._workers[name].lose(str(error))
                 continue
             part = self._setup.at(name)
-            self._loop.join(name, self._workers[name], part.executors, part.pools)
+            self._began_s[name] = time.monotonic()
+            self._loop.join(name, worker, part.executors, part.pools)
             return
+
+    def _started_again(self, name: str) -> RemoteWorker:
+        """A lost worker, ready again. Raises CoServeError."""
+        found = self._detect(name).box
+        if not _is_of_one_kind(found, self._detected[name].box):
+            raise CoServeError(f"it is on another kind of box now: {found.model}")
+        self._make_ready(name)
+        return self._workers[name]
 
 
 def _is_of_one_kind(box: Box, other: Box) -> bool:

@@ -208,6 +208,11 @@ class AgentLoop:
         self._workers |= workers
         self._worker_lost = lost
 
+    @property
+    def here(self) -> LocalWorker:
+        """The worker that is this process."""
+        return self._here
+
     def post(self, message: Message) -> None:
         """Take an answer of a worker, from any thread."""
         self._inbox.put(message)
@@ -463,7 +468,7 @@ class AgentLoop:
         else:
             self._begin_batch(effect)
         if batch.quantum_s is not None:
-            self._here.start_quantum(batch)
+            cast("TextWorker", self._workers[name]).start_quantum(batch)
             return
         images = [self._sources[request] for request in batch.requests]
         self._workers[name].start_batch(batch, images, is_next=not is_behind)

@@ -24,7 +24,7 @@ from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
 from experts.llm.serving.output_lengths import OutputLengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
@@ -35,12 +35,22 @@ if TYPE_CHECKING:
 class TextEngines:
     """Engines ``by_executor``, and their shared parts. ``runs_on``: copy -> its (memory, device)s; None: all."""
 
-    by_executor: Mapping[int, LlmEngine]
+    by_executor: dict[int, LlmEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    arenas: Mapping[tuple[str, str], ExtentArena] = field(default_factory=dict)  # by memory and torch device
+    arenas: dict[tuple[str, str], ExtentArena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
-    runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
+    runs_on: dict[str, set[tuple[str, str]]] | None = None
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
+
+    def add(self, spec: ExecutorSpec, lease_bytes: int) -> None:
+        """Add an executor with keys and values of its own, which keeps no prefixes."""
+        arena = self.arenas[spec.pool, "cpu"] = arena_for("cpu", lease_bytes, keeps_prefixes=False)
+        self.by_executor[spec.id] = LlmEngine(arena, lengths=self.lengths)
+
+    def add_place(self, copy: str, place: tuple[str, str]) -> None:
+        """Let texts of a copy use the arena of this (memory, device)."""
+        if self.runs_on is not None:
+            self.runs_on[copy] = {*self.runs_on.get(copy, ()), place}
 
     def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
         """Language models among these copies, in order."""

@@ -101,7 +101,7 @@ class RunningTexts:
     """``engines`` by executor; ``lengths``: record of output lengths."""
 
     def __init__(self, engines: Mapping[int, LlmEngine], lengths: OutputLengths) -> None:
-        self._engines = dict(engines)
+        self._engines = engines
         self._lengths = lengths
         self._progress: dict[int, TextProgress] = {}
 

@@ -54,6 +54,13 @@ class WorkerLost:
     reason: str
 
 
+class TextWorker(Protocol):
+    """A worker that runs texts as well."""
+
+    def start_quantum(self, batch: Batch) -> None:
+        """Run a batch of texts for its quantum."""
+
+
 class Worker(Protocol):
     """One worker. Its methods are called on the loop's thread, in the order of the Engine's effects."""
 

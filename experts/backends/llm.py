@@ -17,7 +17,8 @@ from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
-from experts.llm.names import expert_stacks
+from experts.llm.names import FINAL_NORM, expert_stacks
+from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 EXECUTABLE = tuple(name for name, form in FORMS.items() if not form.is_cpu_only)
 PACKED_AS = "moe_experts in blocks"  # in manifests
+PACKED_FOR_RANKS = "without weights, for ranks"
 TOKENS_AT_ONCE = 512  # most tokens of prompts in an iteration
 FP32_BYTES = 4
 
@@ -83,6 +85,10 @@ class LlmBackend:
         _check_words(expert, program)
         checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
         checkpoint.check_tied_head()
+        if expert.parallel is not None:  # ranks read their slices from the directory
+            local_spec(checkpoint.spec, expert.parallel, expert.id)
+            tensors: Mapping[str, Tensor] = {FINAL_NORM: checkpoint.read(FINAL_NORM, form.dtype)}
+            return Packable(tensors, pack_program(program))
         tensors = form.text_tensors(_PackedTensors(checkpoint, form))
         return Packable(tensors, pack_program(program), expert_stacks(tensors))
 
@@ -96,6 +102,8 @@ class LlmBackend:
         raise ValueError(f"{expert.id} takes texts, not images")
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
+        if expert.parallel is not None:
+            return PACKED_FOR_RANKS
         labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # their spelling is checked
         return PACKED_AS + (form.text_recipe if isinstance(form := form_of(precision), PlainForm) else "") + labels
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import DeviceLost, MemoryExceeded
+from experts.errors import CoServeError, DeviceLost, MemoryExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ class DeviceWatch:
         self._device = device
         self._probe = probe
 
-    def lost_by(self, error: Exception) -> DeviceLost | None:
+    def lost_by(self, error: Exception) -> CoServeError | None:
         if names_a_loss(error):
             return DeviceLost(self._device, _said(error))
         if self._probe is None:

@@ -90,8 +90,8 @@ class RanksSetup:
     expert: str
     directory: str
     shape: MeshShape
-    device: str = "cpu"
     dtype: str | None = None
+    device: str = "cpu"
     form: str | None = None
     threads: int = 1
 

@@ -9,6 +9,7 @@ norms, gates, and keys' heads where there are fewer than tensor ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,14 @@ def local_spec(spec: ArchSpec, shape: MeshShape, expert: str) -> ArchSpec:
             "that divides both",
         )
     return replace(spec, heads=spec.heads // degree, kv_heads=max(spec.kv_heads // degree, 1))
+
+
+def bytes_of_ranks(spec: ArchSpec, shape: MeshShape, itemsize: int) -> int:
+    """Bytes of the weights that all ranks hold together."""
+    numbers = [
+        math.prod(cut.shape) for rank in range(shape.replica_ranks) for cut in cuts_of(spec, shape, rank).values()
+    ]
+    return shape.data * sum(numbers) * itemsize
 
 
 def share(size: int, degree: int, index: int) -> Range:

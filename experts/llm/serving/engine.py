@@ -179,6 +179,11 @@ class LlmEngine:
         self._requested.append((request, False))
         self._apply_requested_if_idle()
 
+    def lose_all(self) -> None:
+        """Free all keys and values: their memory is lost. Any thread may call it, between two quanta."""
+        for request in tuple(self._texts):
+            self.preempt(request)
+
     def statistics(self) -> TextEngineStatistics:
         """Totals as of the last whole quantum."""
         return replace(self._tally)

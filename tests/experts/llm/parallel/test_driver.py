@@ -10,9 +10,9 @@ from experts.llm.model import load_model
 from experts.llm.parallel.driver import Ranks, RanksLost
 from experts.llm.parallel.frames import RanksSetup
 from experts.llm.parallel.shape import MeshShape
-from tests.experts.llm.conftest import ModelFiles, greedy
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
+from tests.experts.llm.conftest import ModelFiles, greedy
 from tests.experts.llm.serving.conftest import Desk
 from tests.waiting import until
 

@@ -1,0 +1,107 @@
+"""Language models with ``parallel``: each is one worker, whose memory and executor are its ranks'.
+
+Ranks of this box take memory that no other worker counts. Their times are estimates: no other executor can run the
+model, and the engine of texts measures its iterations itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
+from agent.deployment.memory_needs import LEASE_FRACTION
+from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
+from agent.runtime.machine.box import MemorySize
+from agent.runtime.measuring.probe import UNMEASURED, Probed, matrix_row, performance_of
+from experts.backends.forms import form_of
+from experts.errors import ExpertError
+from experts.expert import Precision
+from experts.llm.config import read_spec
+from experts.llm.parallel.slices import bytes_of_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExpertProfile
+    from agent.deployment.engine_setup import Groundwork
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
+    from experts.expert import Expert
+
+CPU = "cpu"
+START_S = 10.0  # of processes with torch, before the first byte is read; arbitrary
+B_S, K_PROMPT_S, K_OUTPUT_S = 0.05, 0.002, 0.05  # of an iteration and its tokens; arbitrary
+ROWS = 64  # texts in an iteration at most: experts.llm.serving.iteration
+LEAST_CONTEXTS = 4  # whole contexts that keys and values have room for, without `kv`
+
+
+def ranked_experts(config: LineConfig) -> list[Expert]:
+    return [expert for expert in config.catalog.experts.values() if expert.parallel is not None]
+
+
+def worker_name(expert: Expert) -> str:
+    return f"ranks-{expert.id.replace('/', '-')}"
+
+
+def beside_ranks(config: LineConfig, box: Box) -> Box:
+    """The box without the memory that ranks take. Raises ConfigError where it has not got so much."""
+    free = box.host.available_bytes
+    for expert in ranked_experts(config):
+        with suppress(ExpertError):  # packing reports it
+            wanted = bytes_of(expert, config.precision or Precision.FP32)
+            if wanted > free:
+                raise config.document.error(
+                    f"its ranks take {wanted} bytes on this box, which has {free} free - run some on other boxes, or "
+                    "take a box with more",
+                    "experts", expert.id, "parallel",
+                )  # fmt: skip
+            free -= wanted
+    return replace(box, host=MemorySize(box.host.total_bytes, free))
+
+
+def bytes_of(expert: Expert, precision: Precision) -> int:
+    """Bytes of all ranks' weights. Raises ExpertError for an unreadable directory."""
+    assert expert.parallel is not None, "an expert with ranks"
+    itemsize = form_of(expert.precision or precision).dtype.itemsize
+    return bytes_of_ranks(read_spec(expert.weights, expert.id), expert.parallel, itemsize)
+
+
+def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Groundwork, ExpertCopy]]:
+    """Each such model's worker: its name, its memory and executor, and its copy. ``packed``: folder."""
+    config = ground.config
+    forms = by_precision(packed_experts(config, packed))
+    for expert in ranked_experts(config):
+        precision = next(column[expert.id] for column in ground.precisions.values())
+        if precision not in forms.get(expert.id, {}):
+            continue  # packing has failed, and says why
+        copy = copy_of(config, expert.id, precision, forms[expert.id][precision])
+        row = _row(copy)
+        workspace_bytes = row.performance.workspace_for(row.performance.max_batch)
+        lease_bytes = _lease_bytes(config, expert, row)
+        pool = PoolSpec(HOST, row.footprint.own_bytes, workspace_bytes, lease_bytes=lease_bytes)
+        executor = ExecutorSpec(0, CPU, HOST)
+        yield worker_name(expert), replace(ground, profile=None, executors=(executor,), pools=(pool,)), copy
+
+
+def times_of_ranks(ground: Groundwork, copy: ExpertCopy) -> Probed:
+    return Probed(PerformanceMatrix({CPU: {copy.expert.id: _row(copy)}}, ground.usage), {})
+
+
+def _row(copy: ExpertCopy) -> ExpertProfile:
+    weight_bytes = bytes_of(copy.expert, Precision(copy.packed.precision))
+    performance = replace(performance_of(copy, 0.0, B_S, ROWS), K_prompt_s=K_PROMPT_S, K_output_s=K_OUTPUT_S)
+    row = matrix_row(copy, performance, UNMEASURED, HOST)
+    load_s = START_S + weight_bytes / UNMEASURED[SSD]
+    return replace(row, footprint=Footprint(weight_bytes), load_s={SSD: load_s})
+
+
+def _lease_bytes(config: LineConfig, expert: Expert, row: ExpertProfile) -> int:
+    """Bytes for keys and values: the line file's, else a part of the weights, and some whole contexts at least."""
+    if config.texts.kv is not None:
+        return config.texts.kv
+    context_bytes = read_spec(expert.weights, expert.id).max_positions * row.performance.lease_bytes
+    return max(int(row.footprint.own_bytes * LEASE_FRACTION), LEAST_CONTEXTS * context_bytes)

@@ -1,0 +1,143 @@
+"""A language model over ranks on a line of images: its texts, a rank that dies, a reload, and refusals."""
+
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+
+from agent.deployment.line_change import plan_change
+from agent.runtime.texts import TextSource
+from experts.expert import Verdict
+from experts.llm.config import read_spec
+from experts.llm.model import load_model
+from experts.llm.parallel.shape import MeshShape
+from experts.llm.parallel.slices import bytes_of_ranks
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from tests.agent.line_files import LineFile, expert, fake, route
+from tests.experts.llm.conftest import ModelFiles, greedy
+from tests.experts.llm.serving.conftest import Notes
+from tests.waiting import until
+
+PATIENCE_S = 90.0
+NEW_TOKENS = 12
+IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
+PROMPTS = [[7, 3, 44], [5], [90, 2, 17, 8, 61, 30, 4], [33, 12]]
+
+
+class Line(LineFile):
+    def __init__(self, folder):
+        super().__init__(
+            folder,
+            experts={
+                "llm/mix": {"architecture": "llm", "weights": "mix", "parallel": {"expert": 2, "tensor": 2}},
+                "cls/f": expert("f.yaml"),
+            },
+            routes={"part": route("cls/f")},
+            device="cpu",
+            executors={"cpu": 1},
+            memory={"host": "64MiB"},
+            texts={"kv": "4MiB"},
+        )
+        files = ModelFiles(folder)
+        files.write(files.config("mixtral")).rename(folder / "mix")
+        fake(folder / "f.yaml", 100_000)
+
+
+def rank_processes():
+    found = {}
+    for process in psutil.Process().children():
+        try:
+            if "experts.llm.parallel.rank_process" in process.cmdline():
+                found[int(process.environ()["RANK"])] = process.pid
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    line = Line(tmp_path_factory.mktemp("line"))
+    with line.built(starts=True) as (agent, outcomes, _):
+        yield line, agent, outcomes
+    assert not rank_processes()
+
+
+def asked(agent, prompts, act=lambda count: False):
+    """Texts of these prompts under way: (request, what is written) of each."""
+    found = []
+    for prompt in prompts:
+        notes = Notes(act)
+        text = TextRequest(Generation(tuple(prompt), NEW_TOKENS, GREEDY), notes)
+        found.append((agent.loop.submit(TextSource(lambda _, text=text: text), expert="llm/mix"), notes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(serving):
+    return greedy(load_model(serving[0].folder / "mix", "mix"), PROMPTS, NEW_TOKENS)[0]
+
+
+def test_texts_over_ranks_are_those_of_one_process_beside_images(serving, expected):
+    line, agent, outcomes = serving
+    texts = asked(agent, PROMPTS)
+    images = [agent.loop.submit(IMAGE, component="part") for _ in range(6)]
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    assert [notes.tokens for _, notes in texts] == expected
+    assert {outcomes[request].verdict for request in images} == {Verdict.OK}
+    assert sorted(rank_processes()) == [0, 1, 2, 3]
+    spec = read_spec(line.folder / "mix", "mix")
+    (pool,) = (pool for pool in agent.loop.statistics().engine.pools if pool.name == "ranks-llm-mix/host")
+    assert pool.used_bytes == bytes_of_ranks(spec, MeshShape(expert=2, tensor=2), 4)
+
+
+def test_a_killed_rank_is_told_and_texts_go_on_once_all_are_back(serving, expected):
+    _, agent, outcomes = serving
+    victim = rank_processes()[2]
+
+    def kill(count):
+        if count == 4:
+            os.kill(victim, signal.SIGKILL)
+        return False
+
+    texts = [*asked(agent, PROMPTS[:1], kill), *asked(agent, PROMPTS[1:])]
+    until(lambda: agent.loop.lost)
+    assert agent.loop.lost["ranks-llm-mix"] == f"rank 2 (process {victim}) was killed by signal 9"
+    image = agent.loop.submit(IMAGE, component="part")
+    until(lambda: image in outcomes)
+    assert outcomes[image].verdict is Verdict.OK
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    assert [notes.tokens for _, notes in texts] == expected, [outcomes[request] for request, _ in texts]
+    assert not agent.loop.lost
+
+
+def test_a_reload_keeps_the_ranks(serving, expected):
+    line, agent, _ = serving
+    before = rank_processes()
+    line.document["experts"]["cls/g"] = expert("f.yaml")
+    line.document["routes"]["other"] = route("cls/g")
+    change = plan_change(agent, line.config, lambda *_: None)
+    agent.loop.change_line(change.event, change.copies)
+    ((_, notes),) = asked(agent, PROMPTS[:1])
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    assert notes.tokens == expected[0]
+    assert rank_processes() == before
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "text"),
+    [
+        ({"tensor": 3}, {}, "4 heads, 2 of keys, cannot be cut over 3 tensor ranks"),
+        ({"expert": 1}, {}, "parallel names a single process"),
+        ({"expert": 2}, {"precision": "int8"}, "parallel takes neither moe_cache nor precision int8"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tmp_path, parallel, more, text):
+    line = Line(tmp_path)
+    line.document["experts"]["llm/mix"] |= {"parallel": parallel, **more}
+    if more or parallel == {"expert": 1}:
+        assert text in line.refusal()
+        return
+    with line.built() as (agent, *_):
+        assert text in agent.setup.broken["llm/mix"]
