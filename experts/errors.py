@@ -355,6 +355,11 @@ class DeviceLost(CoServeError):
         )
 
 
+class RanksLost(CoServeError):
+    def __init__(self, expert: str, reason: str) -> None:
+        super().__init__(f"the ranks of {expert} are lost: {reason}")
+
+
 class WorkOverdue(CoServeError):
     """``work``: in words. ``pool``: memory that a load goes to, or that a batch runs from."""
 

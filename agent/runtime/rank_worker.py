@@ -25,7 +25,7 @@ from experts.backends.forms import form_of
 from experts.errors import CoServeError, LoadError, WeightsError
 from experts.expert import Precision
 from experts.llm.parallel.driver import Ranks, RanksLost
-from experts.llm.parallel.frames import RanksSetup
+from experts.llm.parallel.messages import RanksSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,28 +2,28 @@
 
 Guarantees: whoever uses a ``RanksModel`` runs it as any model. A rank that ends or is killed ends all of them, and
 raises RanksLost wherever the model is used; ``on_lost`` is called once. Ranks end with this process, also by kill -9.
-Ranks of this box meet at a file and talk over the loopback interface. With torchrun's MASTER_ADDR in the environment,
-they meet there, and ranks of other boxes with them.
+Ranks of this box meet at a file and talk over the loopback interface. Given a ``Meeting``, torchrun starts this box's,
+and they meet those that torchrun starts elsewhere.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import CoServeError, LoadError
+from experts.errors import LoadError, RanksLost
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
-from experts.llm.parallel.frames import HEAD, Frame, FrameStream, RankRows
+from experts.llm.parallel.messages import HEAD, MessageStream, RankMessage, RankRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,53 +31,62 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import KeyValues
-    from experts.llm.parallel.frames import RanksSetup
+    from experts.llm.parallel.messages import RanksSetup
     from experts.llm.token_batch import TokenBatch
 
+RANK_PROCESS = "experts.llm.parallel.rank_process"
 END_S = 5.0  # for the end of killed processes
 
 
-class RanksLost(CoServeError):
-    def __init__(self, expert: str, reason: str) -> None:
-        super().__init__(f"the ranks of {expert} are lost: {reason}")
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where ranks of several boxes meet. ``ranks_here``: ranks of this box, the first node."""
+
+    address: str
+    port: int
+    ranks_here: int
 
 
 class Ranks:
     """Processes of one model's ranks. ``on_lost``: called from a thread, once, unless ``stop`` came first."""
 
-    def __init__(self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None, meeting: Meeting | None = None
+    ) -> None:
         self.setup = setup
         self._on_lost = on_lost
         self._calling = Lock()
         self._ending = Lock()
         self._reason: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="coserve-ranks-")
-        here, there = socket.socketpair()
-        self._stream = FrameStream(here)
-        with there:
-            self.processes = [self._started(rank, there) for rank in range(self._here)]
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(self._address)
+        self._door.listen()
+        self._stream: MessageStream | None = None
+        self.processes = self._started() if meeting is None else [self._torchrun(meeting)]
         for rank, process in enumerate(self.processes):
             Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
     def begin(self) -> RanksModel:
         """Wait until every rank has loaded its slices. Raises LoadError with a rank's reason, RanksLost."""
-        answer = self.call(Frame(self.setup.header)).header
+        with suppress(OSError):  # the ranks have ended, and nobody comes
+            self._stream = MessageStream(self._door.accept()[0])
+        answer = self.call(RankMessage(self.setup.header)).header
         if "refused" in answer:
             self.stop()
             raise LoadError(self.setup.expert, answer["refused"])
         return RanksModel(self, getattr(torch, answer["dtype"]), answer["ready"])
 
-    def call(self, frame: Frame) -> Frame:
-        with self._calling:
-            try:
-                self._stream.send(frame)
-            except OSError:
-                self._end("its first rank does not take messages")
-            answer = self._stream.receive()
+    def call(self, message: RankMessage) -> RankMessage:
+        answer = None
+        with self._calling, suppress(OSError):
+            if self._stream is not None:
+                self._stream.send(message)
+                answer = self._stream.receive()
         if answer is None:
             self._end("its first rank is gone")
             raise RanksLost(self.setup.expert, self._reason or "its ranks were stopped")
-        return Frame.of(answer)
+        return RankMessage.of(answer)
 
     def kill(self, reason: str) -> None:
         self._end(reason)
@@ -86,23 +95,23 @@ class Ranks:
         self._end(None)
 
     @property
-    def _here(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.setup.shape.ranks)) if _meets_others() else self._ranks
+    def _address(self) -> str:
+        return f"{self._folder.name}/driver"
 
-    @property
-    def _ranks(self) -> int:
-        return self.setup.shape.ranks
+    def _started(self) -> list[subprocess.Popen[bytes]]:
+        ranks, meeting = self.setup.shape.ranks, f"file://{self._folder.name}/meeting"
+        variables = ["GLOO_SOCKET_IFNAME=lo", f"OMP_NUM_THREADS={self.setup.threads}"]
+        command = ["env", *variables, sys.executable, "-m", RANK_PROCESS, "--driver", self._address]
+        command += ["--meeting", meeting, "--ranks", str(ranks)]
+        return [subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True) for rank in range(ranks)]
 
-    def _started(self, rank: int, there: socket.socket) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(self._ranks), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "experts.llm.parallel.rank_process"]
-        if not _meets_others():
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-            command += ["--meeting", f"file://{self._folder.name}/meeting"]
-        if not rank:
-            command += ["--driver", str(there.fileno())]
-        passed = () if rank else (there.fileno(),)
-        return subprocess.Popen(command, env=environment, pass_fds=passed, start_new_session=True)
+    def _torchrun(self, meeting: Meeting) -> subprocess.Popen[bytes]:
+        """Start this box's ranks as the first node of several."""
+        nodes = self.setup.shape.ranks // meeting.ranks_here
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", "0"]
+        command += ["--nproc-per-node", str(meeting.ranks_here), "--master-addr", meeting.address]
+        command += ["--master-port", str(meeting.port), "-m", RANK_PROCESS, "--driver", self._address]
+        return subprocess.Popen(command, start_new_session=True)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -118,7 +127,10 @@ class Ranks:
                 with suppress(OSError):
                     process.kill()
             with suppress(OSError):
-                self._stream.shutdown()
+                self._door.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                if self._stream is not None:
+                    self._stream.shutdown()
         if reason is not None:
             self._on_lost(reason)
 
@@ -128,7 +140,9 @@ class Ranks:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-        self._stream.close()
+        self._door.close()
+        if self._stream is not None:
+            self._stream.close()
         self._folder.cleanup()
 
 
@@ -168,10 +182,10 @@ class RanksModel(LanguageModel):
         return self._run(RankRows(batch.rows, groups, gone))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _tensor(self._ranks.call(Frame({"do": HEAD}, hidden)))
+        return _tensor(self._ranks.call(RankMessage({"do": HEAD}, hidden)))
 
     def _run(self, rows: RankRows) -> Tensor:
-        return _tensor(self._ranks.call(Frame(rows.header)))
+        return _tensor(self._ranks.call(RankMessage(rows.header)))
 
     def _emptiest(self) -> int:
         held = [0] * self._ranks.setup.shape.groups
@@ -180,10 +194,6 @@ class RanksModel(LanguageModel):
         return held.index(min(held))
 
 
-def _tensor(frame: Frame) -> Tensor:
-    assert frame.tensor is not None, "a rank answers with a tensor"
-    return frame.tensor
-
-
-def _meets_others() -> bool:
-    return "MASTER_ADDR" in os.environ
+def _tensor(message: RankMessage) -> Tensor:
+    assert message.tensor is not None, "a rank answers with a tensor"
+    return message.tensor

@@ -72,7 +72,7 @@ class TorchGroup:
 
     def gather(self, tensor: Tensor, purpose: str) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=self._group)
+        dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
         self._sends([tensor.nbytes] * self.size, purpose)
         return gathered
 

@@ -1,8 +1,8 @@
-"""A rank's process: ``python -m experts.llm.parallel.rank_process [--driver FD] [--model DIRECTORY]``.
+"""A rank's process: ``python -m experts.llm.parallel.rank_process [--driver SOCKET] [--model DIRECTORY]``.
 
-Rank and addresses are those of torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 has the
-driver's socket; it passes every frame on to the others, which wait for it. ``--model``: the model's directory on this
-box, if it is another than the driver's.
+Rank and addresses are those of torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 connects to
+the driver's socket, and passes every message on to the others, which wait for it. ``--model``: the model's directory on
+this box, if it is another than the driver's.
 
 Guarantees: a rank ends with its driver and with any other rank: a process that is gone closes its connections.
 """
@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from experts.errors import CoServeError
 from experts.llm.parallel.costs import ExchangeForm, cheapest
-from experts.llm.parallel.frames import BEGIN, RUN, Frame, FrameStream, RankRows, RanksSetup, count_of
 from experts.llm.parallel.groups import Mesh
 from experts.llm.parallel.measuring import measured_costs
+from experts.llm.parallel.messages import BEGIN, RUN, MessageStream, RankMessage, RankRows, RanksSetup, count_of
 from experts.llm.parallel.rank_model import load_rank
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import TokenBatch
@@ -48,25 +48,25 @@ USUAL_ROWS = 8  # of a batch, for which the exchange is chosen
 class Rank:
     """This process among its ranks. ``stream``: the driver's, of rank 0 alone."""
 
-    def __init__(self, stream: FrameStream | None, directory: Path | None = None) -> None:
+    def __init__(self, stream: MessageStream | None, directory: Path | None = None) -> None:
         self._stream = stream
         self._directory = directory
         self._rank = dist.get_rank()
         self._model: RankModel | None = None
 
     def follow(self) -> None:
-        """Carry out frames until the driver is gone."""
-        while (frame := self._next()) is not None:
-            kind = frame.header["do"]
+        """Carry out messages until the driver is gone."""
+        while (message := self._next()) is not None:
+            kind = message.header["do"]
             if kind == BEGIN:
-                self._begin(RanksSetup.of(frame.header))
+                self._begin(RanksSetup.of(message.header))
             elif kind == RUN:
-                self._run(RankRows.of(frame.header))
+                self._run(RankRows.of(message.header))
             else:
-                self._head(frame.tensor)
+                self._head(message.tensor)
 
-    def _next(self) -> Frame | None:
-        """The driver's next frame, by way of rank 0; None: the driver is gone."""
+    def _next(self) -> RankMessage | None:
+        """The driver's next message, by way of rank 0; None: the driver is gone."""
         content = self._stream.receive() if self._stream is not None else None
         size = torch.tensor([len(content or b"")])
         dist.broadcast(size, 0)
@@ -76,10 +76,9 @@ class Rank:
         if content is not None:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(packed, 0)
-        return Frame.of(packed.numpy().tobytes())
+        return RankMessage.of(packed.numpy().tobytes())
 
     def _begin(self, setup: RanksSetup) -> None:
-        torch.set_num_threads(setup.threads)
         self._mesh = mesh = Mesh(setup.shape, setup.device)
         dtype = None if setup.dtype is None else getattr(torch, setup.dtype)
         directory = self._directory or Path(setup.directory)
@@ -94,7 +93,7 @@ class Rank:
             pair_bytes = self._model.pair_bytes * USUAL_ROWS
             form = ExchangeForm(setup.form) if setup.form else cheapest(setup.shape, costs, pair_bytes)
             self._model.exchange_by(form)
-            self._answer(Frame({"ready": form.value, "dtype": str(self._model.dtype).removeprefix("torch.")}))
+            self._answer(RankMessage({"ready": form.value, "dtype": str(self._model.dtype).removeprefix("torch.")}))
 
     def _report(self, reason: str) -> bool:
         """True if no rank has a reason to refuse; else rank 0 tells the driver the first."""
@@ -106,7 +105,7 @@ class Rank:
         told = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in reasons]
         refused = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         if refused:
-            self._answer(Frame({"refused": refused[0]}))
+            self._answer(RankMessage({"refused": refused[0]}))
         return not refused
 
     def _run(self, rows: RankRows) -> None:
@@ -132,7 +131,7 @@ class Rank:
                 part = torch.empty((len(places), gathered.shape[1]), dtype=gathered.dtype, device=mesh.device_type)
                 dist.recv(part, group * shape.tensor)
             gathered[places] = part.cpu()
-        self._answer(Frame({}, gathered))
+        self._answer(RankMessage({}, gathered))
 
     def _head(self, hidden: Tensor | None) -> None:
         """Logits, by the first tensor group."""
@@ -140,31 +139,36 @@ class Rank:
         assert hidden is not None, "a head runs on hidden states"
         if not self._mesh.group_number:
             logits = self._model.logits(hidden.to(self._mesh.device_type))
-            self._answer(Frame({}, logits.cpu()))
+            self._answer(RankMessage({}, logits.cpu()))
 
-    def _answer(self, frame: Frame) -> None:
+    def _answer(self, message: RankMessage) -> None:
         if self._stream is not None:
-            self._stream.send(frame)
+            self._stream.send(message)
+
+
+def _stream(address: str) -> MessageStream:
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    return MessageStream(connected)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rank_process", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--driver", type=int, help="file descriptor of the driver's socket, of rank 0")
+    parser.add_argument("--driver", help="the driver's socket, on rank 0's box")
     parser.add_argument("--model", type=Path, help="the model's directory on this box")
-    parser.add_argument("--meeting", help="address to meet at; unless given, torchrun's environment")
+    parser.add_argument("--meeting", default="env://", help="address to meet at; unless given, torchrun's environment")
+    parser.add_argument("--rank", type=int, default=-1, help="with --meeting: number of this rank")
+    parser.add_argument("--ranks", type=int, default=-1, help="with --meeting: their number")
     given = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver ends its ranks
-    rank = os.environ["RANK"]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank={rank} %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
-    meeting = {} if given.meeting is None else {"rank": int(rank), "world_size": int(os.environ["WORLD_SIZE"])}
     try:
-        dist.init_process_group(backend, init_method=given.meeting or "env://", timeout=IDLE, **meeting)
-        stream = None if given.driver is None else FrameStream(socket.socket(fileno=given.driver))
-        Rank(stream, given.model).follow()
+        dist.init_process_group(backend, given.meeting, IDLE, given.ranks, given.rank)
+        Rank(None if dist.get_rank() else _stream(given.driver), given.model).follow()
     except (RuntimeError, OSError) as error:
-        log.error("rank_ended rank=%s: another rank or the driver is gone: %s", rank, str(error).splitlines()[0])
+        log.error("rank_ended: another rank or the driver is gone: %s", str(error).splitlines()[0])
         os._exit(1)  # a collective operation may hang in a thread
     sys.stdout.flush()
     os._exit(0)

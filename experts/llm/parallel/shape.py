@@ -55,7 +55,7 @@ class MeshShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MoePiece:
     """Part of a moe_expert: columns ``begin`` to ``end`` of its width, held by a rank of each replica."""
 
     moe_expert: int
@@ -68,7 +68,7 @@ class Piece:
         return self.begin == 0
 
 
-def pieces_of(shape: MeshShape, moe_experts: int, width: int) -> tuple[Piece, ...]:
+def pieces_of(shape: MeshShape, moe_experts: int, width: int) -> tuple[MoePiece, ...]:
     """Pieces of a layer's moe_experts, by moe_expert: blocks of neighbours, as even as their number allows.
 
     Where ranks outnumber moe_experts, each is cut over several (expert-slicing, section 5.2). The degree is the layer's
@@ -83,5 +83,5 @@ def pieces_of(shape: MeshShape, moe_experts: int, width: int) -> tuple[Piece, ..
         holders = range(first * ranks_a_unit, last * ranks_a_unit)
         bounds = [width * n // len(holders) for n in range(len(holders) + 1)]
         held = zip(holders, pairwise(bounds), strict=True)
-        pieces += [Piece(moe_expert, rank, begin, end) for rank, (begin, end) in held if end > begin]
+        pieces += [MoePiece(moe_expert, rank, begin, end) for rank, (begin, end) in held if end > begin]
     return tuple(pieces)

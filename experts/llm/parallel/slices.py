@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from experts.llm.config import ArchSpec, LayerSpec
-    from experts.llm.parallel.shape import MeshShape, Piece
+    from experts.llm.parallel.shape import MeshShape, MoePiece
 
 Range = tuple[int, int]
 
@@ -144,7 +144,7 @@ class _Cutter:
         return Cut((len(numbers), height, own[1] - own[0]), shape[2], tuple(rows), own)
 
 
-def own_pieces(layer: LayerSpec, shape: MeshShape, replica_rank: int) -> tuple[Piece, ...]:
+def own_pieces(layer: LayerSpec, shape: MeshShape, replica_rank: int) -> tuple[MoePiece, ...]:
     """Pieces of a layer's moe_experts that a rank holds: neighbours of one width."""
     assert layer.moe is not None, "a layer with moe_experts"
     every = pieces_of(shape, layer.moe.moe_experts, layer.moe.size)

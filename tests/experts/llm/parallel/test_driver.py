@@ -1,14 +1,18 @@
 """A model over processes of its own, driven as one model: by hand, and by the engine that serves texts."""
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from experts.errors import LoadError
 from experts.llm.model import load_model
 from experts.llm.parallel.driver import Ranks, RanksLost
-from experts.llm.parallel.frames import RanksSetup
+from experts.llm.parallel.messages import RanksSetup
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
@@ -66,3 +70,20 @@ def test_a_rank_that_cannot_load_says_why(tmp_path):
     with pytest.raises(LoadError, match=r"tiny.*rank 0.*config.json"):
         ranks.begin()
     ranks.close()
+
+
+def test_ranks_of_another_box_join_by_torchrun(directory, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    ranks = Ranks(RanksSetup("tiny", str(directory), SHAPE))
+    command = ["--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    there = shutil.copytree(directory, tmp_path / "there")
+    command += ["--master-port", port, "-m", "experts.llm.parallel.rank_process", "--model", str(there)]
+    other_box = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *command])
+    tokens, _ = greedy(ranks.begin(), PROMPTS, 3)
+    assert tokens == greedy(load_model(directory, "tiny"), PROMPTS, 3)[0]
+    ranks.close()
+    other_box.wait(60)  # its ranks end, too

@@ -1,4 +1,4 @@
-"""Frames between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled."""
+"""Messages between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZES = struct.Struct("<QQ")
-BEGIN, RUN, HEAD = "begin", "run", "head"  # what a frame asks of the ranks
+BEGIN, RUN, HEAD = "begin", "run", "head"  # what a message asks of the ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class RankMessage:
     """``header``: plain JSON. ``tensor``: on the CPU, any dtype; None: none."""
 
     header: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Frame:
         return SIZES.pack(len(text), len(content)) + text + content
 
     @classmethod
-    def of(cls, packed: bytes) -> Frame:
+    def of(cls, packed: bytes) -> RankMessage:
         size, _ = SIZES.unpack_from(packed)
         header = json.loads(packed[SIZES.size : SIZES.size + size])
         if "tensor" not in header:
@@ -51,19 +51,19 @@ class Frame:
         return cls(header, flat.view(getattr(torch, name)).view(shape))
 
 
-class FrameStream:
-    """Frames over a connected socket."""
+class MessageStream:
+    """Messages over a connected socket."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._reader: BinaryIO = connected.makefile("rb")
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame. Raises OSError once the other end is gone."""
-        self._socket.sendall(frame.packed())
+    def send(self, message: RankMessage) -> None:
+        """Send a message. Raises OSError once the other end is gone."""
+        self._socket.sendall(message.packed())
 
     def receive(self) -> bytes | None:
-        """The next frame, packed; None once the other end is gone."""
+        """The next message, packed; None once the other end is gone."""
         try:
             head = self._reader.read(SIZES.size)
             content = self._reader.read(sum(SIZES.unpack(head))) if len(head) == SIZES.size else b""
