@@ -35,6 +35,7 @@ from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, c
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
+from experts.llm.parallel.shape import Meeting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -275,6 +276,14 @@ def _is_journal(stream: str) -> bool:
     except OSError:
         return False
     return stream == f"{status.st_dev}:{status.st_ino}"
+
+
+def torchrun_meeting(environment: Mapping[str, str] | None = None) -> Meeting | None:
+    """Where ranks of other boxes are met, by torchrun's variables; None: all ranks are on this box."""
+    given = os.environ if environment is None else environment
+    if "MASTER_ADDR" not in given:
+        return None
+    return Meeting(given["MASTER_ADDR"], int(given.get("MASTER_PORT", "29500")), int(given["LOCAL_WORLD_SIZE"]))
 
 
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> None:

@@ -42,6 +42,7 @@ CoServeError
 +- WorkerBroken             a worker ended, or failed before it was ready
 +- ClusterUnreachable       a Ray cluster does not answer, refuses the agent, or has no room for its workers
 +- DeviceLost               the accelerator's context is gone until another process opens it
++- RanksLost                a rank of a language model ended, and its other ranks with it: they start again
 +- WorkOverdue              a batch or a load does not end: its thread hangs, and cannot be stopped
 `- AgentCrashed             the agent's loop ended, by DeviceLost, WorkOverdue or a fault of the program
 """

@@ -58,6 +58,7 @@ ROOMS = {
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
+    "experts.llm.parallel": ("experts.errors", "experts.llm", "experts.llm.serving.extents"),
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),

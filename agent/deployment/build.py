@@ -19,10 +19,10 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
+from agent.deployment.placement import WorkerSetup, with_workers
 from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
 from agent.deployment.ranked_experts import CPU, beside_ranks, parts_of_ranks, times_of_ranks
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
-from agent.deployment.worker_setup import WorkerSetup, with_workers
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions

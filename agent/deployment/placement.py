@@ -1,4 +1,7 @@
-"""Placement of a line's experts on several workers: balanced by usage and compute, dependent experts together.
+"""One Engine over the agent's own executors and those of its workers, and the placement of experts on them.
+
+A worker's names begin with its own: processor "w1/cpu", memory "w1/host". Workers of one kind on one box share the rows
+of their matrix. Placement is balanced by usage and compute, with dependent experts together.
 
 The load of a memory is the time that its executors are busy for an image of the line: usage probabilities times K
 (CoServe, section 4.2). Pinned experts are placed first, then the others by load, the largest first (Graham's longest
@@ -21,21 +24,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from agent.core.performance import Footprint, pinned_homes
+from agent.core.performance import SSD, Footprint, pinned_homes
+from agent.core.policy import PRESETS
 from agent.core.pool import ModelPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
+    from agent.deployment.engine_setup import EngineSetup
     from experts.graph import ExpertGraph
 
 SLACK = 0.1  # of a memory's load with perfect balance
 PARTS = (0.05, 0.1, 0.2, 0.5, 1.0, math.inf)  # of the same, for one copy: the first is of many copies
 LEAST_K_S = 1e-9  # of an expert that is measured to take no time
+TRANSFER_S = 0.002  # to send an encoded image to another process or box, with the cost of a message; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +187,49 @@ class _Placing:
     def _share_s(self, expert: str, memories: Sequence[_Memory]) -> float:
         """Load of each of these memories by an expert, of which they take equal times."""
         return self.usage.get(expert, 0.0) / sum(1.0 / memory.busy_s[expert] for memory in memories)
+
+
+# -- one Engine over all of them --
+
+
+class WorkerSetup(NamedTuple):
+    """``setup``: as of an agent on the worker's part of its box. ``node``: of that box, "" for the agent's."""
+
+    name: str
+    node: str
+    setup: EngineSetup
+
+
+def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> tuple[EngineSetup, ExpertPlacement]:
+    """Setup over all executors, with the placement if its policy follows one. An expert is broken if no executor can
+    run it."""
+    if not workers:
+        return local, ExpertPlacement({}, {})
+    setup = local
+    for worker in workers:
+        setup = _joined(setup, worker)
+    limits = replace(setup.limits, transfer_s=TRANSFER_S)
+    placement = place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, limits.pinned)
+    if PRESETS[setup.policy].placing:
+        limits = replace(limits, placement=placement.pools)
+    return replace(setup, limits=limits), placement
+
+
+def _joined(setup: EngineSetup, worker: WorkerSetup) -> EngineSetup:
+    own, prefix = worker.setup, f"{worker.name}/"
+    drive = f"{worker.node}/{SSD}" if worker.node else SSD
+    pools = tuple(
+        replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, drive=drive)
+        for pool in own.pools
+    )
+    first = 1 + max((spec.id for spec in setup.executors), default=-1)
+    executors = tuple(
+        replace(spec, id=number, processor=prefix + spec.processor, pool=prefix + spec.pool)
+        for number, spec in enumerate(own.executors, first)
+    )
+    prepared_bytes = own.limits.prepared_bytes
+    if setup.executors:
+        prepared_bytes = min(prepared_bytes, setup.limits.prepared_bytes)
+    limits = replace(setup.limits, pools=(*setup.pools, *pools), prepared_bytes=prepared_bytes)
+    setup = setup.with_columns(worker.name, own.matrix.experts, own.broken)
+    return replace(setup, executors=(*setup.executors, *executors), limits=limits)

@@ -21,7 +21,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
-from agent.config import PACKED, set_unless_given
+from agent.config import PACKED, set_unless_given, torchrun_meeting
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
@@ -210,7 +210,7 @@ class WorkerManager:
         loop, part = self._loop, self._setup.at(name)
         (executor,), (pool,) = part.executors, part.pools
         loop.here.text_engines.add(executor, pool.lease_bytes)
-        worker = RankWorker(name, executor, loop.here, loop.post)
+        worker = RankWorker(name, executor, loop.here, loop.post, torchrun_meeting())
         worker.know(*loop.served)
         return worker
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
     from agent.runtime.texts import TextProgress
-    from agent.runtime.worker import Worker
+    from agent.runtime.worker import TextWorker, Worker
     from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)

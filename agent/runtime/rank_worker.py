@@ -10,6 +10,7 @@ again once the ranks are back.
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -22,9 +23,9 @@ from agent.runtime.machine.threads import Team
 from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from experts.backends.forms import form_of
-from experts.errors import CoServeError, LoadError, WeightsError
+from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
 from experts.expert import Precision
-from experts.llm.parallel.driver import Ranks, RanksLost
+from experts.llm.parallel.driver import Ranks
 from experts.llm.parallel.messages import RanksSetup
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
     from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
+    from agent.runtime.executor import RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.weights.slots import SlotStore
     from experts.llm.parallel.driver import RanksModel
+    from experts.llm.parallel.shape import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,16 @@ class _RankMemory:
 
 
 class RankWorker:
-    """Ranks of one language model, on one thread each. ``here``: the agent's own process."""
+    """Ranks of one language model, on the box's cores. ``here``: the agent's own process."""
 
-    def __init__(self, name: str, spec: ExecutorSpec, here: LocalWorker, post: Callable[[Any], None]) -> None:
+    def __init__(
+        self, name: str, spec: ExecutorSpec, here: LocalWorker, post: Callable[[Any], None], meeting: Meeting | None
+    ) -> None:
         self._name = name
         self._spec = spec
         self._here = here
         self._post = post
+        self._meeting = meeting
         self._copies: Mapping[str, ExpertCopy] = {}
         self._memory = _RankMemory()
         self._ranks: Ranks | None = None
@@ -110,7 +116,7 @@ class RankWorker:
         copies = [self._copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
         self._executor.start_quantum(batch, copies)
 
-    def start_batch(self, batch: Batch, images: Sequence[ImageSource], *, is_next: bool) -> None:
+    def start_batch(self, batch: Batch, images: Sequence[RequestSource], *, is_next: bool) -> None:
         self._executor.start_batch(batch, self._copies[batch.copy].expert, images)  # which rejects each image
 
     def hurry(self, batch: Batch) -> None:
@@ -153,7 +159,9 @@ class RankWorker:
         assert copy.expert.parallel is not None, "only a copy with ranks is placed here"
         dtype = str(form_of(Precision(copy.packed.precision)).dtype).removeprefix("torch.")
         directory, shape = str(copy.expert.weights), copy.expert.parallel
-        ranks = Ranks(RanksSetup(copy.expert.id, directory, shape, dtype), self._lost)
+        threads = max((os.cpu_count() or 1) // shape.ranks, 1)
+        setup = RanksSetup(copy.expert.id, directory, shape, dtype, threads=threads)
+        ranks = Ranks(setup, self._lost, self._meeting)
         try:
             model = ranks.begin()
         except CoServeError as error:

@@ -14,7 +14,7 @@ from agent.core.events import ExecutorsJoined, ExecutorsLost
 from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
-from agent.deployment.worker_setup import WorkerSetup, with_workers
+from agent.deployment.placement import WorkerSetup, with_workers
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.simulation.forecast import forecast, quantile_s

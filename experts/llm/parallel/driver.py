@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
@@ -32,19 +31,11 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import KeyValues
     from experts.llm.parallel.messages import RanksSetup
+    from experts.llm.parallel.shape import Meeting
     from experts.llm.token_batch import TokenBatch
 
 RANK_PROCESS = "experts.llm.parallel.rank_process"
 END_S = 5.0  # for the end of killed processes
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where ranks of several boxes meet. ``ranks_here``: ranks of this box, the first node."""
-
-    address: str
-    port: int
-    ranks_here: int
 
 
 class Ranks:

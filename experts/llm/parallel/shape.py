@@ -55,6 +55,15 @@ class MeshShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where ranks of several boxes meet. ``ranks_here``: ranks of this box, the first node."""
+
+    address: str
+    port: int
+    ranks_here: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoePiece:
     """Part of a moe_expert: columns ``begin`` to ``end`` of its width, held by a rank of each replica."""
 

@@ -49,8 +49,9 @@ def rank_processes():
     found = {}
     for process in psutil.Process().children():
         try:
-            if "experts.llm.parallel.rank_process" in process.cmdline():
-                found[int(process.environ()["RANK"])] = process.pid
+            arguments = process.cmdline()
+            if "experts.llm.parallel.rank_process" in arguments:
+                found[int(arguments[-1])] = process.pid
         except psutil.NoSuchProcess:
             continue
     return found

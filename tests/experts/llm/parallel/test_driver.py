@@ -13,7 +13,7 @@ from experts.errors import LoadError
 from experts.llm.model import load_model
 from experts.llm.parallel.driver import Ranks, RanksLost
 from experts.llm.parallel.messages import RanksSetup
-from experts.llm.parallel.shape import MeshShape
+from experts.llm.parallel.shape import Meeting, MeshShape
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from tests.experts.llm.conftest import ModelFiles, greedy
@@ -72,13 +72,12 @@ def test_a_rank_that_cannot_load_says_why(tmp_path):
     ranks.close()
 
 
-def test_ranks_of_another_box_join_by_torchrun(directory, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_ranks_of_another_box_join_by_torchrun(directory, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    ranks = Ranks(RanksSetup("tiny", str(directory), SHAPE))
+    ranks = Ranks(RanksSetup("tiny", str(directory), SHAPE), meeting=Meeting("127.0.0.1", int(port), 2))
     command = ["--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     there = shutil.copytree(directory, tmp_path / "there")
     command += ["--master-port", port, "-m", "experts.llm.parallel.rank_process", "--model", str(there)]

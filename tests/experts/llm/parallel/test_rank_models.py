@@ -22,14 +22,13 @@ LAYOUTS = {
     "pr_moe, added": {"family": "pr_moe", "num_experts": [2, 0, 9], "residual": "add", "mlp": "swiglu"},
 }
 FLAT, HIERARCHICAL, COORDINATED = ExchangeForm.FLAT, ExchangeForm.HIERARCHICAL, ExchangeForm.COORDINATED
+FAST = [(MeshShape(expert=2, tensor=2), COORDINATED), (MeshShape(expert=4, node_ranks=2), HIERARCHICAL)]
 MESHES = [
     (MeshShape(expert=2), FLAT),
     (MeshShape(tensor=2), COORDINATED),
     (MeshShape(tensor=2, slices_experts=True), COORDINATED),
     (MeshShape(expert=2, tensor=2), FLAT),
-    (MeshShape(expert=2, tensor=2), COORDINATED),
     (MeshShape(expert=2, tensor=2, slices_experts=True), COORDINATED),
-    (MeshShape(expert=4, node_ranks=2), HIERARCHICAL),
     (MeshShape(expert=4), FLAT),
     (MeshShape(data=2, expert=2), FLAT),
     (MeshShape(expert=4, tensor=2, node_ranks=4), HIERARCHICAL),
@@ -71,7 +70,9 @@ def layout(request, tmp_path_factory):
     return directory, greedy(load_model(directory, "tiny"), PROMPTS, NEW_TOKENS)
 
 
-@pytest.mark.parametrize(("shape", "form"), MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "form"), [*FAST, *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES)], ids=str
+)
 def test_logits_and_greedy_tokens_are_those_of_one_process(ranks, layout, shape, form):
     directory, (tokens, logits) = layout
     groups = [n % shape.groups for n in range(len(PROMPTS))] if shape.groups < 4 else [0, 2, 2, 1]
