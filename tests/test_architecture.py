@@ -162,6 +162,7 @@ ROOMS = {
     "proof.parts": ("proof.paper.tasks",),
     "proof.llm": (),
     "proof.compute": (),
+    "proof.mesh": (),
     "proof.cluster": ("proof.paper.devices",),
 }  # fmt: skip
 IMPURE = (

@@ -30,7 +30,7 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (cluster, compute, decisions, generate, llm, load, report, start, tasks):
+    for command in (cluster, compute, decisions, generate, llm, load, mesh, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -142,6 +142,24 @@ def llm(
         from proof.llm.report import measure_llm
 
         measured = measure_llm(scratch_folder(directory), progress, quick=quick)
+    _show(measured, as_json=as_json)
+
+
+def mesh(
+    batch: Annotated[int, typer.Option(min=1, help="sequences for each GPU; the paper states none")] = 8,
+    folder: Annotated[Path | None, typer.Option("--out", help="also write mesh.md and its charts there")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Figures 10 to 13 of DeepSpeed-MoE on a simulated mesh of 8 to 256 GPUs, and the messages of its exchanges."""
+    with _measuring():
+        from proof.mesh.figures import simulate_figures, write_figures
+        from proof.report import prepare_folder
+
+        if folder is not None:
+            prepare_folder(folder)
+        measured = simulate_figures(batch)
+        if folder is not None:
+            write_figures(folder, measured)
     _show(measured, as_json=as_json)
 
 

@@ -55,8 +55,11 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeshCosts:
+    """``call_s``: of an all-to-all itself, whatever it sends; the hierarchical form has two."""
+
     inside: LinkCosts
     between: LinkCosts
+    call_s: float = 0.0
 
     def seconds(self, traffic: Traffic) -> float:
         inside = self.inside.message_s * traffic.inside_messages + self.inside.byte_s * traffic.inside_bytes
@@ -92,7 +95,8 @@ def tensor_gather(shape: MeshShape, token_bytes: float) -> Traffic:
 
 def exchange_seconds(shape: MeshShape, form: ExchangeForm, costs: MeshCosts, pair_bytes: float) -> float:
     """Predicted time of both directions. Every form is followed by the same gather, which is left out."""
-    return 2 * costs.seconds(all_to_all(shape, form, pair_bytes))
+    calls = {ExchangeForm.LOCAL: 0, ExchangeForm.HIERARCHICAL: 2}.get(form, 1)
+    return 2 * (costs.seconds(all_to_all(shape, form, pair_bytes)) + calls * costs.call_s)
 
 
 def cheapest(shape: MeshShape, costs: MeshCosts, pair_bytes: float) -> ExchangeForm:

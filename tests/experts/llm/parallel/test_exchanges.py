@@ -1,5 +1,7 @@
 """Exchanges of rows: what arrives where, what comes back, and how many messages it takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,3 +115,6 @@ def test_the_form_is_chosen_by_what_messages_and_bytes_cost():
     assert cheapest(nodes, no_start, 1e8) is FLAT  # rows that go twice cost twice
     assert cheapest(MeshShape(expert=8, tensor=8, node_ranks=8), slow_start, 1e4) is COORDINATED
     assert cheapest(MeshShape(), slow_start, 1e4) is ExchangeForm.LOCAL
+    two_nodes, dear_calls = MeshShape(expert=16, node_ranks=8), replace(slow_start, call_s=1e-3)
+    assert cheapest(two_nodes, slow_start, 1e4) is HIERARCHICAL
+    assert cheapest(two_nodes, dear_calls, 1e4) is FLAT  # two all-to-alls cost twice
