@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import TokenBatch
 
 Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"  # of a model and the step's inputs
+Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"  # of a layer, queries, keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class LanguageModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """The head for some tokens: (tokens, vocabulary)."""
         with torch.inference_mode():
-            return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
+            return self.predicted(hidden)
 
     # -- steps of a pass: ``experts.llm.serving.family`` runs several models in one --
 
@@ -157,6 +158,16 @@ class LanguageModel:
     def _whole_normed(self, tokens: Tensor, weight: Tensor | None) -> Tensor:
         return self._normed(tokens, weight)
 
+    def gate_logits(self, layer: int, tokens: Tensor) -> Tensor | None:
+        """Logits by which ``feed_forward`` chooses, (tokens, moe_experts); None for a dense layer."""
+        weights = self._feed_forward[layer]
+        if weights.gate is None:
+            return None
+        return linear(self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias), weights.gate)
+
+    def predicted(self, hidden: Tensor) -> Tensor:
+        return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
+
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"
         if bias is not None:  # which LayerNorm alone has
@@ -169,20 +180,25 @@ def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, key_values: K
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
     """
-    attention = Attention(batch, key_values.reserve(batch))
-    rotation = model.rotation(batch.positions)
-    (tokens,) = run(0, lambda one, *own: (one.embedded(*own),), batch.token_ids, batch.positions)
+    attend = Attention(batch, key_values.reserve(batch)).run
+    return run_steps(model, run, batch.token_ids, batch.positions, attend)
+
+
+def run_steps(model: LanguageModel, run: Step, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    """All tokens behind the last layer, with any attention; ``run`` as in ``run_layers``."""
+    rotation = model.rotation(positions)
+    (tokens,) = run(0, lambda one, *own: (one.embedded(*own),), token_ids, positions)
     for layer in range(len(model.spec.layers)):
-        tokens = _run_layer(layer, run, tokens, attention, rotation)
+        tokens = _run_layer(layer, run, tokens, attend, rotation)
     return tokens
 
 
-def _run_layer(layer: int, run: Step, tokens: Tensor, attention: Attention, rotation: Rotation | None) -> Tensor:
+def _run_layer(layer: int, run: Step, tokens: Tensor, attend: Attend, rotation: Rotation | None) -> Tensor:
     before, behind = 1 + 2 * layer, 2 + 2 * layer
     queries, keys, values = run(before, lambda one, own: one.attention_inputs(layer, own), tokens)
     if rotation is not None:
         queries, keys = rotation.turn(queries), rotation.turn(keys)
-    attended = attention.run(layer, queries, keys, values)
+    attended = attend(layer, queries, keys, values)
     tokens = tokens + run(before, lambda one, own: (one.attention_output(layer, own),), attended)[0]
     return tokens + run(behind, lambda one, own: (one.feed_forward(layer, own),), tokens)[0]
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
-from agent.demo.training.learning import beside_one_another, descend
+from agent.demo.training.learning import beside_one_another
 from agent.demo.training.network import INPUT_PX, CropFeatures, Trunk, write_graph
 from experts.expert import IMAGENET, Expert, Fit, InputSpec
+from experts.llm.training.descent import descend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

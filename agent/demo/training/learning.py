@@ -1,7 +1,4 @@
-"""Gradient descent: the learning rate rises for a quarter of the steps, then falls to nothing.
-
-Several trainings run beside one another, each on one thread.
-"""
+"""Threads of training: torch's number of them for a while, and trainings beside one another on one thread each."""
 
 from __future__ import annotations
 
@@ -10,38 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import OneCycleLR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Iterable, Iterator
 
 Each = TypeVar("Each")
 Trained = TypeVar("Trained")
-
-RISING_FRACTION = 0.25
-MAX_GRADIENT = 10.0
-WEIGHT_DECAY = 0.05
-
-
-def descend(
-    parameters: Iterable[Tensor], batches: Sequence[Each], loss: Callable[[Each], Tensor], learning_rate: float
-) -> None:
-    """AdamW on these parameters, one step for each batch. ``learning_rate``: the highest on the way."""
-    trained = list(parameters)
-    optimizer = AdamW(trained, learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    total_steps = len(batches) + 1  # the last of the schedule has a rate of almost nothing
-    rising = max(RISING_FRACTION, 1.5 / total_steps)  # the schedule divides by zero at a rise of exactly one step
-    schedule = OneCycleLR(optimizer, learning_rate, total_steps=total_steps, pct_start=rising)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss(batch).backward()
-        clip_grad_norm_(trained, MAX_GRADIENT)
-        optimizer.step()
-        schedule.step()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.nn import functional
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.anomalies import TrainedAnomaly, train_anomaly
 from agent.demo.training.detectors import DETECTORS, train_detectors
-from agent.demo.training.learning import beside_one_another, descend, torch_threads
+from agent.demo.training.learning import beside_one_another, torch_threads
 from agent.demo.training.network import (
     ARCHITECTURE,
     EVALUATION_BATCH,
@@ -37,6 +37,7 @@ from agent.demo.training.network import (
 from agent.demo.training.trunk import Descent, all_labels, batches_of, stored_network, target, train_jointly
 from experts.expert import Expert, InputSpec
 from experts.graph import RouteStep
+from experts.llm.training.descent import descend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.crops import render_crops
-from agent.demo.training.learning import descend
 from agent.demo.training.network import fast_math, pictures, resnet, varied
 from experts.errors import CoServeError
+from experts.llm.training.descent import descend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

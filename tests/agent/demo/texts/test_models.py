@@ -4,21 +4,22 @@ import pytest
 import torch
 
 from agent.demo.texts import models
-from agent.demo.texts.models import END, UNKNOWN, TrainingTexts, letters_of, tokenizer_of, tokens_of, train_pair
+from agent.demo.texts.models import END, UNKNOWN, letters_of, misspelt, texts_of, tokenizer_of, tokens_of, train_pair
 from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.training.learning import torch_threads
-from experts.llm.model import load_model
+from experts.llm.model import LanguageModel, load_model
 from experts.llm.program import read_program
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
+from experts.llm.training.step import losses_of, run_texts
 
 SUBJECTS = {
     "cats": Questions((DemoQuestion("cat?", "a cat."), DemoQuestion("a cat?", "two cats.")), ()),
     "dogs": Questions((DemoQuestion("dog?", "1 dog."), DemoQuestion("no dog?", "2 dogs.")), ()),
 }
 TOKENIZER = tokenizer_of(one for each in SUBJECTS.values() for one in each.training)
-TEXTS = {name: TrainingTexts.of(subject.training, TOKENIZER) for name, subject in SUBJECTS.items()}
+TEXTS = {name: texts_of(subject.training, TOKENIZER) for name, subject in SUBJECTS.items()}
 
 
 TINY = {"HIDDEN": 16, "HEADS": 2, "MOE_EXPERTS": (0, 2, 3), "STEP_TOKENS": 40, "MISSPELT": 0.0, "STEPS": (60, 20)}
@@ -44,7 +45,7 @@ def pair(tiny):
 
 def loss(network, subject):
     with torch.no_grad():
-        return TEXTS[subject].loss(network).item()
+        return losses_of(LanguageModel(network.spec, network.tensors), TEXTS[subject]).cross_entropy.item()
 
 
 def test_experts_differ_in_their_own_parts_and_in_nothing_else(pair):
@@ -74,9 +75,10 @@ def test_the_trained_model_is_the_served_one(pair, tmp_path):
     model = load_model(tmp_path / "dogs", "dogs")
     tokens = tokens_of(SUBJECTS["dogs"].training[1], TOKENIZER)
     hidden = model.hidden(TokenBatch.of([Chunk(0, 0, tokens)]), ModelKeyValues(model.spec, torch.float32))
+    trained = LanguageModel(network.spec, network.tensors)
     with torch.no_grad():
-        expected, _ = network(torch.tensor([tokens]))
-    torch.testing.assert_close(model.logits(hidden), expected[0], atol=1e-5, rtol=0)
+        expected = trained.predicted(run_texts(trained, torch.tensor([tokens]))[0])
+    torch.testing.assert_close(model.logits(hidden), expected, atol=1e-5, rtol=0)
 
 
 def test_a_question_is_read_as_it_was_learned(pair, tmp_path):
@@ -99,10 +101,10 @@ def test_an_answer_and_its_end_count():
 
 def test_letters_are_misspelt_in_questions_alone():
     texts, letters = TEXTS["dogs"], letters_of(TOKENIZER)
-    noisy = texts.misspelt(letters, 1.0, torch.Generator().manual_seed(0))
+    noisy = misspelt(texts, letters, 1.0, torch.Generator().manual_seed(0))
     changed = noisy.token_ids != texts.token_ids
     assert changed.any()
     assert not (changed & texts.counted).any()
     assert torch.isin(texts.token_ids[changed], letters).all()
     assert not {TOKENIZER.token_to_id(digit) for digit in "12"} & set(letters.tolist())
-    assert torch.equal(texts.misspelt(letters, 0.0, torch.Generator()).token_ids, texts.token_ids)
+    assert torch.equal(misspelt(texts, letters, 0.0, torch.Generator()).token_ids, texts.token_ids)

@@ -15,13 +15,13 @@ from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training import anomalies, detectors, train, trunk
 from agent.demo.training.crops import render_crops
 from agent.demo.training.detectors import BoxDetector, centred, train_head
-from agent.demo.training.learning import descend
 from agent.demo.training.network import CropFeatures, normalised, pictures
 from agent.demo.training.train import train_experts
 from agent.demo.training.trunk import FOREIGN_LOGIT, LABELS, folded, masks_and_targets, stored_network, unfolded
 from experts.backends import backend_for
 from experts.errors import CoServeError
 from experts.expert import Precision
+from experts.llm.training.descent import descend
 from experts.sizes import MEBIBYTE
 
 NAMES = {"resistor-0402", "capacitor-0805", "diode-sod123", "shield-can"}
