@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import re
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
@@ -77,6 +78,32 @@ def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = Fals
             with suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=folder)
         os.fsync(folder)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Atomic folder of files: takes its name, which an empty folder may have, once complete and synced.
+
+    An error leaves nothing. Raises OSError.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        made = Path(scratch) / "made"
+        made.mkdir()
+        yield made
+        for file in made.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        sync_folder(made)
+        if folder.is_dir():
+            folder.rmdir()
+        made.rename(folder)
+    sync_folder(folder.parent)
+
+
+def is_taken(folder: Path) -> bool:
+    """True if something other than an empty folder is there."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def file_sha256(file: Path) -> str:

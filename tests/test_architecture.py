@@ -54,7 +54,10 @@ ROOMS = {
         "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
         "experts.filesystem", "experts.llm.program",
     ),
-    "experts.llm.importing": ("experts.checkpoints", "experts.errors", "experts.llm.checkpoint", "experts.llm.config"),
+    "experts.llm.importing": (
+        "experts.checkpoints", "experts.errors", "experts.filesystem", "experts.llm.checkpoint", "experts.llm.config",
+    ),
+    "experts.llm.training": ("experts.errors", "experts.filesystem", "experts.llm"),
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),

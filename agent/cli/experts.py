@@ -1,4 +1,4 @@
-"""`coserve experts`: list, compare, promote, import, add and verify. The profiler adds `threshold`."""
+"""`coserve experts`: list, compare, promote, import, distil, add and verify. The profiler adds `threshold`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
+from agent.cli.distilling import distil
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
 from agent.cli.rejudging import judging, lines_of
 
@@ -19,7 +20,7 @@ ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving exper
 VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
 
 experts_app = typer.Typer(
-    help="The experts of a line: list, add, import, verify, compare, promote.", no_args_is_help=True
+    help="The experts of a line: list, add, import, distil, verify, compare, promote.", no_args_is_help=True
 )
 
 
@@ -123,6 +124,9 @@ def import_expert(
     row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
     remarks = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
     say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *remarks, NEXT])
+
+
+experts_app.command("distil")(distil)
 
 
 @experts_app.command("add")

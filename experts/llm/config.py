@@ -135,6 +135,11 @@ class LayerSpec:
     residual: Residual | None = None
 
     @property
+    def moe_experts(self) -> int:
+        """0 for a dense layer."""
+        return 0 if self.moe is None else self.moe.moe_experts
+
+    @property
     def has_shared_expert(self) -> bool:
         return self.moe is not None and self.mlp_size > 0 and self.residual is None  # Qwen2-MoE's
 

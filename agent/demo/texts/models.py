@@ -135,7 +135,7 @@ class TextNetwork:
 
 def texts_of(questions: Sequence[DemoQuestion], tokenizer: Tokenizer) -> TextBatch:
     """The questions with their answers. Counted: an answer's tokens and its end."""
-    texts = TextBatch.of([tokens_of(one, tokenizer) for one in questions], tokenizer.token_to_id(END))
+    texts = TextBatch.of([tokens_of(one, tokenizer) for one in questions], tokenizer.get_vocab()[END])
     answers = (texts.token_ids == tokenizer.token_to_id(ANSWER)).int().argmax(1, keepdim=True)
     return replace(texts, counted=texts.counted & (torch.arange(texts.token_ids.shape[1]) > answers))
 

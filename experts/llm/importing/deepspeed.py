@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from experts.checkpoints.reading import convert_states
 from experts.errors import LoadError, WeightsMissing, WeightsRefused
+from experts.filesystem import is_taken, whole_folder
 from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, read_spec
 from experts.llm.importing.megatron import EXPERT_FILE, RANK_FILE, Arguments, GptCheckpoint, StateFiles
@@ -52,20 +53,13 @@ def import_deepspeed(
     """
     folder = _tagged(source)
     files = _files(folder)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+    if is_taken(destination):
         raise WeightsRefused(str(source), f"{destination} exists already: name a new folder for the import")
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.import-") as scratch:
-            states, made = Path(scratch) / "states", Path(scratch) / "made"
-            states.mkdir()
-            made.mkdir()
-            convert_states(source, files, states)
-            moe_experts = _convert(source, StateFiles(states, files), given or {}, made)
+        with whole_folder(destination) as made, tempfile.TemporaryDirectory(dir=made.parent) as states:
+            convert_states(source, files, Path(states))
+            moe_experts = _convert(source, StateFiles(Path(states), files), given or {}, made)
             _copy_tokenizer(source, tokenizer, made)
-            if destination.is_dir():
-                destination.rmdir()
-            made.rename(destination)
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     size_bytes = sum(file.stat().st_size for file in destination.glob("*.safetensors"))

@@ -86,8 +86,8 @@ def run_texts(model: LanguageModel, token_ids: Tensor) -> tuple[Tensor, tuple[Te
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
-        by_head = (each.unflatten(0, (texts, count)).transpose(1, 2) for each in (queries, keys, values))
-        return scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2).flatten(0, 1)
+        queries, keys, values = (each.unflatten(0, (texts, count)).transpose(1, 2) for each in (queries, keys, values))
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(0, 1)
 
     def run(part: int, step: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
         layer, is_attention = divmod(part - 1, 2)
