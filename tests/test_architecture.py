@@ -165,6 +165,7 @@ ROOMS = {
     "proof.parts": ("proof.paper.tasks",),
     "proof.llm": (),
     "proof.compute": (),
+    "proof.distillation": (),
     "proof.mesh": (),
     "proof.cluster": ("proof.paper.devices",),
 }  # fmt: skip
@@ -214,7 +215,9 @@ RULES = (
     Rule("what is inside a room does not come in by its own door", ("agent.runtime",), ("agent.runtime.measuring",),
          exempt=("agent.runtime.measuring", "agent.runtime.workers")),
     Rule("what is measured serves nobody", ("profiler", "proof"),
-         ("agent.service", "agent.demo", "agent.api", "agent.web")),
+         ("agent.service", "agent.demo", "agent.api", "agent.web"), exempt=("proof.distillation",)),
+    Rule("the texts of the demo are what its students are measured on", ("proof.distillation",),
+         ("agent.service", "agent.demo", "agent.api", "agent.web"), allowed=("agent.demo.texts",)),
     Rule("core decides and never does", ("agent.core",), IMPURE),
     *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),

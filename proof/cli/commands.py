@@ -30,7 +30,7 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (cluster, compute, decisions, generate, llm, load, mesh, report, start, tasks):
+    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -103,6 +103,15 @@ def compute(
             limit_s=LIMIT_S if limit is None else limit,
         )
         measured = measure_compute_forms(scratch_folder(directory), options, progress)
+    _show(measured, as_json=as_json)
+
+
+def distil(as_json: AsJson = False) -> None:
+    """Students of a mixture-of-experts: soft labels until a step, beside soft labels to the end, and beside none."""
+    with _measuring() as (progress, _):
+        from proof.distillation.measure import measure_distillation
+
+        measured = measure_distillation(progress)
     _show(measured, as_json=as_json)
 
 

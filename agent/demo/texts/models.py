@@ -156,11 +156,10 @@ def letters_of(tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(sorted(number for token, number in tokens if len(token) == 1 and not token.isdigit()))
 
 
-def drawn_texts(texts: TextBatch, letters: Tensor, generator: torch.Generator) -> TextBatch:
-    """A step's texts, drawn at random, with misspelt questions."""
-    count = min(max(STEP_TOKENS // texts.token_ids.shape[1], 1), len(texts.token_ids))
-    rows = torch.randint(len(texts.token_ids), (count,), generator=generator)
-    return misspelt(texts.picked(rows), letters, MISSPELT, generator)
+def drawn_texts(texts: TextBatch, step_tokens: int, generator: torch.Generator) -> TextBatch:
+    """A step's texts, drawn at random."""
+    count = min(max(step_tokens // texts.token_ids.shape[1], 1), len(texts.token_ids))
+    return texts.picked(torch.randint(len(texts.token_ids), (count,), generator=generator))
 
 
 def train_pair(
@@ -175,7 +174,8 @@ def train_pair(
         def batch_of(step: int) -> TextBatch:
             if stage == 0:
                 progress("train backbone", step + 1, STEPS[stage])
-            return drawn_texts(subjects[step % len(subjects)], letters, generator)
+            drawn = drawn_texts(subjects[step % len(subjects)], STEP_TOKENS, generator)
+            return misspelt(drawn, letters, MISSPELT, generator)
 
         for name in names:
             network.tensors[name].requires_grad_()

@@ -64,8 +64,12 @@ class Losses:
     unevenness: Tensor
 
     def total(self, alpha: float) -> Tensor:
-        """DeepSpeed-MoE (arXiv 2201.05596), equation 1, and a part that spreads tokens over moe_experts."""
-        return self.cross_entropy + alpha * self.divergence + UNEVENNESS_WEIGHT * self.unevenness
+        """DeepSpeed-MoE (arXiv 2201.05596), equation 1, and a part that spreads tokens over moe_experts.
+
+        Divided by the weights' sum: otherwise gradients would shrink where alpha falls to 0, and with them the steps
+        of an optimiser that is used to larger ones.
+        """
+        return (self.cross_entropy + alpha * self.divergence) / (1 + alpha) + UNEVENNESS_WEIGHT * self.unevenness
 
 
 def unevenness(gate_logits: Tensor) -> Tensor:

@@ -38,14 +38,14 @@ def test_gradients_are_the_slope_of_the_loss(model):
     exact = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, gradient in gradients.items():
         size = float(gradient.norm())
-        step = 2e-4 / size * gradient / size  # changes the loss by 2e-4, too little for another choice of moe_experts
+        step = 5e-5 / size * gradient / size  # changes the loss by 5e-5, too little for another choice of moe_experts
 
         def loss(sign, name=name, step=step):
             moved = {**exact, name: exact[name] + sign * step}
             with torch.no_grad():
                 return float(losses_of(LanguageModel(spec, moved), batch, soft_labels).total(0.7))
 
-        assert (loss(1) - loss(-1)) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.05, abs=2e-5), name
+        assert (loss(1) - loss(-1)) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.1), name
 
 
 def test_padding_changes_nothing():
