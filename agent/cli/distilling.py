@@ -37,6 +37,9 @@ def distil(
 
     The student begins with the teacher's first and last layer, and with those between at equal distances.
     """
+    from agent.config import set_spinning
+
+    set_spinning()
     with explained():
         from experts.llm.training.distil import DistilOptions, distil  # loads torch
         from experts.llm.training.staged import Schedule

@@ -8,6 +8,7 @@ order of texts. Steps, alpha and the stop were chosen on CHOSEN_ON, which are no
 
 from __future__ import annotations
 
+import math
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class DistilTrial:
         return {name: Schedule(own.steps, own.learning_rate, own.alpha, stop) for name, stop in stops.items()}
 
 
-TRIAL = DistilTrial(64, (0, 2, 0, 2, 0, 4, 0, 4), 1200, Schedule(800, 6e-3), Schedule(60, 1e-3, alpha=1.0, stop_at=30))
+TRIAL = DistilTrial(64, (0, 2, 0, 2, 0, 4, 0, 4), 1200, Schedule(800, 6e-3), Schedule(60, 1e-3, alpha=1.0, stop_at=45))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class LossRow:
     @property
     def interval(self) -> float:
         count = len(self.losses)
-        return T_95[count] * statistics.stdev(self.losses) / count**0.5
+        return T_95[count] * statistics.stdev(self.losses) / math.sqrt(count)
 
     @property
     def each(self) -> str:
