@@ -73,6 +73,7 @@ KEPT = {
     UsageOrigin.SERVED: "learned from {requests} served requests",
     UsageOrigin.COUNTED: "counted on {requests} sample requests",
 }
+OVER_RANKS = "its ranks are not measured, and it is served all the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,11 @@ class _Profiling:
         self._draft.save_trials(RUNS, ())
         self._notes += step.notes
         profile = self._draft.finish()
-        unserved = [f"{name} cannot be served: {reason}" for name, reason in failed.items()]
+        experts = self._config.catalog.experts
+        unserved = [
+            f"{name} cannot be served: {reason}" if experts[name].parallel is None else f"{name}: {OVER_RANKS}"
+            for name, reason in failed.items()
+        ]
         notes = (*self._notes, *self._packing.notes, *unserved, *usage.notes)
         return Profiled(profile, self._config.profile_file, notes)
 
