@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -30,9 +30,15 @@ class GradientDescent:
         rising = max(RISING_FRACTION, 1.5 / total_steps)  # the schedule divides by zero at a rise of exactly one step
         self._schedule = OneCycleLR(self._optimizer, learning_rate, total_steps=total_steps, pct_start=rising)
 
-    def step(self) -> None:
-        """Follow the gradients that the parameters hold, and drop them."""
-        clip_grad_norm_(self._parameters, MAX_GRADIENT)
+    def step(self, norm: Tensor | None = None) -> None:
+        """Follow the gradients that the parameters hold, and drop them. ``norm``: of the whole model's, if on ranks."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:  # torch 2.14's fused AdamW takes a gradient's numbers in their stored order
+                parameter.grad = parameter.grad.contiguous()
+        if norm is None:
+            clip_grad_norm_(self._parameters, MAX_GRADIENT)
+        else:
+            clip_grads_with_norm_(self._parameters, MAX_GRADIENT, norm)
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()

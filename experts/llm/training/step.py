@@ -104,17 +104,24 @@ def run_texts(model: LanguageModel, token_ids: Tensor) -> tuple[Tensor, tuple[Te
     return run_steps(model, run, token_ids.flatten(), positions, attend), tuple(gates)
 
 
-def predictions(model: LanguageModel, batch: TextBatch) -> tuple[Tensor, Tensor]:
+def predictions(
+    model: LanguageModel, batch: TextBatch, uneven_by: Callable[[Tensor], Tensor] = unevenness
+) -> tuple[Tensor, Tensor]:
     """Logits of the counted tokens, (tokens, vocabulary), and the unevenness of all layers."""
     hidden, gates = run_texts(model, batch.token_ids)
     before = batch.counted.roll(-1, dims=1).flatten()  # each counted token is predicted from the one before it
-    uneven = sum((unevenness(each[batch.is_text.flatten()]) for each in gates), start=hidden.new_zeros(()))
+    uneven = sum((uneven_by(each[batch.is_text.flatten()]) for each in gates), start=hidden.new_zeros(()))
     return model.predicted(hidden[before]), uneven
 
 
-def losses_of(model: LanguageModel, batch: TextBatch, soft_labels: Tensor | None = None) -> Losses:
+def losses_of(
+    model: LanguageModel,
+    batch: TextBatch,
+    soft_labels: Tensor | None = None,
+    uneven_by: Callable[[Tensor], Tensor] = unevenness,
+) -> Losses:
     """``soft_labels``: the teacher's logits of the counted tokens; without them the divergence is 0."""
-    logits, uneven = predictions(model, batch)
+    logits, uneven = predictions(model, batch, uneven_by)
     hard = cross_entropy(logits.float(), batch.token_ids[batch.counted])
     if soft_labels is None:
         return Losses(hard, hard.new_zeros(()), uneven)

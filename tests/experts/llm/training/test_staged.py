@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from experts.llm.model import LanguageModel
+from experts.llm.training.descent import GradientDescent
 from experts.llm.training.staged import Schedule, train
 from experts.llm.training.step import TextBatch
 
@@ -52,3 +53,13 @@ def test_losses_fall_and_are_the_same_again(run):
     (first, losses), (again, _) = run(schedule), run(schedule)
     assert float(losses[-1].cross_entropy) < 0.6 * float(losses[0].cross_entropy)
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+
+
+def test_a_gradient_in_another_order_of_strides_is_followed_as_it_is():
+    straight, turned = (torch.zeros(3, 4).requires_grad_() for _ in range(2))
+    gradient = (torch.arange(12.0) - 5.5).view(4, 3).t()
+    for tensor, given in ((straight, gradient.contiguous()), (turned, gradient)):
+        descent = GradientDescent([tensor], 2, 0.1)
+        tensor.grad = given
+        descent.step()
+    assert torch.equal(straight, turned)
