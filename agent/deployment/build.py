@@ -334,7 +334,9 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     whole = detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
-    box = beside_ranks(config, whole.shared_by(processes_on_box(config)))
+    box = whole.shared_by(processes_on_box(config))
+    if options.given.pools is None:  # else ranks have their memory
+        box = beside_ranks(config, box)
     found = [] if stored is None else packed_experts(config, packed)
     given = options.given
     if given.executors is None and are_in_workers(config):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CPU = "cpu"
 START_S = 10.0  # of processes with torch, before the first byte is read; arbitrary
 B_S, K_PROMPT_S, K_OUTPUT_S = 0.05, 0.002, 0.05  # of an iteration and its tokens; arbitrary
+PROCESS_BYTES = 400 * 1024 * 1024  # of a rank beside its weights, not shared with the others; torch 2.14
 ROWS = 64  # texts in an iteration at most: experts.llm.serving.iteration
 LEAST_CONTEXTS = 4  # whole contexts that keys and values have room for, without `kv`
 
@@ -52,7 +53,9 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
     free = box.host.available_bytes
     for expert in ranked_experts(config):
         with suppress(ExpertError):  # packing reports it
-            wanted = bytes_of(expert, config.precision or Precision.FP32)
+            assert expert.parallel is not None, "an expert with ranks"
+            precision = expert.precision or config.precision or Precision.FP32
+            wanted = bytes_of(expert, precision) + PROCESS_BYTES * expert.parallel.ranks + (config.texts.kv or 0)
             if wanted > free:
                 raise config.document.error(
                     f"its ranks take {wanted} bytes on this box, which has {free} free - run some on other boxes, or "
@@ -66,8 +69,8 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
 def bytes_of(expert: Expert, precision: Precision) -> int:
     """Bytes of all ranks' weights. Raises ExpertError for an unreadable directory."""
     assert expert.parallel is not None, "an expert with ranks"
-    itemsize = form_of(expert.precision or precision).dtype.itemsize
-    return bytes_of_ranks(read_spec(expert.weights, expert.id), expert.parallel, itemsize)
+    spec = read_spec(expert.weights, expert.id)
+    return bytes_of_ranks(spec, expert.parallel, form_of(precision).dtype.itemsize)
 
 
 def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Groundwork, ExpertCopy]]:

@@ -162,14 +162,17 @@ class RankWorker:
         threads = max((os.cpu_count() or 1) // shape.ranks, 1)
         setup = RanksSetup(copy.expert.id, directory, shape, dtype, threads=threads)
         ranks = Ranks(setup, self._lost, self._meeting)
+        with self._changing:
+            self._ranks = ranks
         try:
             model = ranks.begin()
         except CoServeError as error:
+            with self._changing:
+                self._ranks = None
             ranks.close()
             self._post(LoadFailed(effect.load, str(error), permanent=isinstance(error, WeightsError)))
             return
         with self._changing:
-            self._ranks = ranks
             self._memory.expert, self._memory.model = copy.expert.id, model
         logger.info("ranks_ready worker=%s ranks=%d exchange=%s", self._name, len(ranks.processes), model.form)
         self._post(Loaded(effect.load))
@@ -177,7 +180,7 @@ class RankWorker:
     def _lost(self, reason: str) -> None:
         """Report a loss once; one during a load is the load's failure."""
         with self._changing:
-            if self._is_lost or (self._ranks is None and self._memory.model is None):
+            if self._is_lost or self._memory.model is None:
                 return
             self._is_lost = True
             ranks, self._ranks, self._memory.model = self._ranks, None, None

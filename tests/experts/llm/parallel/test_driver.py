@@ -45,9 +45,10 @@ def answers_of(model):
     desk = Desk(model, ExtentArena(64 * 2**20, keeps_prefixes=False), IterationLimits(rows=3, tokens=16))
     for request in range(6):
         desk.ask(request, [(7 * request + n) % 90 + 1 for n in range(5 + 9 * request)], 3 + request % 4)
+    desk.ask(7, [3, 60, 12], choices={"left": (11,), "far": (13, 14, 15)})
     desk.quantum(0)
     desk.engine.preempt(2)
-    return desk.finish(0)
+    return desk.finish(0), desk.finished[7].label
 
 
 def test_ranks_write_what_one_process_writes_and_a_killed_one_ends_them_all(directory, ranks):
