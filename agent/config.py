@@ -279,9 +279,9 @@ def _is_journal(stream: str) -> bool:
 
 
 def torchrun_meeting(environment: Mapping[str, str] | None = None) -> Meeting | None:
-    """Where ranks of other boxes are met, by torchrun's variables; None: all ranks are on this box."""
+    """Where ranks of other boxes are met, by torchrun's variables; None without them: all ranks are on this box."""
     given = os.environ if environment is None else environment
-    if "MASTER_ADDR" not in given:
+    if not {"MASTER_ADDR", "LOCAL_WORLD_SIZE"} <= given.keys():
         return None
     return Meeting(given["MASTER_ADDR"], int(given.get("MASTER_PORT", "29500")), int(given["LOCAL_WORLD_SIZE"]))
 

@@ -19,6 +19,7 @@ from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copy_name
 from agent.deployment.performance_matrix import with_families
+from agent.deployment.ranked_experts import ranked_experts, worker_name
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -105,6 +106,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
     if ground.profile is not None:  # its proofs of decoding are of the old experts of these names
         ground = replace(ground, profile=replace(ground.profile, decodings=()))
+    _refuse_new_ranks(agent, config)
     parts = line_parts(agent.workers, ground, agent.segments, progress, agent.packed.values())
     for part in parts.values():
         _refuse_unfitting(agent, config, part.unpacked)
@@ -131,6 +133,15 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     broken = dict(templates.failed) | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
     return _change(replace(agent, alarms=all_alarms(parts)), config, names, setup, fresh, templates)
+
+
+def _refuse_new_ranks(agent: Agent, config: LineConfig) -> None:
+    """A model's ranks are a worker, and workers are those of the start."""
+    for expert in ranked_experts(config):
+        if worker_name(expert) not in agent.setup.workers:
+            raise config.document.error(
+                "processes of a model come with a start - restart", "experts", expert.id, "parallel"
+            )
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:

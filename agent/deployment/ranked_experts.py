@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.config import torchrun_meeting
 from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
 from agent.deployment.memory_needs import LEASE_FRACTION
 from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
@@ -49,19 +50,37 @@ def worker_name(expert: Expert) -> str:
 
 
 def beside_ranks(config: LineConfig, box: Box) -> Box:
-    """The box without the memory that ranks take. Raises ConfigError where it has not got so much."""
-    free = box.host.available_bytes
-    for expert in ranked_experts(config):
+    """The box without the memory that ranks take there.
+
+    Raises ConfigError where it has not got so much, and for ranks that cannot meet those of other boxes.
+    """
+    free, meeting, ranked = box.host.available_bytes, torchrun_meeting(), ranked_experts(config)
+    for expert in ranked:
+        place, shape = ("experts", expert.id, "parallel"), expert.parallel
+        assert shape is not None, "an expert with ranks"
+        share = 1.0
+        if meeting is not None:
+            if len(ranked) > 1:
+                raise config.document.error(
+                    "torchrun joins the ranks of one model only - serve the others alone", *place
+                )
+            try:
+                shape.on_boxes(meeting.ranks_here)
+            except ValueError as error:
+                raise config.document.error(f"{error} - correct it or LOCAL_WORLD_SIZE", *place) from error
+            share = meeting.ranks_here / shape.ranks
         with suppress(ExpertError):  # packing reports it
-            assert expert.parallel is not None, "an expert with ranks"
             precision = expert.precision or config.precision or Precision.FP32
-            wanted = bytes_of(expert, precision) + PROCESS_BYTES * expert.parallel.ranks + (config.texts.kv or 0)
+            all_ranks = (
+                bytes_of(expert, precision) + PROCESS_BYTES * shape.ranks + _lease_bytes(config, expert, precision)
+            )
+            wanted = int(all_ranks * share)
             if wanted > free:
                 raise config.document.error(
-                    f"its ranks take {wanted} bytes on this box, which has {free} free - run some on other boxes, or "
-                    "take a box with more",
-                    "experts", expert.id, "parallel",
-                )  # fmt: skip
+                    f"its ranks take {wanted} bytes on this box, which has {free} free - lower texts: kv, run some "
+                    "on other boxes, or take a box with more",
+                    *place,
+                )
             free -= wanted
     return replace(box, host=MemorySize(box.host.total_bytes, free))
 
@@ -84,7 +103,7 @@ def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Grou
         copy = copy_of(config, expert.id, precision, forms[expert.id][precision])
         row = _row(copy)
         workspace_bytes = row.performance.workspace_for(row.performance.max_batch)
-        lease_bytes = _lease_bytes(config, expert, row)
+        lease_bytes = _lease_bytes(config, expert, precision)
         pool = PoolSpec(HOST, row.footprint.own_bytes, workspace_bytes, lease_bytes=lease_bytes)
         executor = ExecutorSpec(0, CPU, HOST)
         yield worker_name(expert), replace(ground, profile=None, executors=(executor,), pools=(pool,)), copy
@@ -102,9 +121,10 @@ def _row(copy: ExpertCopy) -> ExpertProfile:
     return replace(row, footprint=Footprint(weight_bytes), load_s={SSD: load_s})
 
 
-def _lease_bytes(config: LineConfig, expert: Expert, row: ExpertProfile) -> int:
+def _lease_bytes(config: LineConfig, expert: Expert, precision: Precision) -> int:
     """Bytes for keys and values: the line file's, else a part of the weights, and some whole contexts at least."""
     if config.texts.kv is not None:
         return config.texts.kv
-    context_bytes = read_spec(expert.weights, expert.id).max_positions * row.performance.lease_bytes
-    return max(int(row.footprint.own_bytes * LEASE_FRACTION), LEAST_CONTEXTS * context_bytes)
+    spec = read_spec(expert.weights, expert.id)
+    context_bytes = spec.kv_bytes(form_of(precision).dtype.itemsize) * spec.max_positions
+    return max(int(bytes_of(expert, precision) * LEASE_FRACTION), LEAST_CONTEXTS * context_bytes)

@@ -136,7 +136,6 @@ class WorkerManager:
         self._segments = segments
         self._ssd_bytes_per_s = ssd_bytes_per_s
         self._workers: dict[str, RemoteWorker] = {}
-        self._ranks: dict[str, RankWorker] = {}
         self._detected: dict[str, Detected] = {}
         self._setup: EngineSetup
         self._loop: AgentLoop
@@ -186,10 +185,14 @@ class WorkerManager:
         """Make every worker ready, and let it work for a loop that has not started. Raises WorkerBroken."""
         self._loop, self._setup = loop, setup
         _at_once(self._specs, self._make_ready, progress)
-        self._ranks = {name: self._rank_worker(name) for name in setup.workers if name not in self._specs}
+        ranked = {name: self._rank_worker(name) for name in setup.workers if name not in self._specs}
         self._began_s = dict.fromkeys(setup.workers, time.monotonic())
         remote = {name: self._workers[name] for name in self._specs}
-        loop.attach({**remote, **self._ranks}, self._restart_in_background)
+        for name, worker in ranked.items():
+            (executor,), (pool,) = setup.at(name).executors, setup.at(name).pools
+            loop.here.text_engines.add(executor, pool.lease_bytes)
+            worker.know(*loop.served)
+        loop.attach({**remote, **ranked}, self._restart_in_background)
 
     def stop(self) -> None:
         """Restart no more lost workers; the loop stops the others."""
@@ -207,12 +210,8 @@ class WorkerManager:
         return Detected(*worker.ask("detect", spec.kind.device))
 
     def _rank_worker(self, name: str) -> RankWorker:
-        loop, part = self._loop, self._setup.at(name)
-        (executor,), (pool,) = part.executors, part.pools
-        loop.here.text_engines.add(executor, pool.lease_bytes)
-        worker = RankWorker(name, executor, loop.here, loop.post, torchrun_meeting())
-        worker.know(*loop.served)
-        return worker
+        (executor,) = self._setup.at(name).executors
+        return RankWorker(name, executor, self._loop.here, self._loop.post, torchrun_meeting())
 
     def _part_of_box(self, name: str) -> Box:
         return self._detected[name].box.shared_by(self._processes[self._specs[name].node])
@@ -242,7 +241,7 @@ class WorkerManager:
         self._failures[name] += 1
         while not self._stopping.wait(RESTARTS.pause_s(self._failures[name])):
             try:
-                worker = self._ranks[name] if name in self._ranks else self._started_again(name)
+                worker = self._started_again(name) if name in self._specs else self._rank_worker(name)
             except Exception as error:  # noqa: BLE001 - the boundary of this thread
                 self._failures[name] += 1
                 pause_s = RESTARTS.pause_s(self._failures[name])

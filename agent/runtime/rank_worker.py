@@ -3,21 +3,22 @@
 Its one executor has a thread of this process, which drives the ranks (``experts.llm.parallel``); its memory is that of
 the ranks: a load starts them, an eviction ends them.
 
-Guarantees: as ``worker``. A rank that dies loses the worker, not the agent. Texts keep their tokens, and read them
-again once the ranks are back.
+Guarantees: as ``worker``. A rank that dies loses the worker, not the agent, and another RankWorker follows it. Texts
+keep their tokens, and read them again there.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, cast
 
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.executor import BatchExecutor, Shared
+from agent.runtime.machine.detection import cores
 from agent.runtime.machine.device_loss import Breakdown, DeviceWatch
 from agent.runtime.machine.threads import Team
 from agent.runtime.weights.transfer import TransferStatistics
@@ -55,24 +56,35 @@ class _RankWatch(DeviceWatch):
 
 
 @dataclass(slots=True)
-class _RankMemory:
-    """Stands for a SlotStore: the ranks' memory, with one model or none."""
+class _RankSlot:
+    """Stands for a slot: the ranks of one copy. ``model``: None until they have loaded it."""
 
-    expert: str = ""
+    ranks: Ranks
     model: RanksModel | None = None
 
-    @contextmanager
-    def using_together(self, copies: Mapping[str, object]) -> Iterator[dict[str, _RankMemory]]:
-        if self.model is None:
-            raise LoadError(self.expert, "its ranks are not there")
-        yield dict.fromkeys(copies, self)
-
-    def skeleton(self, device: str) -> _RankMemory:
+    def skeleton(self, device: str) -> _RankSlot:
         return self
 
 
+class _RankMemory:
+    """Stands for a SlotStore. ``slots``: by copy."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, _RankSlot] = {}
+
+    @contextmanager
+    def using_together(self, copies: Mapping[str, object]) -> Iterator[dict[str, _RankSlot]]:
+        for copy in copies:
+            if copy not in self.slots:
+                raise LoadError(copy, "its ranks are not there")
+        yield {copy: self.slots[copy] for copy in copies}
+
+
 class RankWorker:
-    """Ranks of one language model, on the box's cores. ``here``: the agent's own process."""
+    """Ranks of one language model, on the box's cores, until they are lost. ``here``: the agent's own process.
+
+    A reload may bring a second copy of the model, whose ranks are others.
+    """
 
     def __init__(
         self, name: str, spec: ExecutorSpec, here: LocalWorker, post: Callable[[Any], None], meeting: Meeting | None
@@ -84,17 +96,13 @@ class RankWorker:
         self._meeting = meeting
         self._copies: Mapping[str, ExpertCopy] = {}
         self._memory = _RankMemory()
-        self._ranks: Ranks | None = None
-        self._is_lost = False
-        self._changing = Lock()  # guards the three above
-        self._executor = self._new_executor()
+        self._is_over = False  # lost, or stopped
+        self._changing = Lock()  # guards ``_is_over``, and that no copy and no answer comes after it
+        shared = Shared(here.preparation, self._answered, here.texts, _RankWatch())
+        self._executor = BatchExecutor(spec, cast("SlotStore", self._memory), Team(1), shared)
 
     def start(self) -> None:
-        """Work from now on: at the start, and again after a loss."""
-        if self._is_lost:
-            self._here.text_engines.by_executor[self._spec.id].lose_all()
-            self._executor = self._new_executor()
-            self._is_lost = False
+        self._here.text_engines.by_executor[self._spec.id].lose_all()  # the ranks before held them
         self._executor.start()
 
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
@@ -106,10 +114,8 @@ class RankWorker:
         Thread(target=self._load, args=(effect,), name=f"ranks-of-{self._name}", daemon=True).start()
 
     def evict(self, copy: str, pool: str) -> None:
-        with self._changing:
-            ranks, self._ranks, self._memory.model = self._ranks, None, None
-        if ranks is not None:
-            Thread(target=ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
+        slot = self._memory.slots.pop(copy)
+        Thread(target=slot.ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
 
     def start_quantum(self, batch: Batch) -> None:
         """Run a batch of texts for its quantum."""
@@ -138,62 +144,81 @@ class RankWorker:
         return WorkerStatistics(NO_TRANSFERS, executors=(self._executor.statistics(),))
 
     def lose(self, reason: str) -> bool:
-        with self._changing:
-            ranks = self._ranks
-        if ranks is not None:
-            ranks.kill(reason)
-        else:
+        slots = list(self._memory.slots.values())
+        for slot in slots:
+            slot.ranks.kill(reason)
+        if not slots:
             self._lost(reason)
         return True
 
     def stop(self, timeout_s: float) -> bool:
-        has_ended = self._executor.stop(timeout_s)
         with self._changing:
-            ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
+            self._is_over = True
+        has_ended = self._executor.stop(timeout_s)
+        self._close_all()
         return has_ended
 
     def _load(self, effect: StartLoad) -> None:
         copy = self._copies[effect.copy]
-        assert copy.expert.parallel is not None, "only a copy with ranks is placed here"
-        dtype = str(form_of(Precision(copy.packed.precision)).dtype).removeprefix("torch.")
-        directory, shape = str(copy.expert.weights), copy.expert.parallel
-        threads = max((os.cpu_count() or 1) // shape.ranks, 1)
-        setup = RanksSetup(copy.expert.id, directory, shape, dtype, threads=threads)
-        ranks = Ranks(setup, self._lost, self._meeting)
-        with self._changing:
-            self._ranks = ranks
         try:
-            model = ranks.begin()
-        except CoServeError as error:
+            ranks = Ranks(_setup_of(copy, self._meeting), partial(self._ranks_ended, effect.copy), self._meeting)
+            slot = _RankSlot(ranks)
             with self._changing:
-                self._ranks = None
-            ranks.close()
-            self._post(LoadFailed(effect.load, str(error), permanent=isinstance(error, WeightsError)))
+                if self._is_over:
+                    ranks.close()
+                    return
+                self._memory.slots[effect.copy] = slot
+            slot.model = ranks.begin()
+        except (CoServeError, OSError, ValueError) as error:
+            if effect.copy in self._memory.slots:
+                self.evict(effect.copy, effect.pool)
+            self._tell(LoadFailed(effect.load, str(error), permanent=isinstance(error, WeightsError | ValueError)))
             return
-        with self._changing:
-            self._memory.expert, self._memory.model = copy.expert.id, model
-        logger.info("ranks_ready worker=%s ranks=%d exchange=%s", self._name, len(ranks.processes), model.form)
-        self._post(Loaded(effect.load))
+        form, processes = slot.model.form, len(ranks.processes)
+        logger.info("ranks_ready worker=%s processes=%d exchange=%s", self._name, processes, form)
+        self._tell(Loaded(effect.load))
+
+    def _ranks_ended(self, copy: str, reason: str) -> None:
+        slot = self._memory.slots.get(copy)
+        if slot is not None and slot.model is not None:  # else it is the load's failure
+            self._lost(reason)
 
     def _lost(self, reason: str) -> None:
-        """Report a loss once; one during a load is the load's failure."""
+        """Report the loss, and nothing from then on."""
         with self._changing:
-            if self._is_lost or self._memory.model is None:
+            if self._is_over:
                 return
-            self._is_lost = True
-            ranks, self._ranks, self._memory.model = self._ranks, None, None
-        if ranks is not None:
-            Thread(target=ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
-        self._post(WorkerLost(self._name, reason))
+            self._is_over = True
+            self._post(WorkerLost(self._name, reason))
+        Thread(target=self._end, name=f"end-{self._name}", daemon=True).start()
+
+    def _end(self) -> None:
+        self._close_all()
+        self._executor.stop()
+
+    def _close_all(self) -> None:
+        for slot in list(self._memory.slots.values()):
+            slot.ranks.close()
 
     def _answered(self, answer: Any) -> None:  # noqa: ANN401  any answer of an executor
         if isinstance(answer, Breakdown):
             self._lost(str(answer.error))
         else:
-            self._post(answer)
+            self._tell(answer)
 
-    def _new_executor(self) -> BatchExecutor:
-        shared = Shared(self._here.preparation, self._answered, self._here.texts, _RankWatch())
-        return BatchExecutor(self._spec, cast("SlotStore", self._memory), Team(1), shared)
+    def _tell(self, answer: Any) -> None:  # noqa: ANN401  any event
+        with self._changing:
+            if not self._is_over:
+                self._post(answer)
+
+
+def _setup_of(copy: ExpertCopy, meeting: Meeting | None) -> RanksSetup:
+    """Raises ValueError for ranks that do not fill their boxes."""
+    shape = copy.expert.parallel
+    assert shape is not None, "only a copy with ranks is placed here"
+    here = shape.ranks
+    if meeting is not None:
+        here, shape = meeting.ranks_here, shape.on_boxes(meeting.ranks_here)
+    dtype = str(form_of(Precision(copy.packed.precision)).dtype).removeprefix("torch.")
+    threads = max(cores() // here, 1)
+    return RanksSetup(copy.expert.id, str(copy.expert.weights), shape, dtype, threads=threads)

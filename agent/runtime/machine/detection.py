@@ -113,10 +113,10 @@ def _mps_box() -> Box:
 
 
 def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, device: MemorySize | None) -> Box:
-    return Box(name, model, processors, _cores(), host, device, _versions())
+    return Box(name, model, processors, cores(), host, device, _versions())
 
 
-def _cores() -> int:
+def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

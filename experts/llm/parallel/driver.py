@@ -1,9 +1,9 @@
 """Driver of a model's ranks: starts their processes, and runs batches on them as one LanguageModel.
 
-Guarantees: whoever uses a ``RanksModel`` runs it as any model. A rank that ends or is killed ends all of them, and
-raises RanksLost wherever the model is used; ``on_lost`` is called once. Ranks end with this process, also by kill -9.
-Ranks of this box meet at a file and talk over the loopback interface. Given a ``Meeting``, torchrun starts this box's,
-and they meet those that torchrun starts elsewhere.
+Guarantees: a ``RanksModel`` runs as any model. A rank that ends or is killed ends all of them, and raises RanksLost
+wherever the model is used; ``on_lost`` is called once. Ranks end with this process, also by kill -9, in whatever they
+do: their input, a pipe, ends. Ranks of this box meet at a file and talk over the loopback interface. Given a
+``Meeting``, torchrun starts this box's, and they meet those that torchrun starts elsewhere.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ END_S = 5.0  # for the end of killed processes
 
 
 class Ranks:
-    """Processes of one model's ranks. ``on_lost``: called from a thread, once, unless ``stop`` came first."""
+    """Processes of one model's ranks, started by ``begin``. Raises OSError without room for a socket.
+
+    ``on_lost``: called from a thread, once, unless ``stop`` came first.
+    """
 
     def __init__(
         self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None, meeting: Meeting | None = None
     ) -> None:
         self.setup = setup
         self._on_lost = on_lost
+        self._meeting = meeting
         self._calling = Lock()
         self._ending = Lock()
         self._reason: str | None = None
@@ -54,12 +58,16 @@ class Ranks:
         self._door.bind(self._address)
         self._door.listen()
         self._stream: MessageStream | None = None
-        self.processes = self._started() if meeting is None else [self._torchrun(meeting)]
-        for rank, process in enumerate(self.processes):
-            Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     def begin(self) -> RanksModel:
-        """Wait until every rank has loaded its slices. Raises LoadError with a rank's reason, RanksLost."""
+        """Start the ranks, and wait until each has loaded its slices. Raises LoadError with a reason, RanksLost."""
+        with self._ending:
+            try:
+                for command in self._commands() if self._reason is None else ():
+                    self._start(command)
+            except OSError as error:
+                raise LoadError(self.setup.expert, f"its ranks cannot be started: {error}") from error
         with suppress(OSError):  # the ranks have ended, and nobody comes
             self._stream = MessageStream(self._door.accept()[0])
         answer = self.call(RankMessage(self.setup.header)).header
@@ -89,20 +97,23 @@ class Ranks:
     def _address(self) -> str:
         return f"{self._folder.name}/driver"
 
-    def _started(self) -> list[subprocess.Popen[bytes]]:
-        ranks, meeting = self.setup.shape.ranks, f"file://{self._folder.name}/meeting"
-        variables = ["GLOO_SOCKET_IFNAME=lo", f"OMP_NUM_THREADS={self.setup.threads}"]
-        command = ["env", *variables, sys.executable, "-m", RANK_PROCESS, "--driver", self._address]
-        command += ["--meeting", meeting, "--ranks", str(ranks)]
-        return [subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True) for rank in range(ranks)]
+    def _commands(self) -> list[list[str]]:
+        """Commands that start this box's ranks: one for each, or torchrun's, as the first node of several."""
+        own, ranks, meeting = [RANK_PROCESS, "--driver", self._address], self.setup.shape.ranks, self._meeting
+        command = ["env", f"OMP_NUM_THREADS={self.setup.threads}"]
+        if meeting is None:
+            place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
+            command += ["GLOO_SOCKET_IFNAME=lo", sys.executable, "-m", *own, *place]
+            return [[*command, "--rank", str(rank)] for rank in range(ranks)]
+        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks // meeting.ranks_here)]
+        command += ["--node-rank", "0", "--nproc-per-node", str(meeting.ranks_here)]
+        return [[*command, "--master-addr", meeting.address, "--master-port", str(meeting.port), "-m", *own]]
 
-    def _torchrun(self, meeting: Meeting) -> subprocess.Popen[bytes]:
-        """Start this box's ranks as the first node of several."""
-        nodes = self.setup.shape.ranks // meeting.ranks_here
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", "0"]
-        command += ["--nproc-per-node", str(meeting.ranks_here), "--master-addr", meeting.address]
-        command += ["--master-port", str(meeting.port), "-m", RANK_PROCESS, "--driver", self._address]
-        return subprocess.Popen(command, start_new_session=True)
+    def _start(self, command: list[str]) -> None:
+        rank = len(self.processes)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.processes.append(process)
+        Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -117,6 +128,8 @@ class Ranks:
             for process in self.processes:
                 with suppress(OSError):
                     process.kill()
+                assert process.stdin is not None, "a pipe"
+                process.stdin.close()  # for ranks that torchrun has started
             with suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
             with suppress(OSError):

@@ -4,7 +4,8 @@ Rank and addresses are those of torchrun's environment (RANK, WORLD_SIZE, MASTER
 the driver's socket, and passes every message on to the others, which wait for it. ``--model``: the model's directory on
 this box, if it is another than the driver's.
 
-Guarantees: a rank ends with its driver and with any other rank: a process that is gone closes its connections.
+Guarantees: a rank ends with its driver, whatever it does, and with any other rank: a process that is gone closes its
+connections.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,6 +154,12 @@ def _stream(address: str) -> MessageStream:
     return MessageStream(connected)
 
 
+def _end_with_driver() -> None:
+    """End this process once the driver's end of its input is closed."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rank_process", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--driver", help="the driver's socket, on rank 0's box")
@@ -163,15 +171,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver ends its ranks
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if given.driver is not None:
+        Thread(target=_end_with_driver, daemon=True).start()
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, given.meeting, IDLE, given.ranks, given.rank)
         Rank(None if dist.get_rank() else _stream(given.driver), given.model).follow()
+        code = 0
     except (RuntimeError, OSError) as error:
-        log.error("rank_ended: another rank or the driver is gone: %s", str(error).splitlines()[0])
-        os._exit(1)  # a collective operation may hang in a thread
-    sys.stdout.flush()
-    os._exit(0)
+        log.error("rank_ended: another rank or the driver is gone: %s", str(error).partition("\n")[0])
+        code = 1
+    except Exception:
+        log.exception("rank_broke")
+        code = 1
+    os._exit(code)  # a collective operation may hang in a thread
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ in each replica, also where moe_experts and ranks do not divide each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
@@ -52,6 +52,12 @@ class MeshShape:
     def nodes(self) -> int:
         """Nodes of one replica."""
         return self.replica_ranks // self.ranks_a_node
+
+    def on_boxes(self, box_ranks: int) -> MeshShape:
+        """The shape on boxes of so many ranks, the nodes. Raises ValueError if they do not fill them."""
+        if self.ranks % box_ranks:
+            raise ValueError(f"{self.ranks} ranks do not fill boxes of {box_ranks}")
+        return replace(self, node_ranks=box_ranks if box_ranks < self.replica_ranks else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,18 @@
 """A language model over ranks on a line of images: its texts, a rank that dies, a reload, and refusals."""
 
 import os
+import re
 import signal
+import threading
 
 import numpy as np
 import psutil
 import pytest
 
+from agent.config import read_line
 from agent.deployment.line_change import plan_change
 from agent.runtime.texts import TextSource
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.llm.config import read_spec
 from experts.llm.model import load_model
@@ -113,6 +117,20 @@ def test_a_killed_rank_is_told_and_texts_go_on_once_all_are_back(serving, expect
     assert not agent.loop.lost
 
 
+def test_ranks_that_die_idle_come_back_and_leave_no_thread(serving, expected):
+    _, agent, _ = serving
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    executors = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("executor-"))
+    os.kill(rank_processes()[0], signal.SIGKILL)
+    until(lambda: agent.loop.lost)
+    until(lambda: not agent.loop.lost)
+    ((_, notes),) = asked(agent, PROMPTS[:1])
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    assert notes.tokens == expected[0]
+    now = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("executor-"))
+    assert now == executors
+
+
 def test_a_reload_keeps_the_ranks(serving, expected):
     line, agent, _ = serving
     before = rank_processes()
@@ -124,6 +142,59 @@ def test_a_reload_keeps_the_ranks(serving, expected):
     assert agent.loop.wait_until_idle(PATIENCE_S)
     assert notes.tokens == expected[0]
     assert rank_processes() == before
+
+
+def test_a_reload_with_new_ranks_is_refused_before_anything_is_changed(serving):
+    line, agent, _ = serving
+    more = {**line.document["experts"], "llm/more": line.document["experts"]["llm/mix"]}
+    with pytest.raises(ConfigError, match=r"experts.llm/more.parallel: .* - restart"):
+        plan_change(agent, read_line(line.write(experts=more), {}), lambda *_: None)
+
+
+def test_a_reload_that_replaces_the_model_starts_other_ranks(tmp_path):
+    line = Line(tmp_path)
+    line.document["experts"]["llm/mix"]["parallel"] = {"data": 2, "expert": 2}
+    files = ModelFiles(tmp_path)
+    values = files.config("mixtral")
+    other = files.write(values, files.tensors(values, seed=5)).rename(tmp_path / "other")
+    expected = [greedy(load_model(each, "mix"), PROMPTS[:1], NEW_TOKENS)[0] for each in (tmp_path / "mix", other)]
+    assert expected[0] != expected[1]
+    with line.built(starts=True) as (agent, *_):
+        ((_, old),) = asked(agent, PROMPTS[:1])
+        assert agent.loop.wait_until_idle(PATIENCE_S)
+        line.document["experts"]["llm/mix"] |= {"weights": str(other), "parallel": {"expert": 2}}
+        ((_, behind),) = asked(agent, PROMPTS[:1])
+        change = plan_change(agent, line.config, lambda *_: None)
+        agent.loop.change_line(change.event, change.copies)
+        text = TextRequest(Generation(tuple(PROMPTS[0]), NEW_TOKENS, GREEDY), new := Notes(lambda _: False))
+        agent.loop.submit(TextSource(lambda _: text), expert=change.agent.expert("llm/mix"))
+        assert agent.loop.wait_until_idle(PATIENCE_S)
+        assert [old.tokens, behind.tokens, new.tokens] == [expected[0][0], expected[0][0], expected[1][0]]
+
+
+@pytest.mark.parametrize(
+    ("ranks_here", "more", "text"),
+    [
+        ("3", {}, "4 ranks do not fill boxes of 3 - correct it or LOCAL_WORLD_SIZE"),
+        ("2", {"llm/more": {"architecture": "llm", "weights": "mix", "parallel": {"expert": 2}}}, "of one model only"),
+    ],
+)
+def test_ranks_that_cannot_meet_those_of_other_boxes_are_refused(tmp_path, monkeypatch, ranks_here, more, text):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    line = Line(tmp_path)
+    line.document["experts"] |= more
+    assert text in line.refusal()
+
+
+def test_a_box_needs_the_memory_of_its_own_ranks_alone(tmp_path, monkeypatch):
+    line = Line(tmp_path)
+    line.document["texts"] = {"kv": "4000TiB"}
+    taken = re.compile("its ranks take ([0-9]+) bytes on this box")
+    whole = int(taken.search(line.refusal())[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert int(taken.search(line.refusal())[1]) == whole // 2
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,23 @@ def test_a_rank_that_cannot_load_says_why(tmp_path):
     ranks.close()
 
 
+def test_ranks_that_are_stopped_before_they_begin_do_not_start(directory, ranks):
+    ranks.stop()
+    with pytest.raises(RanksLost, match="its ranks were stopped"):
+        ranks.begin()
+    assert not ranks.processes
+    assert not ranks.told
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_driver(tmp_path):
+    command = [sys.executable, "-m", "experts.llm.parallel.rank_process", "--driver", str(tmp_path / "driver")]
+    command += ["--meeting", f"file://{tmp_path / 'meeting'}", "--ranks", "2", "--rank", "0"]
+    alone = subprocess.Popen(command, stdin=subprocess.PIPE)
+    until((tmp_path / "meeting").exists)
+    alone.stdin.close()
+    assert alone.wait(60) == 0
+
+
 @pytest.mark.slow
 def test_ranks_of_another_box_join_by_torchrun(directory, tmp_path):
     with socket.socket() as free:
