@@ -359,6 +359,7 @@ class DeviceLost(CoServeError):
 class RanksLost(CoServeError):
     def __init__(self, expert: str, reason: str) -> None:
         super().__init__(f"the ranks of {expert} are lost: {reason}")
+        self.reason = reason
 
 
 class WorkOverdue(CoServeError):

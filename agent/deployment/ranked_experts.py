@@ -14,6 +14,7 @@ from agent.config import torchrun_meeting
 from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
 from agent.deployment.memory_needs import LEASE_FRACTION
 from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
+from agent.deployment.profile_in_use import precision_of
 from agent.runtime.machine.box import MemorySize
 from agent.runtime.measuring.probe import UNMEASURED, Probed, matrix_row, performance_of
 from experts.backends.forms import form_of
@@ -70,7 +71,7 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
                 raise config.document.error(f"{error} - correct it or LOCAL_WORLD_SIZE", *place) from error
             share = meeting.ranks_here / shape.ranks
         with suppress(ExpertError):  # packing reports it
-            precision = expert.precision or config.precision or Precision.FP32
+            precision = precision_of(config, expert.id, CPU, None, None)
             all_ranks = (
                 bytes_of(expert, precision) + PROCESS_BYTES * shape.ranks + _lease_bytes(config, expert, precision)
             )
@@ -97,7 +98,8 @@ def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Grou
     config = ground.config
     forms = by_precision(packed_experts(config, packed))
     for expert in ranked_experts(config):
-        precision = next(column[expert.id] for column in ground.precisions.values())
+        columns = ground.precisions
+        precision = (columns[CPU] if CPU in columns else next(iter(columns.values())))[expert.id]
         if precision not in forms.get(expert.id, {}):
             continue  # packing has failed, and says why
         copy = copy_of(config, expert.id, precision, forms[expert.id][precision])

@@ -202,7 +202,7 @@ class RankWorker:
 
     def _answered(self, answer: Any) -> None:  # noqa: ANN401  any answer of an executor
         if isinstance(answer, Breakdown):
-            self._lost(str(answer.error))
+            self._lost(answer.error.reason if isinstance(answer.error, RanksLost) else str(answer.error))
         else:
             self._tell(answer)
 

@@ -8,13 +8,15 @@ do: their input, a pipe, ends. Ranks of this box meet at a file and talk over th
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ import torch
 from experts.errors import LoadError, RanksLost
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
-from experts.llm.parallel.messages import HEAD, MessageStream, RankMessage, RankRows
+from experts.llm.parallel.messages import HEAD, RankMessage, RankRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,9 @@ class Ranks:
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(self._address)
         self._door.listen()
-        self._stream: MessageStream | None = None
+        self._first: socket.socket | None = None  # the first rank's
+        self._stream: Connection  # over it
+        self._ended = Event()
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def begin(self) -> RanksModel:
@@ -68,8 +72,11 @@ class Ranks:
                     self._start(command)
             except OSError as error:
                 raise LoadError(self.setup.expert, f"its ranks cannot be started: {error}") from error
-        with suppress(OSError):  # the ranks have ended, and nobody comes
-            self._stream = MessageStream(self._door.accept()[0])
+        try:
+            self._first = self._door.accept()[0]
+        except OSError:  # the ranks have ended, and nobody comes
+            raise self._lost() from None
+        self._stream = Connection(os.dup(self._first.fileno()))
         answer = self.call(RankMessage(self.setup.header)).header
         if "refused" in answer:
             self.stop()
@@ -77,15 +84,12 @@ class Ranks:
         return RanksModel(self, getattr(torch, answer["dtype"]), answer["ready"])
 
     def call(self, message: RankMessage) -> RankMessage:
-        answer = None
-        with self._calling, suppress(OSError):
-            if self._stream is not None:
-                self._stream.send(message)
-                answer = self._stream.receive()
-        if answer is None:
-            self._end("its first rank is gone")
-            raise RanksLost(self.setup.expert, self._reason or "its ranks were stopped")
-        return RankMessage.of(answer)
+        try:
+            with self._calling:
+                self._stream.send_bytes(message.packed())
+                return RankMessage.of(self._stream.recv_bytes())
+        except (OSError, EOFError):
+            raise self._lost() from None
 
     def kill(self, reason: str) -> None:
         self._end(reason)
@@ -120,6 +124,12 @@ class Ranks:
         end = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._end(f"rank {rank} (process {process.pid}) {end}")
 
+    def _lost(self) -> RanksLost:
+        self._ended.wait(END_S)  # for the rank that ended first
+        self._end("its first rank is gone")
+        assert self._reason is not None, "they have ended"
+        return RanksLost(self.setup.expert, self._reason)
+
     def _end(self, reason: str | None) -> None:
         with self._ending:
             if self._reason is not None:
@@ -133,8 +143,9 @@ class Ranks:
             with suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
             with suppress(OSError):
-                if self._stream is not None:
-                    self._stream.shutdown()
+                if self._first is not None:
+                    self._first.shutdown(socket.SHUT_RDWR)
+            self._ended.set()
         if reason is not None:
             self._on_lost(reason)
 
@@ -145,8 +156,10 @@ class Ranks:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
         self._door.close()
-        if self._stream is not None:
-            self._stream.close()
+        if self._first is not None:
+            with self._calling:
+                self._stream.close()
+            self._first.close()
         self._folder.cleanup()
 
 

@@ -2,13 +2,13 @@
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.3. Rows go out sorted by rank and piece; counts go before them, so
 no row is padded or dropped. Guarantees: every form delivers the same rows in the same order, by source rank, then
-piece, and ``combine`` returns results in the order in which rows went out.
+piece, and ``Route.combine`` returns results in the order in which rows went out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,18 +47,11 @@ class Route:
     hops: tuple[_Hop, ...]
     counts: Tensor
 
-
-class Exchange(Protocol):
-    """One form, among ``size`` ranks."""
-
-    @property
-    def size(self) -> int: ...
-
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Route]:
-        """Send rows, sorted by rank and piece; ``counts``: of them, (ranks, pieces of each rank)."""
-
-    def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """Send results back, in the order of the dispatched rows."""
+    def combine(self, results: Tensor) -> Tensor:
+        """Send the rows' results back, in the order of the dispatched rows."""
+        for hop in reversed(self.hops):
+            results = hop.back(results)
+        return results
 
 
 class FlatExchange:
@@ -72,11 +65,9 @@ class FlatExchange:
         return self._group.size
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Route]:
+        """Send rows, sorted by rank and piece; ``counts``: of them, (ranks, pieces of each rank)."""
         hop, received = _hop(self._group, counts)
         return hop.there(rows), Route((hop,), received)
-
-    def combine(self, rows: Tensor, route: Route) -> Tensor:
-        return _back(rows, route)
 
 
 class HierarchicalExchange:
@@ -100,11 +91,8 @@ class HierarchicalExchange:
         far, received = _hop(self._between, there.transpose(0, 1), transposed(there))
         return far.there(near.there(rows)), Route((near, far), received.view(counts.shape))
 
-    def combine(self, rows: Tensor, route: Route) -> Tensor:
-        return _back(rows, route)
 
-
-def exchange_of(form: ExchangeForm, mesh: Mesh) -> Exchange:
+def exchange_of(form: ExchangeForm, mesh: Mesh) -> FlatExchange | HierarchicalExchange:
     if form is ExchangeForm.HIERARCHICAL:
         return HierarchicalExchange(mesh.inside, mesh.between)
     return FlatExchange(mesh.expert if form is ExchangeForm.COORDINATED else mesh.replica)
@@ -116,12 +104,6 @@ def _hop(group: RankGroup, counts: Tensor, order: Tensor | None = None) -> tuple
     ones = [1] * group.size
     received = group.all_to_all(flat, ones, ones, COUNTS)
     return _Hop(group, flat.sum(dim=1).tolist(), received.sum(dim=1).tolist(), order), received
-
-
-def _back(rows: Tensor, route: Route) -> Tensor:
-    for hop in reversed(route.hops):
-        rows = hop.back(rows)
-    return rows
 
 
 def transposed(counts: Tensor) -> Tensor:

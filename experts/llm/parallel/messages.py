@@ -1,9 +1,11 @@
-"""Messages between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled."""
+"""Messages between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled.
+
+They are sent as the bytes of a ``multiprocessing.connection.Connection``.
+"""
 
 from __future__ import annotations
 
 import json
-import socket
 import struct
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,10 @@ from experts.llm.token_batch import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import BinaryIO
 
     from torch import Tensor
 
-SIZES = struct.Struct("<QQ")
+SIZE = struct.Struct("<Q")  # of the header
 BEGIN, RUN, HEAD = "begin", "run", "head"  # what a message asks of the ranks
 
 
@@ -37,47 +38,18 @@ class RankMessage:
             header["tensor"] = [str(self.tensor.dtype).removeprefix("torch."), *self.tensor.shape]
             content = self.tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         text = json.dumps(header).encode()
-        return SIZES.pack(len(text), len(content)) + text + content
+        return SIZE.pack(len(text)) + text + content
 
     @classmethod
     def of(cls, packed: bytes) -> RankMessage:
-        size, _ = SIZES.unpack_from(packed)
-        header = json.loads(packed[SIZES.size : SIZES.size + size])
+        (size,) = SIZE.unpack_from(packed)
+        header = json.loads(packed[SIZE.size : SIZE.size + size])
         if "tensor" not in header:
             return cls(header)
         name, *shape = header.pop("tensor")
-        content = bytearray(packed[SIZES.size + size :])
+        content = bytearray(packed[SIZE.size + size :])
         flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         return cls(header, flat.view(getattr(torch, name)).view(shape))
-
-
-class MessageStream:
-    """Messages over a connected socket."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._reader: BinaryIO = connected.makefile("rb")
-
-    def send(self, message: RankMessage) -> None:
-        """Send a message. Raises OSError once the other end is gone."""
-        self._socket.sendall(message.packed())
-
-    def receive(self) -> bytes | None:
-        """The next message, packed; None once the other end is gone."""
-        try:
-            head = self._reader.read(SIZES.size)
-            content = self._reader.read(sum(SIZES.unpack(head))) if len(head) == SIZES.size else b""
-        except (OSError, ValueError):
-            return None
-        return head + content if content and len(content) == sum(SIZES.unpack(head)) else None
-
-    def shutdown(self) -> None:
-        """End both directions, from any thread. Raises OSError if they have ended."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)

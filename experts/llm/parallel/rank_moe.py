@@ -67,7 +67,7 @@ class RankMoe:
         a_token = per_token * self._to.ranks.shape[1]
         sent = tokens[begin + places // a_token]
         received, route = self._exchange.dispatch(sent, counts.view(self._exchange.size, -1))
-        results = self._exchange.combine(self._run(received, route.counts), route)
+        results = route.combine(self._run(received, route.counts))
         weight = table.weight[begin:end].repeat_interleave(self._to.ranks.shape[1], dim=1).flatten()[places]
         weighed = results.new_zeros((len(ranks), tokens.shape[1]), dtype=torch.float32)
         weighed = weighed.index_copy(0, places, results.float() * weight.unsqueeze(1))

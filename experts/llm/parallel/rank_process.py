@@ -16,7 +16,9 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ from experts.errors import CoServeError
 from experts.llm.parallel.costs import ExchangeForm, cheapest
 from experts.llm.parallel.groups import Mesh
 from experts.llm.parallel.measuring import measured_costs
-from experts.llm.parallel.messages import BEGIN, RUN, MessageStream, RankMessage, RankRows, RanksSetup, count_of
+from experts.llm.parallel.messages import BEGIN, RUN, RankMessage, RankRows, RanksSetup, count_of
 from experts.llm.parallel.rank_model import load_rank
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import TokenBatch
@@ -50,7 +52,7 @@ USUAL_ROWS = 8  # of a batch, for which the exchange is chosen
 class Rank:
     """This process among its ranks. ``stream``: the driver's, of rank 0 alone."""
 
-    def __init__(self, stream: MessageStream | None, directory: Path | None = None) -> None:
+    def __init__(self, stream: Connection | None, directory: Path | None = None) -> None:
         self._stream = stream
         self._directory = directory
         self._rank = dist.get_rank()
@@ -69,13 +71,16 @@ class Rank:
 
     def _next(self) -> RankMessage | None:
         """The driver's next message, by way of rank 0; None: the driver is gone."""
-        content = self._stream.receive() if self._stream is not None else None
-        size = torch.tensor([len(content or b"")])
+        content = b""
+        if self._stream is not None:
+            with suppress(OSError, EOFError):
+                content = self._stream.recv_bytes()
+        size = torch.tensor([len(content)])
         dist.broadcast(size, 0)
         if not int(size):
             return None
         packed = torch.empty(int(size), dtype=torch.uint8)
-        if content is not None:
+        if content:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(packed, 0)
         return RankMessage.of(packed.numpy().tobytes())
@@ -145,13 +150,13 @@ class Rank:
 
     def _answer(self, message: RankMessage) -> None:
         if self._stream is not None:
-            self._stream.send(message)
+            self._stream.send_bytes(message.packed())
 
 
-def _stream(address: str) -> MessageStream:
+def _stream(address: str) -> Connection:
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(address)
-    return MessageStream(connected)
+    return Connection(connected.detach())
 
 
 def _end_with_driver() -> None:

@@ -42,7 +42,7 @@ def there_and_back(mesh, form, counts):
     place = mesh.expert.place if form is COORDINATED else mesh.replica.place
     rows = sent_rows(exchange.size, len(counts[0][0]), place, counts[place])
     received, route = exchange.dispatch(rows, torch.tensor(counts[place]))
-    returned = exchange.combine(received * 10, route)
+    returned = route.combine(received * 10)
     assert torch.equal(returned, rows * 10)
     return place, received.tolist(), route.counts.tolist()
 
