@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,9 @@ from agent.cli.arguments import AsJson
 from agent.cli.endings import explained, say
 
 if TYPE_CHECKING:
-    from experts.llm.training.distil import Distilled, StepLosses
+    from experts.llm.training.distil import Distilled
+    from experts.llm.training.staged import Schedule
+    from experts.llm.training.step import Losses
 
 
 def distil(
@@ -45,14 +48,16 @@ def distil(
         from experts.llm.training.staged import Schedule
 
         schedule = Schedule(steps, learning_rate, alpha, stop_at)
-        made = distil(teacher, student, texts, DistilOptions(depth, schedule, batch_tokens, seed), _show_losses)
+        options = DistilOptions(depth, schedule, batch_tokens, seed)
+        made = distil(teacher, student, texts, options, partial(_show_losses, schedule))
     row = asdict(made) | {"steps": steps, "stop_at": schedule.stop_step}
     say(as_json, row, [*_lines(made), "Name it as `weights:` of an expert in the line file."])
 
 
-def _show_losses(found: StepLosses) -> None:
-    stage = f"alpha {found.alpha:g}, divergence {found.divergence:.3f}" if found.alpha else "alpha 0"
-    sys.stderr.write(f"step {found.step}: training loss {found.training:.3f}, held-out {found.held_out:.3f}, {stage}\n")
+def _show_losses(schedule: Schedule, step: int, losses: Losses, held_out: float) -> None:
+    alpha = schedule.alpha_at(step - 1)
+    stage = f"alpha {alpha:g}, divergence {losses.divergence:.3f}" if alpha else "alpha 0"
+    sys.stderr.write(f"step {step}: training loss {losses.cross_entropy:.3f}, held-out {held_out:.3f}, {stage}\n")
 
 
 def _lines(made: Distilled) -> list[str]:

@@ -47,7 +47,7 @@ def ranked_experts(config: LineConfig) -> list[Expert]:
 
 
 def worker_name(expert: Expert) -> str:
-    return f"ranks-{expert.id.replace('/', '-')}"
+    return f"ranks-{expert.id.replace('/', ':')}"  # a letter that no id has: names differ
 
 
 def beside_ranks(config: LineConfig, box: Box) -> Box:

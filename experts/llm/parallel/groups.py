@@ -8,7 +8,7 @@ recorded. All ranks of a group must call the same operations in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,24 +34,8 @@ class TrafficRecord:
         self.by_purpose[purpose] = self.by_purpose.get(purpose, Traffic()).plus(traffic)
 
 
-class RankGroup(Protocol):
-    """Some ranks of a mesh. ``place``: of this rank among them."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def place(self) -> int: ...
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], purpose: str) -> Tensor:
-        """Send ``sent[n]`` of the rows to rank n, in order; returns the received ones, by rank. Differentiable."""
-
-    def gather(self, tensor: Tensor, purpose: str) -> Tensor:
-        """All ranks' tensors, which have one shape, stacked."""
-
-
-class TorchGroup:
-    """A RankGroup over torch.distributed. ``node``: number of each member's node."""
+class RankGroup:
+    """Some ranks of a mesh. ``node``: number of each member's node; ``place``: of this rank among them."""
 
     def __init__(self, group: dist.ProcessGroup, node: Sequence[int], record: TrafficRecord) -> None:
         self._group = group
@@ -67,10 +51,12 @@ class TorchGroup:
         return int(self._group.rank())
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], purpose: str) -> Tensor:
+        """Send ``sent[n]`` of the rows to rank n, in order; returns the received ones, by rank. Differentiable."""
         moved: Tensor = _AllToAll.apply(rows, self, sent, received, purpose)
         return moved
 
     def gather(self, tensor: Tensor, purpose: str) -> Tensor:
+        """All ranks' tensors, which have one shape, stacked."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
         self._sends([tensor.nbytes] * self.size, purpose)
@@ -98,7 +84,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any,  # noqa: ANN401  torch gives it no type
         rows: Tensor,
-        group: TorchGroup,
+        group: RankGroup,
         sent: Sequence[int],
         received: Sequence[int],
         purpose: str,
@@ -121,24 +107,23 @@ def total(group: RankGroup, tensor: Tensor, purpose: str) -> Tensor:
 class Mesh:
     """Groups of this rank. Call on every rank at once, after torch.distributed has been initialised."""
 
-    def __init__(self, shape: MeshShape, device_type: str = "cpu") -> None:
+    def __init__(self, shape: MeshShape) -> None:
         if dist.get_world_size() != shape.ranks:
             raise ValueError(f"{dist.get_world_size()} ranks were started, and {shape} has {shape.ranks}")
         self.shape = shape
         self.record = TrafficRecord()
-        self.device_type = device_type
         rank = dist.get_rank()
         self.group_number, self.tensor_index = divmod(rank, shape.tensor)
         self.replica_rank = rank % shape.replica_ranks
         degrees = (shape.data, shape.expert, shape.tensor)
-        places = init_device_mesh(device_type, degrees, mesh_dim_names=("data", "expert", "tensor"))
+        places = init_device_mesh("cpu", degrees, mesh_dim_names=("data", "expert", "tensor"))
         nodes = (shape.data, shape.nodes, shape.ranks_a_node)
-        hosts = init_device_mesh(device_type, nodes, mesh_dim_names=("replica", "between", "inside"))
+        hosts = init_device_mesh("cpu", nodes, mesh_dim_names=("replica", "between", "inside"))
         self.data, self.expert, self.tensor = (self._group(places[name]) for name in ("data", "expert", "tensor"))
         self.between, self.inside = self._group(hosts["between"]), self._group(hosts["inside"])
         self.replica = self._group(places["expert", "tensor"]._flatten())
 
-    def _group(self, mesh: dist.DeviceMesh) -> TorchGroup:
+    def _group(self, mesh: dist.DeviceMesh) -> RankGroup:
         group = mesh.get_group()
         nodes = [rank // self.shape.ranks_a_node for rank in dist.get_process_group_ranks(group)]
-        return TorchGroup(group, nodes, self.record)
+        return RankGroup(group, nodes, self.record)

@@ -54,17 +54,12 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True)
 class RanksSetup:
-    """What every rank is told at its start. ``form``: of the exchange; None: chosen by measured costs.
-
-    ``dtype``: torch's name; None: the checkpoint's. ``threads``: of each rank's operators.
-    """
+    """Start of every rank. ``dtype``: torch's name; None: the checkpoint's. ``threads``: of each rank's operators."""
 
     expert: str
     directory: str
     shape: MeshShape
     dtype: str | None = None
-    device: str = "cpu"
-    form: str | None = None
     threads: int = 1
 
     @property

@@ -116,9 +116,7 @@ def load_rank(directory: Path, expert: str, mesh: Mesh, dtype: torch.dtype | Non
     checkpoint.check_tied_head()
     wanted = dtype or checkpoint.dtype
     tensors = {
-        name: checkpoint.read_rows(name, cut.matrix_columns, cut.rows, cut.columns)
-        .to(mesh.device_type, wanted)
-        .view(cut.shape)
+        name: checkpoint.read_rows(name, cut.matrix_columns, cut.rows, cut.columns).to(wanted).view(cut.shape)
         for name, cut in cuts_of(spec, mesh.shape, mesh.replica_rank).items()
     }
     return RankModel(spec, tensors, mesh, expert)

@@ -106,5 +106,5 @@ class RankMoe:
                 to[piece.moe_expert].append((piece.rank // shape.tensor, slot))
         most = max(map(len, to))
         filled = torch.tensor([[*places, *[(-1, -1)] * (most - len(places))] for places in to], dtype=torch.int64)
-        filled = filled.view(len(to), most, 2).to(mesh.device_type)
+        filled = filled.view(len(to), most, 2)
         return _Destinations(filled[..., 0], filled[..., 1], max(held.values()))

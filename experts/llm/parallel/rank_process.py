@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from experts.errors import CoServeError
-from experts.llm.parallel.costs import ExchangeForm, cheapest
+from experts.llm.parallel.costs import cheapest
 from experts.llm.parallel.groups import Mesh
 from experts.llm.parallel.measuring import measured_costs
 from experts.llm.parallel.messages import BEGIN, RUN, RankMessage, RankRows, RanksSetup, count_of
@@ -86,7 +86,7 @@ class Rank:
         return RankMessage.of(packed.numpy().tobytes())
 
     def _begin(self, setup: RanksSetup) -> None:
-        self._mesh = mesh = Mesh(setup.shape, setup.device)
+        self._mesh = mesh = Mesh(setup.shape)
         dtype = None if setup.dtype is None else getattr(torch, setup.dtype)
         directory = self._directory or Path(setup.directory)
         reason = ""
@@ -97,8 +97,7 @@ class Rank:
         except CoServeError as error:
             reason = str(error)
         if self._report(reason) and self._model is not None:
-            pair_bytes = self._model.pair_bytes * USUAL_ROWS
-            form = ExchangeForm(setup.form) if setup.form else cheapest(setup.shape, costs, pair_bytes)
+            form = cheapest(setup.shape, costs, self._model.pair_bytes * USUAL_ROWS)
             self._model.exchange_by(form)
             self._answer(RankMessage({"ready": form.value, "dtype": str(self._model.dtype).removeprefix("torch.")}))
 
@@ -125,7 +124,7 @@ class Rank:
         first = mesh.group_number - mesh.group_number % shape.expert
         hidden = torch.empty(0)
         if any(first <= group < first + shape.expert for group in rows.groups):
-            hidden = self._model.hidden(TokenBatch.of(own, mesh.device_type) if own else None, self._key_values)
+            hidden = self._model.hidden(TokenBatch.of(own) if own else None, self._key_values)
         if self._rank:
             if own and not mesh.tensor_index:
                 dist.send(hidden, 0)
@@ -135,9 +134,9 @@ class Rank:
             places = rows.places(group)
             part = hidden
             if group:
-                part = torch.empty((len(places), gathered.shape[1]), dtype=gathered.dtype, device=mesh.device_type)
+                part = torch.empty((len(places), gathered.shape[1]), dtype=gathered.dtype)
                 dist.recv(part, group * shape.tensor)
-            gathered[places] = part.cpu()
+            gathered[places] = part
         self._answer(RankMessage({}, gathered))
 
     def _head(self, hidden: Tensor | None) -> None:
@@ -145,8 +144,7 @@ class Rank:
         assert self._model is not None, "a driver runs nothing before the ranks are ready"
         assert hidden is not None, "a head runs on hidden states"
         if not self._mesh.group_number:
-            logits = self._model.logits(hidden.to(self._mesh.device_type))
-            self._answer(RankMessage({}, logits.cpu()))
+            self._answer(RankMessage({}, self._model.logits(hidden)))
 
     def _answer(self, message: RankMessage) -> None:
         if self._stream is not None:
@@ -178,9 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if given.driver is not None:
         Thread(target=_end_with_driver, daemon=True).start()
-    backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, given.meeting, IDLE, given.ranks, given.rank)
+        dist.init_process_group("gloo", given.meeting, IDLE, given.ranks, given.rank)
         Rank(None if dist.get_rank() else _stream(given.driver), given.model).follow()
         code = 0
     except (RuntimeError, OSError) as error:

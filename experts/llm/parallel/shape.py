@@ -78,10 +78,6 @@ class MoePiece:
     begin: int
     end: int
 
-    @property
-    def is_first(self) -> bool:
-        return self.begin == 0
-
 
 def pieces_of(shape: MeshShape, moe_experts: int, width: int) -> tuple[MoePiece, ...]:
     """Pieces of a layer's moe_experts, by moe_expert: blocks of neighbours, as even as their number allows.

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from experts.llm.training.step import Losses, TextBatch
     from experts.llm.training.texts import TrainingTexts
 
+    Told = Callable[[int, Losses, float], None]
+
 REPORTS = 10  # of losses during a training
 
 
@@ -47,17 +49,6 @@ class DistilOptions:
     schedule: Schedule
     batch_tokens: int = 2048
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepLosses:
-    """Losses after ``step`` steps: cross-entropy in nats a token; ``training`` and ``divergence`` of the last batch."""
-
-    step: int
-    alpha: float
-    training: float
-    divergence: float
-    held_out: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +69,8 @@ class Distilled:
     loss: float
 
 
-def distil(
-    teacher: Path, student: Path, files: Sequence[Path], options: DistilOptions, told: Callable[[StepLosses], None]
-) -> Distilled:
-    """Train a student and write its directory.
+def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilOptions, told: Told) -> Distilled:
+    """Train a student and write its directory. ``told``: steps so far, the last batch's losses, the held-out loss.
 
     Raises ConfigError (texts, options), WeightsRefused (depth, ``student`` exists), TokenizerUnusable, LoadError, and
     what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher has no gradients, and is refused there.
@@ -135,7 +124,7 @@ def _train(
     tensors: Mapping[str, Tensor],
     texts: TrainingTexts,
     options: DistilOptions,
-    told: Callable[[StepLosses], None],
+    told: Told,
 ) -> float:
     """Train the tensors; the held-out loss in the end."""
     schedule, held_out = options.schedule, texts.held_out_batches()
@@ -150,8 +139,7 @@ def _train(
         last = held_out_loss(LanguageModel(spec, tensors), held_out)
         if not math.isfinite(last):
             raise ConfigError(f"the loss is {last} in step {step + 1} - give a lower --learning-rate")
-        alpha = schedule.alpha_at(step)
-        told(StepLosses(step + 1, alpha, float(losses.cross_entropy), float(losses.divergence), last))
+        told(step + 1, losses, last)
 
     train(spec, tensors, lambda _: next(batches), schedule, teacher, tell)
     return last

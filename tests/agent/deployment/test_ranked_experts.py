@@ -93,7 +93,7 @@ def test_texts_over_ranks_are_those_of_one_process_beside_images(serving, expect
     assert {outcomes[request].verdict for request in images} == {Verdict.OK}
     assert sorted(rank_processes()) == [0, 1, 2, 3]
     spec = read_spec(line.folder / "mix", "mix")
-    (pool,) = (pool for pool in agent.loop.statistics().engine.pools if pool.name == "ranks-llm-mix/host")
+    (pool,) = (pool for pool in agent.loop.statistics().engine.pools if pool.name == "ranks-llm:mix/host")
     assert pool.used_bytes == bytes_of_ranks(spec, MeshShape(expert=2, tensor=2), 4)
 
 
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_told_and_texts_go_on_once_all_are_back(serving, expect
 
     texts = [*asked(agent, PROMPTS[:1], kill), *asked(agent, PROMPTS[1:])]
     until(lambda: agent.loop.lost)
-    assert agent.loop.lost["ranks-llm-mix"] == f"rank 2 (process {victim}) was killed by signal 9"
+    assert agent.loop.lost["ranks-llm:mix"] == f"rank 2 (process {victim}) was killed by signal 9"
     image = agent.loop.submit(IMAGE, component="part")
     until(lambda: image in outcomes)
     assert outcomes[image].verdict is Verdict.OK
@@ -185,6 +185,14 @@ def test_ranks_that_cannot_meet_those_of_other_boxes_are_refused(tmp_path, monke
     line = Line(tmp_path)
     line.document["experts"] |= more
     assert text in line.refusal()
+
+
+def test_each_model_has_a_worker(tmp_path):
+    line = Line(tmp_path)
+    mix = line.document["experts"].pop("llm/mix")
+    line.document["experts"] |= {"llm/a-b": mix, "llm-a/b": mix}
+    with line.built() as (agent, *_):
+        assert set(agent.setup.workers) == {"ranks-llm:a-b", "ranks-llm-a:b"}
 
 
 def test_a_box_needs_the_memory_of_its_own_ranks_alone(tmp_path, monkeypatch):
