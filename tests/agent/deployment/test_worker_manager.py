@@ -114,6 +114,7 @@ def test_killed_workers_lose_nothing_and_come_back(judging):
     until_it_is_back(line, agent, "w1", ended)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_start_is_tried_again_after_a_longer_pause(judging, caplog):
     line, agent, outcomes = judging
     folder = agent.segments.directory / "workers" / "w2" / "packed"
