@@ -50,12 +50,21 @@ class Line(LineFile):
 
 
 def rank_processes():
+    """Process of each rank, by its number; of one model."""
+    return {number: pid for pid, number in ranks_by_pid().items()}
+
+
+def rank_pids():
+    return set(ranks_by_pid())
+
+
+def ranks_by_pid():
     found = {}
     for process in psutil.Process().children():
         try:
             arguments = process.cmdline()
             if "experts.llm.parallel.rank_process" in arguments:
-                found[int(arguments[-1])] = process.pid
+                found[process.pid] = int(arguments[-1])
         except psutil.NoSuchProcess:
             continue
     return found
@@ -185,6 +194,14 @@ def test_ranks_that_cannot_meet_those_of_other_boxes_are_refused(tmp_path, monke
     line = Line(tmp_path)
     line.document["experts"] |= more
     assert text in line.refusal()
+
+
+def test_an_agent_that_stops_while_ranks_load_leaves_none(tmp_path):
+    others = rank_pids()
+    with Line(tmp_path).built(starts=True) as (agent, *_):
+        asked(agent, PROMPTS[:1])
+        until(lambda: rank_pids() - others)
+    assert rank_pids() <= others
 
 
 def test_each_model_has_a_worker(tmp_path):
