@@ -46,7 +46,7 @@ GPU_TOKENS = 8  # sequences for each GPU: assumed, the paper states no batch
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class MoeSystem:
     """Numbers of kernels, and seconds of a launch."""
 
     name: str
@@ -59,10 +59,10 @@ class System:
 
 # Kernels of DeepSpeed Inference (arXiv 2207.00032, section III): fused regions. Gating is one kernel, and each layout
 # transformation is another (section 5.4).
-OPTIMISED = System("optimised", attention=3, network=2, gating=3, launch_s=LAUNCH_S)
+OPTIMISED = MoeSystem("optimised", attention=3, network=2, gating=3, launch_s=LAUNCH_S)
 # Operators in eager PyTorch: of top1gating and MOELayer.forward (deepspeed/moe/sharded_moe.py, counted), of the rest
 # (assumed). A launch's time is fitted: ``figures.fitted_baseline``.
-BASELINE = System("baseline", attention=15, network=5, gating=38, launch_s=0.0, is_padded=True)
+BASELINE = MoeSystem("baseline", attention=15, network=5, gating=38, launch_s=0.0, is_padded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Step:
 def decode(
     model: MixtureModel,
     gpus: int,
-    system: System,
+    system: MoeSystem,
     gpu_tokens: int = GPU_TOKENS,
     costs: MeshCosts = COSTS,
     seed: int = 0,
@@ -125,7 +125,7 @@ def roofline_s(moved_bytes: float, operations: float) -> float:
     return max(moved_bytes / READ_BYTES_PER_S, operations / FLOPS)
 
 
-def layout_s(moe_experts: int, hidden: int, tokens: int, system: System) -> float:
+def layout_s(moe_experts: int, hidden: int, tokens: int, system: MoeSystem) -> float:
     """Rows laid out by moe_expert, and back: einsums of S*E*M*c operations, or copies of S*M values (section 5.4)."""
     if not system.is_padded:
         return 2 * roofline_s(2 * tokens * hidden * WEIGHT_BYTES, 0)

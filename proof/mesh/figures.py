@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proof.mesh.decoding import Step, System
+    from proof.mesh.decoding import MoeSystem, Step
     from proof.mesh.models import MixtureModel
 
     Grid = dict[tuple[str, str, str, int], Step]  # by system, model, form and GPUs
@@ -65,7 +65,7 @@ def simulate_figures(gpu_tokens: int = GPU_TOKENS) -> Measured:
     return Measured(mesh, COLUMNS, steps, _targets(grid, gpu_tokens), _notes(grid, baseline))
 
 
-def fitted_baseline(gpu_tokens: int = GPU_TOKENS) -> System:
+def fitted_baseline(gpu_tokens: int = GPU_TOKENS) -> MoeSystem:
     """The baseline whose launches make the largest gain of figure 11 the paper's 7.3."""
     launches_s = []
     for model in TABLE_6:
@@ -74,7 +74,7 @@ def fitted_baseline(gpu_tokens: int = GPU_TOKENS) -> System:
     return replace(BASELINE, launch_s=max(min(launches_s), 0.0))
 
 
-def gpus_in_11(model: MixtureModel, system: System) -> int:
+def gpus_in_11(model: MixtureModel, system: MoeSystem) -> int:
     return BASELINE_GPUS * (2 if model.parameters > 1e12 and system is OPTIMISED else 1)
 
 
@@ -82,11 +82,11 @@ def grid_of(steps: Sequence[Step]) -> Grid:
     return {(step.system, step.model, step.form, step.gpus): step for step in steps}
 
 
-def figure_10(grid: Grid, system: System) -> list[Step]:
+def figure_10(grid: Grid, system: MoeSystem) -> list[Step]:
     return [grid[system.name, TABLE_6[0].name, STANDARD, gpus] for gpus in FIGURE_10]
 
 
-def figure_11(grid: Grid, system: System) -> list[Step]:
+def figure_11(grid: Grid, system: MoeSystem) -> list[Step]:
     return [grid[system.name, model.name, STANDARD, gpus_in_11(model, system)] for model in TABLE_6]
 
 
@@ -162,7 +162,7 @@ def _ms(steps: Sequence[Step]) -> str:
     return ", ".join(f"{step.latency_s * 1e3:.1f}" for step in steps) + " ms"
 
 
-def _notes(grid: Grid, baseline: System) -> tuple[str, ...]:
+def _notes(grid: Grid, baseline: MoeSystem) -> tuple[str, ...]:
     gains = ", ".join(f"{gain:.1f}" for gain in gains_of(grid))
     needs = [
         ", ".join(f"{form.form} ({form.parameters / 1e9:.1f} billion) {fewest_gpus(form)}" for form in forms_of(model))

@@ -35,7 +35,7 @@ GRADIENTS, SHARES = "gradients", "shares"  # purposes in a TrafficRecord
 
 
 class RankTraining:
-    """A rank's part of a model that is trained. ``whole``: all tensors; ``tensors``: its own, which take gradients."""
+    """A rank's part of a model in training. ``whole``: all tensors; ``tensors``: its own. Every rank has texts."""
 
     def __init__(self, spec: ArchSpec, whole: Mapping[str, Tensor]) -> None:
         self._spec = spec
