@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 SEEDS = (1, 2, 3, 4, 5)
-CHOSEN_ON = (101, 102)
+CHOSEN_ON = (101, 102, 103, 104)
 TEACHER, BEGINNING = "teacher", "its kept layers"
 STAGED, FULL, NONE = "staged", "full", "none"  # students
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, two-sided, by the number of seeds
@@ -43,11 +43,14 @@ AT_ONCE = 2  # seeds, on a thread each
 
 @dataclass(frozen=True, slots=True)
 class DistilTrial:
-    """Sizes of the teacher, and the students' schedule. ``moe_experts``: of the teacher's layers."""
+    """Sizes of the teacher, and the students' schedule. ``moe_experts``: of the teacher's layers.
+
+    ``step_tokens``: of a step of the teacher, and of one of a student.
+    """
 
     hidden: int
     moe_experts: tuple[int, ...]
-    step_tokens: int
+    step_tokens: tuple[int, int]
     teacher: Schedule
     student: Schedule
 
@@ -57,7 +60,9 @@ class DistilTrial:
         return {name: Schedule(own.steps, own.learning_rate, own.alpha, stop) for name, stop in stops.items()}
 
 
-TRIAL = DistilTrial(64, (0, 2, 0, 2, 0, 4, 0, 4), 1200, Schedule(800, 6e-3), Schedule(60, 1e-3, alpha=1.0, stop_at=45))
+TRIAL = DistilTrial(
+    40, (0, 2, 0, 2, 0, 4, 0, 4), (800, 200), Schedule(600, 8e-3), Schedule(300, 1e-3, alpha=1.0, stop_at=30)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,8 @@ def measure_distillation(progress: Progress, seeds: Sequence[int] = SEEDS, trial
     layers, own = len(trial.moe_experts), trial.student
     notes = (
         f"teacher: {layers} layers, moe_experts {list(trial.moe_experts)}, {trial.hidden} wide, {trial.teacher.steps} "
-        f"steps; students: {layers - 1} layers of it, {own.steps} steps of {trial.step_tokens} tokens, alpha "
-        f"{own.alpha:g}, staged until step {own.stop_step}",
+        f"steps of {trial.step_tokens[0]} tokens; students: {layers - 1} layers of it, {own.steps} steps of "
+        f"{trial.step_tokens[1]} tokens, alpha {own.alpha:g}, staged until step {own.stop_step}",
         f"seeds {', '.join(map(str, seeds))}; steps, alpha and stop were chosen on seeds "
         f"{', '.join(map(str, CHOSEN_ON))}; +- is half of a 95 % t-interval",
     )
@@ -138,10 +143,11 @@ def measure_seed(seed: int, trial: DistilTrial) -> dict[str, float]:
     for tensor in network.tensors.values():
         tensor.requires_grad_()
 
-    def batch_of(step: int, generator: torch.Generator) -> TextBatch:
-        return drawn_texts(texts[step % len(texts)], trial.step_tokens, generator)
+    def batch_of(step: int, tokens: int, generator: torch.Generator) -> TextBatch:
+        return drawn_texts(texts[step % len(texts)], tokens, generator)
 
-    train(network.spec, network.tensors, partial(batch_of, generator=generator), trial.teacher)
+    teacher_tokens, student_tokens = trial.step_tokens
+    train(network.spec, network.tensors, partial(batch_of, tokens=teacher_tokens, generator=generator), trial.teacher)
     whole = network.copy()
     teacher = LanguageModel(whole.spec, whole.tensors)
     kept = kept_layers(len(trial.moe_experts), len(trial.moe_experts) - 1, "teacher")
@@ -150,7 +156,7 @@ def measure_seed(seed: int, trial: DistilTrial) -> dict[str, float]:
     losses[BEGINNING] = held_out_loss(LanguageModel(spec, student_tensors(whole.tensors, kept)), held_out)
     for name, schedule in trial.schedules().items():
         own = student_tensors(whole.tensors, kept)
-        drawn = partial(batch_of, generator=torch.Generator().manual_seed(seed))
+        drawn = partial(batch_of, tokens=student_tokens, generator=torch.Generator().manual_seed(seed))
         train(spec, own, drawn, schedule, teacher)
         losses[name] = held_out_loss(LanguageModel(spec, own), held_out)
     return losses

@@ -8,7 +8,7 @@ from experts.llm.training.staged import Schedule
 from proof.distillation import measure
 from proof.distillation.measure import CHOSEN_ON, SEEDS, DistilTrial, LossRow, measure_distillation, staged_target
 
-TINY = DistilTrial(16, (0, 2, 0, 2), 200, Schedule(12, 6e-3), Schedule(4, 2e-3, alpha=1.0, stop_at=2))
+TINY = DistilTrial(16, (0, 2, 0, 2), (200, 100), Schedule(12, 6e-3), Schedule(4, 2e-3, alpha=1.0, stop_at=2))
 
 
 def test_nothing_is_chosen_on_what_is_measured():
@@ -43,5 +43,5 @@ def test_a_tiny_run_has_each_student_s_loss_of_each_seed_and_the_same_again():
     assert all(len(row.losses) == 2 for row in first.rows)
     assert seen[-1] == ("teachers and students", 2, 2)
     assert json.loads(json.dumps(first.as_json()))["rows"][2]["model"] == "staged"
-    assert "chosen on seeds 101, 102" in first.text()
+    assert "chosen on seeds 101, 102, 103, 104" in first.text()
     assert measure.staged_target(first.rows[2], first.rows[3]) == first.targets[0]
