@@ -180,7 +180,7 @@ def line_parts(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> dict[str, LinePart]:
-    """A line's parts by worker, packed; "" is the agent's own process, which alone runs language models."""
+    """A line's parts by worker, packed; "" is the agent's own process. Language models run there, or on ranks."""
 
     def part(own: Groundwork) -> LinePart:
         own, report = packed_as_proven(own, segments, progress, in_use)
@@ -198,7 +198,9 @@ def line_parts(
 
     here = part(ground)
     here = here._replace(copies=_held_copies(here.ground, here.copies))
-    ranked = {name: LinePart(own, {CPU: [copy]}, {}) for name, own, copy in parts_of_ranks(ground, segments.directory)}
+    ranked = {
+        name: LinePart(own, {CPU: [copy]}, {}) for name, own, copy in parts_of_ranks(here.ground, segments.directory)
+    }
     return {"": here, **workers.for_each(of_worker), **ranked}
 
 

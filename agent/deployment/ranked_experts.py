@@ -22,6 +22,7 @@ from experts.errors import ExpertError
 from experts.expert import Precision
 from experts.llm.config import read_spec
 from experts.llm.parallel.slices import bytes_of_ranks
+from experts.llm.serving.iteration import IterationLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,6 @@ CPU = "cpu"
 START_S = 10.0  # of processes with torch, before the first byte is read; arbitrary
 B_S, K_PROMPT_S, K_OUTPUT_S = 0.05, 0.002, 0.05  # of an iteration and its tokens; arbitrary
 PROCESS_BYTES = 400 * 1024 * 1024  # of a rank beside its weights, not shared with the others; torch 2.14
-ROWS = 64  # texts in an iteration at most: experts.llm.serving.iteration
 LEAST_CONTEXTS = 4  # whole contexts that keys and values have room for, without `kv`
 
 
@@ -47,7 +47,7 @@ def ranked_experts(config: LineConfig) -> list[Expert]:
 
 
 def worker_name(expert: Expert) -> str:
-    return f"ranks-{expert.id.replace('/', ':')}"  # a letter that no id has: names differ
+    return f"ranks-{expert.id.replace('/', ':')}"  # no id has a colon: names differ
 
 
 def beside_ranks(config: LineConfig, box: Box) -> Box:
@@ -117,7 +117,9 @@ def times_of_ranks(ground: Groundwork, copy: ExpertCopy) -> Probed:
 
 def _row(copy: ExpertCopy) -> ExpertProfile:
     weight_bytes = bytes_of(copy.expert, Precision(copy.packed.precision))
-    performance = replace(performance_of(copy, 0.0, B_S, ROWS), K_prompt_s=K_PROMPT_S, K_output_s=K_OUTPUT_S)
+    performance = replace(
+        performance_of(copy, 0.0, B_S, IterationLimits().rows), K_prompt_s=K_PROMPT_S, K_output_s=K_OUTPUT_S
+    )
     row = matrix_row(copy, performance, UNMEASURED, HOST)
     load_s = START_S + weight_bytes / UNMEASURED[SSD]
     return replace(row, footprint=Footprint(weight_bytes), load_s={SSD: load_s})

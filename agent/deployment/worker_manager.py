@@ -1,7 +1,8 @@
 """WorkerManager: starts the workers of a line, asks them, and starts lost ones again.
 
 A worker detects its box. The agent decides its executors, memories and forms as for its own box, packs what it needs,
-and has it measured, once for workers of one kind on one box. Language models stay in the agent's process.
+and has it measured, once for workers of one kind on one box. Language models stay in the agent's process, or
+have ranks: workers that a load starts, and whose return needs no more than a pause.
 
 Guarantees: a lost worker is started again after growing pauses, for as long as the agent runs. A worker that comes back
 on another kind of box is refused.

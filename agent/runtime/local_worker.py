@@ -1,7 +1,7 @@
 """LocalWorker: the worker that is this process, with threads for executors, loads and preparation.
 
-Guarantees: as ``worker``. Only this worker runs texts. Memories of lost executors stay allocated: a thread that hangs
-may still write there.
+Guarantees: as ``worker``. Texts run here, or on ranks (``rank_worker``). Memories of lost executors stay allocated: a
+thread that hangs may still write there.
 """
 
 from __future__ import annotations

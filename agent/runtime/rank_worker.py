@@ -21,7 +21,7 @@ from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.machine.detection import cores
 from agent.runtime.machine.device_loss import Breakdown, DeviceWatch
 from agent.runtime.machine.threads import Team
-from agent.runtime.weights.transfer import TransferStatistics
+from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from experts.backends.forms import form_of
 from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from experts.llm.parallel.shape import Meeting
 
 logger = logging.getLogger(__name__)
-
-NO_TRANSFERS = TransferStatistics.sum(())
 
 
 class _RankWatch(DeviceWatch):

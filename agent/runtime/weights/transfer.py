@@ -71,6 +71,9 @@ class TransferStatistics:
         return cls(dict(loads), dict(of_experts), dict(seconds), *counts)
 
 
+NO_TRANSFERS = TransferStatistics.sum(())
+
+
 class Transfers:
     """Loads of one agent, on ``threads``. ``post`` takes the answers, from any thread."""
 

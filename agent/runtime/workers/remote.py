@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agent.core.request import Rejected
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
-from agent.runtime.weights.transfer import TransferStatistics
+from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
@@ -49,7 +49,6 @@ START_S = 300.0  # until the first: a cold disk takes minutes to read the librar
 POLL_S = 1.0
 PAUSED_S = 5.0  # between two looks at a worker: the agent itself did not run
 ANSWER_S = 3600.0  # for what a worker measures or builds
-NO_TRANSFERS = TransferStatistics({}, {}, {}, 0, 0, 0, 0)
 TOGETHER = 16  # messages, each with an image at most
 END, CALLS, OTHER = range(3)  # lanes of the outbox, each in order
 

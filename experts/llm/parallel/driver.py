@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import TokenBatch
 
 RANK_PROCESS = "experts.llm.parallel.rank_process"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 END_S = 5.0  # for the end of killed processes
 
 
@@ -107,7 +108,7 @@ class Ranks:
         command = ["env", f"OMP_NUM_THREADS={self.setup.threads}"]
         if meeting is None:
             place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
-            command += ["GLOO_SOCKET_IFNAME=lo", sys.executable, "-m", *own, *place]
+            command += [f"GLOO_SOCKET_IFNAME={LOOPBACK}", sys.executable, "-m", *own, *place]
             return [[*command, "--rank", str(rank)] for rank in range(ranks)]
         command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks // meeting.ranks_here)]
         command += ["--node-rank", "0", "--nproc-per-node", str(meeting.ranks_here)]
@@ -193,16 +194,14 @@ class RanksModel(LanguageModel):
         for sequence in gone:
             del self._groups[sequence], self._held[sequence]
         for row in batch.rows:
-            self._groups.setdefault(row.sequence, self._emptiest())
+            if row.sequence not in self._groups:
+                self._groups[row.sequence] = self._emptiest()
             self._held[row.sequence] = row.end
         groups = tuple(self._groups[row.sequence] for row in batch.rows)
-        return self._run(RankRows(batch.rows, groups, gone))
+        return _tensor(self._ranks.call(RankMessage(RankRows(batch.rows, groups, gone).header)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _tensor(self._ranks.call(RankMessage({"do": HEAD}, hidden)))
-
-    def _run(self, rows: RankRows) -> Tensor:
-        return _tensor(self._ranks.call(RankMessage(rows.header)))
 
     def _emptiest(self) -> int:
         held = [0] * self._ranks.setup.shape.groups

@@ -222,6 +222,13 @@ def test_a_box_needs_the_memory_of_its_own_ranks_alone(tmp_path, monkeypatch):
     assert int(taken.search(line.refusal())[1]) == whole // 2
 
 
+def test_more_memory_than_the_box_has_is_refused_with_what_to_lower(tmp_path):
+    line = Line(tmp_path)
+    line.document["texts"]["kv"] = "1000000GiB"
+    assert "on this box, which has" in (text := line.refusal())
+    assert "lower texts: kv" in text
+
+
 @pytest.mark.parametrize(
     ("parallel", "more", "text"),
     [
