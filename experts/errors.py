@@ -273,6 +273,7 @@ class Refusing(StrEnum):
     STOPPING = "STOPPING"  # the agent stops: retry after its restart
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: do not retry
     UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing or wrong
+    FORBIDDEN = "FORBIDDEN"  # the caller's role does not allow it
 
 
 class OrderRefused(CoServeError):

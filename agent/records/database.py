@@ -121,6 +121,40 @@ def version_0_1(database: Database) -> None:
         database.execute(statement)
 
 
+STATION_TABLES = (
+    # a person's verdict beside the machine's; the latest of a result that is not undone counts
+    """CREATE TABLE reviews (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, result INTEGER NOT NULL,
+        verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG')), label TEXT, reason TEXT, who TEXT NOT NULL,
+        at TEXT NOT NULL, undone_at TEXT, undone_by TEXT
+    )""",
+    "CREATE INDEX reviews_result ON reviews (result)",
+    "CREATE INDEX reviews_at ON reviews (at)",
+    "CREATE TRIGGER reviews_go AFTER DELETE ON results BEGIN DELETE FROM reviews WHERE result = OLD.seq; END",
+    # the run of a board up to here is over: the next image of the serial opens a new one
+    """CREATE TABLE reworks (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, serial TEXT NOT NULL, board_type TEXT NOT NULL,
+        after_seq INTEGER NOT NULL, who TEXT NOT NULL, reason TEXT, at TEXT NOT NULL
+    )""",
+    "CREATE INDEX reworks_serial ON reworks (serial, board_type)",
+    """CREATE TABLE audit (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, who TEXT NOT NULL, role TEXT NOT NULL,
+        action TEXT NOT NULL, subject TEXT NOT NULL, outcome TEXT NOT NULL, config_sha256 TEXT NOT NULL
+    )""",
+    """CREATE TABLE alarms (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, message TEXT NOT NULL, raised_at TEXT NOT NULL,
+        cleared_at TEXT
+    )""",
+    "CREATE INDEX alarms_open ON alarms (name) WHERE cleared_at IS NULL",
+)
+
+
+@migrations()
+def version_0_2(database: Database) -> None:
+    for statement in STATION_TABLES:
+        database.execute(statement)
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """Open the migrated database; creates its folder. For one thread at a time. Raises ConfigError on a
     network share, where SQLite's locks and log are not safe."""

@@ -32,6 +32,7 @@ STATUS = {
     Refusing.NOT_NOW: grpc.StatusCode.FAILED_PRECONDITION,
     Refusing.STOPPING: grpc.StatusCode.UNAVAILABLE,
     Refusing.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Refusing.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 

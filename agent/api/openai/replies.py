@@ -50,6 +50,7 @@ KINDS = {
     Refusing.NOT_NOW: _Kind(503, "server_error", "not_now"),
     Refusing.STOPPING: _Kind(503, "server_error", "stopping", is_worth=True),
     Refusing.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
+    Refusing.FORBIDDEN: _Kind(403, "invalid_request_error", "forbidden"),
 }
 
 

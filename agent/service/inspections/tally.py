@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
 FOLDER = "folder"
 SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by prefix of the key; folders have other keys
-ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused before they become orders
+ON_THE_WIRE = (
+    Refusing.MESSAGE_TOO_LARGE,
+    Refusing.UNAUTHENTICATED,
+    Refusing.FORBIDDEN,
+)  # refused before they become orders
 
 
 class Durations:
