@@ -86,7 +86,7 @@ ROOMS = {
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.cluster",
     ),
     "agent.sources.base": ("agent.config", "agent.subject"),
-    "agent.sources.folder.files": ("agent.config", "agent.line_file"),
+    "agent.sources.folder.files": ("agent.config", "agent.line_file", "agent.subject"),
     "agent.sources.folder": (
         "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder.files",
     ),

@@ -13,9 +13,9 @@ from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
 from agent.sources.folder.files.inbox import Inbox, sighting_of
 from agent.sources.folder.files.naming import naming_of
-from agent.sources.folder.files.shelves import as_it_came, files_below, judged_file, name_of
+from agent.sources.folder.files.shelves import as_it_came, files_below, image_file, name_of
 from agent.sources.folder.files.sidecar import SUFFIX
-from agent.subject import Subject, image_key, pieces
+from agent.subject import Subject, pieces
 from experts.document import suggestion
 from experts.errors import ConfigError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.records.results import Result
 
 GONE = "the image is no longer there"
 STORED = "SELECT key, verdict, label, score, finished_at FROM results WHERE key IN (SELECT value FROM json_each(?))"
@@ -96,20 +95,8 @@ def _of_results(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedIma
         if query.covers(result.finished_at) and (query.source == "results" or result.kept_as is not None):
             if subject.component is None and result.experts:
                 subject = replace(subject, expert=result.experts[0])
-            path = _place_of(config, result)
+            path = image_file(config, subject.key, result.finished_at, result.kept_as)
             yield GONE if path is None else ArchivedImage(subject, str(path))
-
-
-def _place_of(config: LineConfig, result: Result) -> Path | None:
-    if result.kept_as is not None:
-        kept = config.state / "images" / result.kept_as
-        return kept if kept.is_file() else None
-    key = image_key(result.subject.key)
-    for folder in config.intake.folders:
-        relpath = Inbox(folder.path, "").relpath_of(key)
-        if relpath is not None:
-            return judged_file(folder.path, relpath, key.rpartition("@")[2], result.finished_at)
-    return None
 
 
 def _of_folder(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:

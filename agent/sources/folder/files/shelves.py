@@ -1,4 +1,4 @@
-"""Judged files of a watched folder, as other programs find them: read, never moved."""
+"""Judged files of watched folders, and kept images of a line, as other programs find them: read, never moved."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, other_name, sighting_of
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox, other_name, sighting_of
 from agent.sources.folder.files.sidecar import sidecar_of
+from agent.subject import image_key
 from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
+    from agent.config import LineConfig
     from agent.sources.folder.files.naming import NameFields, Naming
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
@@ -53,6 +55,19 @@ def name_of(naming: Naming, path: Path, relpath: str) -> NameFields | str:
         return str(error)
     except OSError as error:
         return f"its sidecar: {error.strerror}"
+
+
+def image_file(config: LineConfig, key: str, judged_at: datetime, kept_as: str | None) -> Path | None:
+    """File of a result's image: kept by the line, or where its folder put it; None: gone. ``key``: the result's."""
+    if kept_as is not None:
+        kept = config.state / "images" / kept_as
+        return kept if kept.is_file() else None
+    key = image_key(key)
+    for folder in config.intake.folders:
+        relpath = Inbox(folder.path, "").relpath_of(key)
+        if relpath is not None:
+            return judged_file(folder.path, relpath, key.rpartition("@")[2], judged_at)
+    return None
 
 
 def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:
