@@ -105,6 +105,7 @@ ROOMS = {
         "agent.api.calls", "agent.api.services", "agent.api.proto",
     ),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
+    "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.access": (),
     "agent.api.proto": (),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from datetime import time
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agent.line_file.values import Seconds, SecretSection
 from experts.catalog import FilePath, Section, Size
@@ -27,6 +29,13 @@ def _web_url(text: str) -> str:
     if parts.username or parts.password:
         raise ValueError("the url contains a login - write token: {file: ...} instead")
     return text
+
+
+def _time_of_day(value: object) -> time:
+    found = re.fullmatch(r"([01]\d|2[0-3]):([0-5]\d)", str(value))
+    if found is None:
+        raise ValueError(f"{value!r} is not a time of day - write it as '06:00'")
+    return time(int(found[1]), int(found[2]))
 
 
 class KeepSection(Section):
@@ -56,6 +65,11 @@ class RecordsSection(Section):
     )
     keep: KeepSection = Field(KeepSection(), description="retention; default for ever")
     export: ExportSection | None = Field(None, description="files of all results, one an hour")
+    shifts: tuple[Annotated[time, BeforeValidator(_time_of_day)], ...] = Field(
+        (time(6), time(14), time(22)),
+        min_length=1,
+        description="local times at which a shift begins; a review can be undone in its shift",
+    )
 
     @model_validator(mode="after")
     def _is_exported_if_required(self) -> RecordsSection:

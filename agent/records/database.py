@@ -125,10 +125,12 @@ STATION_TABLES = (
     # a person's verdict beside the machine's; the latest of a result that is not undone counts
     """CREATE TABLE reviews (
         number INTEGER PRIMARY KEY AUTOINCREMENT, result INTEGER NOT NULL,
+        finding TEXT NOT NULL CHECK (finding IN ('agree', 'false_call', 'missed_defect', 'decided')),
         verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG')), label TEXT, reason TEXT, who TEXT NOT NULL,
         at TEXT NOT NULL, undone_at TEXT, undone_by TEXT
     )""",
     "CREATE INDEX reviews_result ON reviews (result)",
+    "CREATE UNIQUE INDEX reviews_counting ON reviews (result) WHERE undone_at IS NULL",
     "CREATE INDEX reviews_at ON reviews (at)",
     "CREATE TRIGGER reviews_go AFTER DELETE ON results BEGIN DELETE FROM reviews WHERE result = OLD.seq; END",
     # the run of a board up to here is over: the next image of the serial opens a new one

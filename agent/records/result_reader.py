@@ -37,12 +37,12 @@ class ResultReader:
 
     def find(self, key: str) -> ResultRow | None:
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
-        return _result_row(rows[0]) if rows else None
+        return result_row(rows[0]) if rows else None
 
     def of_keys(self, beginning: str) -> list[ResultRow]:
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
-        return [_result_row(row) for row in rows]
+        return [result_row(row) for row in rows]
 
     def first_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
         """The first OK or NG for the same bytes, part, source and line file."""
@@ -54,7 +54,7 @@ class ResultReader:
             " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' ORDER BY seq LIMIT 1",
             (image_sha256, *place, config_sha256, len(source), source),
         )
-        return _result_row(rows[0]) if rows else None
+        return result_row(rows[0]) if rows else None
 
     def query(
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
@@ -68,7 +68,7 @@ class ResultReader:
                 " ORDER BY seq LIMIT ?",
                 (last, utc_text(since) if since else "", verdict, verdict, wanted),
             )
-            yield from (_result_row(row) for row in rows)
+            yield from (result_row(row) for row in rows)
             if len(rows) < wanted:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
@@ -87,12 +87,12 @@ class ResultReader:
                 " ORDER BY number LIMIT ?",
                 (board, limit if len(rows) < limit else 0),
             ).fetchall()
-        results = tuple(_result_row(row) for row in rows)
-        changes = tuple((row["number"], _board_row(row)) for row in boards)
+        results = tuple(result_row(row) for row in rows)
+        changes = tuple((row["number"], board_row(row)) for row in boards)
         return StoredPage(file, last.get("results", 0), last.get("board_changes", 0), results, changes)
 
     def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
-        return [_result_row(row) for row in self._rows(sql, values)]
+        return [result_row(row) for row in self._rows(sql, values)]
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
         """Anomaly maps of a result, in the order of its route."""
@@ -110,11 +110,11 @@ class ResultReader:
             " ORDER BY seq",
             (serial, board_type, utc_text(since)),
         )
-        return [_result_row(row) for row in rows]
+        return [result_row(row) for row in rows]
 
     def boards_of(self, serial: str) -> list[BoardRow]:
         rows = self._rows("SELECT * FROM boards WHERE serial = ? ORDER BY seq DESC", (serial,))
-        return [_board_row(row) for row in rows]
+        return [board_row(row) for row in rows]
 
     def newest_first(self) -> Iterator[Inspection]:
         """All results, latest first, read lazily: for the replay of boards after a restart."""
@@ -134,7 +134,7 @@ class ResultReader:
             f"SELECT * FROM boards {index} WHERE closed_at >= ? ORDER BY seq DESC LIMIT ?",
             (utc_text(since) if since else "", -1 if limit is None else limit),
         )
-        return tuple(_board_row(row) for row in reversed(rows))
+        return tuple(board_row(row) for row in reversed(rows))
 
     def _before(self, since: datetime | None) -> int:
         """Number below all results finished at ``since`` or later, so that older rows are not read."""
@@ -149,7 +149,7 @@ class ResultReader:
         return read_rows(self.path, sql, values)
 
 
-def _result_row(row: sqlite3.Row) -> ResultRow:
+def result_row(row: sqlite3.Row) -> ResultRow:
     detail = json.loads(row["detail"])
     source, slash, _ = row["key"].partition("/")
     subject = Subject(
@@ -176,7 +176,7 @@ def _inspection(row: sqlite3.Row) -> Inspection:
     return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at)
 
 
-def _board_row(row: sqlite3.Row) -> BoardRow:
+def board_row(row: sqlite3.Row) -> BoardRow:
     board = BoardVerdict(
         serial=row["serial"],
         board_type=row["board_type"],

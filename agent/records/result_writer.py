@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -18,6 +19,7 @@ from agent.records.database import BUSY_TIMEOUT_S, utc_text
 from agent.records.group_commit import GroupCommitter
 from agent.records.result_reader import OF_RESULT, OF_SUBJECT, ResultReader
 from agent.records.results import BoardRow, Recorded, Result, ResultRow
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +56,8 @@ KNOWN_BOARD = """
     SELECT seq FROM boards WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at
     AND verdict = :verdict AND missing = :missing AND counts = :counts
 """
+
+WRITE_NOW_S = 5.0  # the wait of a person, or of a program that serves one
 
 OnRecorded: TypeAlias = "Callable[[Recorded], None]"
 Answer = TypeVar("Answer")
@@ -136,6 +140,25 @@ class ResultStore(ResultReader):
     def write(self, write: Callable[[Database], Answer], on_committed: Callable[[Answer], None] | None = None) -> None:
         """Queue another write; both calls run on the writer's thread, see ``GroupCommitter.put``."""
         self._committer.put(write, on_committed)
+
+    def write_now(self, write: Callable[[Database], Answer | OrderRefused], timeout_s: float = WRITE_NOW_S) -> Answer:
+        """Write, and return the answer after the commit; not for the writer's thread.
+
+        Raises an OrderRefused that ``write`` returns, STOPPING after the close, and NOT_NOW without a commit within the
+        timeout: the write may be committed later.
+        """
+        answered: Future[Answer | OrderRefused] = Future()
+        try:
+            self._committer.put(write, answered.set_result, is_urgent=True)
+            answer = answered.result(timeout_s)
+        except RuntimeError:
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping: nothing more is stored", 5.0) from None
+        except TimeoutError:
+            reason = self.statistics().alarm or "the disk does not answer"
+            raise OrderRefused(Refusing.NOT_NOW, f"not stored yet: {reason} - look again later", 5.0) from None
+        if isinstance(answer, OrderRefused):
+            raise answer
+        return answer
 
     def accept(
         self, subjects: Sequence[Subject], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]

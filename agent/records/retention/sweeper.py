@@ -53,6 +53,16 @@ STEP_REMOVALS = 200
 STEP_ROWS = 500
 STEP_PAGES = 500  # of 4 KiB
 CANDIDATES = 20_000  # at most removed in a round; another round follows at once if needed
+OLD_ROWS = (  # of tables beside the results
+    (
+        "boards",
+        "seq",
+        "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?",
+    ),
+    ("reworks", "number", "SELECT number FROM reworks WHERE at < ? LIMIT ?"),
+    ("audit", "number", "SELECT number FROM audit WHERE at < ? LIMIT ?"),
+    ("alarms", "number", "SELECT number FROM alarms WHERE cleared_at < ? LIMIT ?"),
+)
 ORPHAN_S = 86_400.0  # an image without a result counts as exported after a day
 
 
@@ -230,9 +240,9 @@ class Sweeper(Rounds):
                 return
             before, last_seq = min(before, exported.until), exported.last_seq
         yield from self._remove_results(utc_text(before), last_seq)
-        closed = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
-        while going := [seq for (seq,) in read_rows(self._store.path, closed, (utc_text(before), STEP_ROWS))]:
-            yield from self._write(partial(_delete, "boards", "seq", going))
+        for table, key, old in OLD_ROWS:
+            while going := [number for (number,) in read_rows(self._store.path, old, (utc_text(before), STEP_ROWS))]:
+                yield from self._write(partial(_delete, table, key, going))
         yield from self._give_back()
 
     def _remove_results(self, before: str, last_seq: int | None) -> Iterator[None]:

@@ -1,0 +1,92 @@
+"""Audit: who changed what, from where the records are read, one row for each call that changes something.
+
+Guarantees: a call is in the log at once and in the database with the next commit. Any text can be recorded: a long one
+is cut, one that is not Unicode is shown with marks. Recording never fails a call. The latest KEPT_ROWS rows stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import astuple, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from agent.records.database import read_rows, utc_text
+from agent.records.result_reader import LARGEST_SEQ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+    from agent.records.result_writer import ResultStore
+
+log = logging.getLogger(__name__)
+
+KEPT_ROWS = 100_000  # about 20 MB
+LONGEST_TEXT = 500
+INSERT = """
+    INSERT INTO audit (at, who, role, action, subject, outcome, config_sha256) VALUES (?, ?, ?, ?, ?, ?, ?)
+    RETURNING number
+"""
+DROP_OLD = "DELETE FROM audit WHERE number <= ?"
+PAGE = "SELECT * FROM audit WHERE number < ? ORDER BY number DESC LIMIT ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """A call that changed something, or was refused. ``who``: a token's name, ``owner`` or ``signal``; ``outcome``:
+    done, or why not; ``config_sha256``: of the line file served meanwhile."""
+
+    who: str
+    role: str
+    action: str
+    subject: str
+    outcome: str
+    config_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    number: int
+    at: datetime
+    deed: Deed
+
+
+class AuditTrail:
+    """For any thread; returns at once."""
+
+    def __init__(self, store: ResultStore, wall: Callable[[], datetime]) -> None:
+        self._store = store
+        self._wall = wall
+
+    def record(self, deed: Deed) -> None:
+        deed = Deed(*(_storable(text) for text in astuple(deed)))
+        log.info(
+            "audited who=%s role=%s action=%s subject=%r outcome=%r",
+            deed.who, deed.role, deed.action, deed.subject, deed.outcome,
+        )  # fmt: skip
+        values = utc_text(self._wall()), *astuple(deed)
+
+        def write(database: Database) -> None:
+            (number,) = database.execute(INSERT, values).fetchone()
+            database.execute(DROP_OLD, (number - KEPT_ROWS,))
+
+        try:
+            self._store.write(write)
+        except RuntimeError:  # the store is closed: the agent ends
+            log.warning("audited_in_the_log_only action=%s", deed.action)
+
+
+def audit_page(path: Path, before: int | None = None, limit: int = 50) -> tuple[AuditEntry, ...]:
+    """Newest first. ``before``: number of the last entry of the page before."""
+    return tuple(
+        AuditEntry(number, datetime.fromisoformat(at), Deed(*deed))
+        for number, at, *deed in read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))
+    )
+
+
+def _storable(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 3]}..."

@@ -1,0 +1,245 @@
+"""Reviews: a person's verdict on a stored result, beside the machine's verdict and never over it.
+
+Guarantees: a result has at most one review that counts; the ones before it stay as undone. The same review sent twice
+is one. A review can be undone in the shift in which it was made. An answer is given after the commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from agent.records.database import read_rows, utc_text
+from agent.records.result_reader import LARGEST_SEQ, result_row
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import ResultRow
+    from agent.records.station.shifts import Shifts
+
+LONGEST_LABEL, LONGEST_REASON = 200, 2000
+READ_ROWS = 200  # of one short read
+MACHINE = "SELECT verdict FROM results WHERE seq = ?"
+REVIEW_COLUMNS = ("number", "result", "finding", "verdict", "label", "reason", "who", "at", "undone_at", "undone_by")
+ALL = ", ".join(REVIEW_COLUMNS)
+COUNTING = f"SELECT {ALL} FROM reviews WHERE result = ? AND undone_at IS NULL"
+OF_NUMBER = f"SELECT {ALL} FROM reviews WHERE number = ?"
+INSERT = f"""
+    INSERT INTO reviews (result, finding, verdict, label, reason, who, at) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING {ALL}
+"""
+UNDO = f"UPDATE reviews SET undone_at = ?, undone_by = ? WHERE number = ? RETURNING {ALL}"
+# qualified, as results have some of these columns too
+AS_REVIEW = ", ".join(f"reviews.{name} AS review_{name}" for name in REVIEW_COLUMNS)
+PAGE = f"""
+    SELECT results.*, {AS_REVIEW} FROM reviews JOIN results ON results.seq = reviews.result
+    WHERE number < :before AND undone_at IS NULL AND at >= :since AND at < :until
+    AND (:who IS NULL OR who = :who) AND (:component IS NULL OR component = :component)
+    AND (:expert IS NULL OR EXISTS (SELECT 1 FROM json_each(results.experts) WHERE value = :expert))
+    AND (:finding IS NULL OR finding = :finding) ORDER BY number DESC LIMIT :limit
+"""
+COUNTS = """
+    SELECT json_extract(results.experts, '$[#-1]') AS expert, finding, count(*) AS reviews
+    FROM reviews INDEXED BY reviews_at JOIN results ON results.seq = reviews.result
+    WHERE at >= ? AND undone_at IS NULL GROUP BY expert, finding
+"""
+
+
+class Finding(StrEnum):
+    """A person's verdict against the machine's. DECIDED: the machine said UNKNOWN."""
+
+    AGREE = "agree"
+    FALSE_CALL = "false_call"
+    MISSED_DEFECT = "missed_defect"
+    DECIDED = "decided"
+
+
+@dataclass(frozen=True, slots=True)
+class SecondVerdict:
+    """What a person says of a result. ``verdict``: OK or NG. ``who``: name of the person's token."""
+
+    result: int
+    verdict: Verdict
+    who: str
+    label: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """Stored second verdict. ``undone_at``: None for a review that counts."""
+
+    number: int
+    result: int
+    finding: Finding
+    verdict: Verdict
+    label: str | None
+    reason: str | None
+    who: str
+    at: datetime
+    undone_at: datetime | None = None
+    undone_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewedResult:
+    review: Review
+    row: ResultRow
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewQuery:
+    """Filters of reviews that count; None: any. ``expert``: one of those that judged. ``before``: number."""
+
+    since: datetime | None = None
+    until: datetime | None = None
+    who: str | None = None
+    expert: str | None = None
+    component: str | None = None
+    finding: Finding | None = None
+    before: int | None = None
+    limit: int = 50
+
+
+def finding_of(machine: Verdict, person: Verdict) -> Finding:
+    if machine is Verdict.UNKNOWN:
+        return Finding.DECIDED
+    if machine is person:
+        return Finding.AGREE
+    return Finding.FALSE_CALL if machine is Verdict.NG else Finding.MISSED_DEFECT
+
+
+class Reviews:
+    """Writes reviews of a running line. Each call blocks until the commit: not for the store's thread."""
+
+    def __init__(self, store: ResultStore, shifts: Shifts, wall: Callable[[], datetime]) -> None:
+        self._store = store
+        self._shifts = shifts
+        self._wall = wall
+
+    def add(self, said: SecondVerdict) -> Review:
+        """Store a review, which replaces an earlier one of the result. Raises OrderRefused."""
+        _check(said)
+        now = utc_text(self._wall())
+        return self._store.write_now(lambda database: _add(database, said, now))
+
+    def undo(self, number: int, who: str) -> Review:
+        """Raises OrderRefused for an unknown number, and NOT_NOW after the shift in which the review was made."""
+        _check_number(number, "review", "number")
+        now = self._wall()
+        began_at = self._shifts.began_at(now)
+        return self._store.write_now(lambda database: _undo(database, number, who, now, began_at))
+
+
+class ReviewReader:
+    """Reads the reviews of one results file. Each call is one short query, or several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def page(self, query: ReviewQuery) -> tuple[ReviewedResult, ...]:
+        """Newest first."""
+        values = {name: getattr(query, name) for name in ("who", "expert", "component", "finding", "limit")} | {
+            "before": LARGEST_SEQ if query.before is None else query.before,
+            "since": "" if query.since is None else utc_text(query.since),
+            "until": "~" if query.until is None else utc_text(query.until),  # "~" sorts behind all times
+        }
+        return tuple(ReviewedResult(review_of_row(row, "review_"), result_row(row)) for row in self._rows(PAGE, values))
+
+    def all(self, query: ReviewQuery) -> Iterator[ReviewedResult]:
+        """All that match, newest first, read lazily; without ``limit``."""
+        query = replace(query, limit=READ_ROWS)
+        while found := self.page(query):
+            yield from found
+            query = replace(query, before=found[-1].review.number)
+
+    def of_result(self, seq: int) -> tuple[Review, ...]:
+        """All reviews of a result, also undone ones, newest first."""
+        rows = self._rows("SELECT * FROM reviews WHERE result = ? ORDER BY number DESC", (seq,))
+        return tuple(review_of_row(row) for row in rows)
+
+    def counts(self, since: datetime) -> dict[str | None, dict[Finding, int]]:
+        """Reviews made since then, by the last expert of the result's route; None where no expert judged."""
+        counts: dict[str | None, dict[Finding, int]] = {}
+        for expert, finding, reviews in self._rows(COUNTS, (utc_text(since),)):
+            counts.setdefault(expert, dict.fromkeys(Finding, 0))[Finding(finding)] = reviews
+        return counts
+
+    def _rows(self, sql: str, values: Mapping[str, object] | tuple[object, ...]) -> list[sqlite3.Row]:
+        return read_rows(self.path, sql, values)
+
+
+def review_of_row(row: sqlite3.Row | Mapping[str, Any], prefix: str = "") -> Review:
+    values = {name: row[f"{prefix}{name}"] for name in REVIEW_COLUMNS}
+    undone_at = values["undone_at"]
+    return Review(
+        **values
+        | {
+            "finding": Finding(values["finding"]),
+            "verdict": Verdict(values["verdict"]),
+            "at": datetime.fromisoformat(values["at"]),
+            "undone_at": None if undone_at is None else datetime.fromisoformat(undone_at),
+        }
+    )
+
+
+def _add(database: Database, said: SecondVerdict, now: str) -> Review | OrderRefused:
+    machine = database.execute(MACHINE, (said.result,)).fetchone()
+    if machine is None:
+        return OrderRefused(Refusing.NOT_FOUND, f"no result {said.result}", field="result")
+    counting = _first(database, COUNTING, said.result)
+    if counting is not None:
+        if all(getattr(counting, name) == getattr(said, name) for name in ("who", "verdict", "label", "reason")):
+            return counting
+        database.execute(UNDO, (now, said.who, counting.number)).fetchall()
+    finding = finding_of(Verdict(machine[0]), said.verdict)
+    given = said.result, finding, said.verdict, said.label, said.reason, said.who, now
+    return _review(database.execute(INSERT, given).fetchone())
+
+
+def _undo(database: Database, number: int, who: str, now: datetime, began_at: datetime) -> Review | OrderRefused:
+    found = _first(database, OF_NUMBER, number)
+    if found is None:
+        return OrderRefused(Refusing.NOT_FOUND, f"no review {number}", field="number")
+    if found.undone_at is not None:
+        return found
+    if found.at < began_at:
+        made = f"review {number} was made in an earlier shift, at {found.at.astimezone():%Y-%m-%d %H:%M}"
+        return OrderRefused(Refusing.NOT_NOW, f"{made}: review the result again instead", field="number")
+    return _review(database.execute(UNDO, (utc_text(now), who, number)).fetchone())
+
+
+def _check(said: SecondVerdict) -> None:
+    """Raises OrderRefused for what no row can hold: in the caller's thread, not for a whole group of rows."""
+    _check_number(said.result, "result", "result")
+    if said.verdict not in {Verdict.OK, Verdict.NG}:
+        raise OrderRefused(Refusing.INVALID, f"a person says OK or NG, not {said.verdict}", field="verdict")
+    for name, text, longest in (("label", said.label, LONGEST_LABEL), ("reason", said.reason, LONGEST_REASON)):
+        if text is not None and len(text) > longest:
+            raise OrderRefused(Refusing.INVALID, f"a {name} has at most {longest} characters", field=name)
+        if text is not None and any(0xD800 <= ord(each) <= 0xDFFF for each in text):
+            raise OrderRefused(Refusing.INVALID, f"the {name} is not Unicode", field=name)
+
+
+def _check_number(number: int, what: str, field: str) -> None:
+    """SQLite holds 64 bits."""
+    if not 0 < number <= LARGEST_SEQ:
+        raise OrderRefused(Refusing.NOT_FOUND, f"no {what} {number}", field=field)
+
+
+def _first(database: Database, sql: str, value: object) -> Review | None:
+    row = database.execute(sql, (value,)).fetchone()
+    return None if row is None else _review(row)
+
+
+def _review(row: tuple[object, ...]) -> Review:
+    return review_of_row(dict(zip(REVIEW_COLUMNS, row, strict=True)))

@@ -1,0 +1,160 @@
+"""A person's verdict stands beside the machine's: stored once, replaced, undone in its shift, found by its filters."""
+
+import threading
+from contextlib import closing
+from datetime import UTC, datetime, time, timedelta
+
+import pytest
+
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.station.reviews import Finding, ReviewQuery, ReviewReader, Reviews, SecondVerdict
+from agent.records.station.shifts import Shifts
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+from tests.lines import result
+from tests.waiting import settled
+
+MORNING = datetime(2026, 5, 1, 9, 0, tzinfo=UTC)
+OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+
+
+class Station:
+    """Three results, 1 OK, 2 NG and 3 UNKNOWN, and the reviews of a shift that began at 06:00."""
+
+    def __init__(self, path):
+        self.now = MORNING
+        self.store = ResultStore(path)
+        self.reviews = Reviews(self.store, Shifts((time(6), time(14)), UTC), lambda: self.now)
+        self.reader = ReviewReader(path)
+        for number, verdict in enumerate((OK, NG, UNKNOWN), 1):
+            self.store.record(result(f"k{number}", verdict, experts=("det/a", f"cls/{number}")))
+        settled(self.store)
+
+    def say(self, seq, verdict, who="ann", **said):
+        return self.reviews.add(SecondVerdict(seq, verdict, who, **said))
+
+
+@pytest.fixture
+def station(tmp_path):
+    station = Station(tmp_path / "results.db")
+    with closing(station.store):
+        yield station
+
+
+def refusal(call):
+    with pytest.raises(OrderRefused) as refused:
+        call()
+    return refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("seq", "person", "finding"),
+    [
+        (1, OK, Finding.AGREE), (1, NG, Finding.MISSED_DEFECT), (2, NG, Finding.AGREE), (2, OK, Finding.FALSE_CALL),
+        (3, OK, Finding.DECIDED), (3, NG, Finding.DECIDED),
+    ],
+)  # fmt: skip
+def test_a_finding_compares_both_verdicts_and_the_machine_s_stays(station, seq, person, finding):
+    before = ResultReader(station.store.path).find(f"k{seq}")
+    review = station.say(seq, person, label="tombstone", reason="seen")
+    assert (review.finding, review.verdict, review.who, review.at) == (finding, person, "ann", MORNING)
+    assert station.reader.of_result(seq) == (review,)
+    assert ResultReader(station.store.path).find(f"k{seq}") == before
+
+
+def test_the_same_review_twice_is_one(station):
+    first = station.say(2, OK, label="ok")
+    assert station.say(2, OK, label="ok") == first
+    assert len(station.reader.of_result(2)) == 1
+
+
+def test_reviews_at_the_same_moment_are_one(station):
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(station.say(2, OK))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [made[0]] * 8
+
+
+@pytest.mark.parametrize("other", [{"who": "bob"}, {"verdict": NG}, {"label": "x"}, {"reason": "y"}])
+def test_another_review_replaces_the_one_before_which_stays_as_undone(station, other):
+    said = {"verdict": OK, "who": "ann"}
+    first, second = station.say(2, **said), station.say(2, **said | other)
+    kept_second, kept_first = station.reader.of_result(2)
+    assert kept_second == second
+    assert (kept_first.number, kept_first.undone_at, kept_first.undone_by) == (first.number, MORNING, second.who)
+    assert [each.review for each in station.reader.page(ReviewQuery())] == [second]
+
+
+def test_a_review_is_undone_in_its_shift_only(station):
+    review = station.say(2, OK)
+    station.now += timedelta(hours=5)  # 14:00
+    assert refusal(lambda: station.reviews.undo(review.number, "bob")) is Refusing.NOT_NOW
+    station.now -= timedelta(seconds=1)
+    undone = station.reviews.undo(review.number, "bob")
+    assert (undone.undone_by, undone.undone_at) == ("bob", station.now)
+    assert station.reviews.undo(review.number, "carl") == undone
+    assert station.reader.page(ReviewQuery()) == ()
+    assert station.say(2, OK).number > review.number
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "field"),
+    [
+        ({"seq": 4, "verdict": OK}, Refusing.NOT_FOUND, "result"),
+        ({"seq": 2, "verdict": UNKNOWN}, Refusing.INVALID, "verdict"),
+        ({"seq": 2, "verdict": OK, "label": "x" * 201}, Refusing.INVALID, "label"),
+        ({"seq": 2, "verdict": OK, "reason": "x" * 2001}, Refusing.INVALID, "reason"),
+        ({"seq": 2, "verdict": OK, "label": "\ud800"}, Refusing.INVALID, "label"),
+        ({"seq": 2**63, "verdict": OK}, Refusing.NOT_FOUND, "result"),
+    ],
+)
+def test_what_cannot_be_reviewed_is_refused_and_the_store_goes_on(station, said, reason, field):
+    with pytest.raises(OrderRefused) as refused:
+        station.say(**said)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
+    assert station.say(1, OK).finding is Finding.AGREE
+
+
+@pytest.mark.parametrize("number", [9, 2**63])
+def test_an_unknown_review_cannot_be_undone(station, number):
+    assert refusal(lambda: station.reviews.undo(number, "ann")) is Refusing.NOT_FOUND
+
+
+def test_reviews_are_found_by_their_filters_newest_first_page_by_page(station):
+    station.say(1, NG)
+    station.now += timedelta(minutes=1)
+    station.say(2, OK, who="bob")
+    station.now += timedelta(minutes=1)
+    station.say(3, OK)
+
+    def found(**filters):
+        return [each.row.seq for each in station.reader.page(ReviewQuery(**filters))]
+
+    assert found() == [3, 2, 1]
+    assert found(limit=2) == [3, 2]
+    assert found(before=2) == [1]
+    assert found(since=MORNING + timedelta(minutes=1), until=MORNING + timedelta(minutes=2)) == [2]
+    assert found(who="bob") == [2]
+    assert (found(expert="cls/3"), found(expert="det/a"), found(expert="cls/9")) == ([3], [3, 2, 1], [])
+    assert (found(component="r"), found(component="c")) == ([3, 2, 1], [])
+    assert found(finding=Finding.MISSED_DEFECT) == [1]
+    assert [each.row.seq for each in station.reader.all(ReviewQuery(limit=1))] == [3, 2, 1]
+    assert station.reader.counts(MORNING + timedelta(minutes=1)) == {
+        "cls/2": {Finding.AGREE: 0, Finding.FALSE_CALL: 1, Finding.MISSED_DEFECT: 0, Finding.DECIDED: 0},
+        "cls/3": {Finding.AGREE: 0, Finding.FALSE_CALL: 0, Finding.MISSED_DEFECT: 0, Finding.DECIDED: 1},
+    }
+
+
+def test_a_closed_store_refuses(station):
+    station.store.close()
+    assert refusal(lambda: station.say(1, OK)) is Refusing.STOPPING
+
+
+def test_a_result_that_goes_takes_its_reviews(station):
+    station.say(2, OK)
+    station.store.write_now(lambda database: database.execute("DELETE FROM results WHERE seq = 2").fetchall())
+    assert station.reader.of_result(2) == ()
