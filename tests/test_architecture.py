@@ -66,6 +66,8 @@ ROOMS = {
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
+    "agent.line_check": ("agent.config", "agent.line_file", "agent.cluster"),
+    "agent.promotion": ("agent.config", "agent.line_file"),
     "agent.subject": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),
     "agent.sqlite_files": (),
@@ -139,12 +141,12 @@ ROOMS = {
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.records", "agent.api", "agent.sources.cameras",
+        "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras",
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
         "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",
-        "agent.sources.folder.files", "agent.commands.experts",
+        "agent.sources.folder.files", "agent.promotion",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),

@@ -11,7 +11,7 @@ import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import CONFIGURATION, FAILED, explained, say
-from experts.errors import ConfigError, LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,12 +48,11 @@ def check_config(
     as_json: AsJson = False,
 ) -> None:
     """Check a line file as ``serve`` reads it; every mistake with file, line and key."""
-    from agent.config import read_line
+    from agent.line_check import checked_line
+    from experts.document import read_document
 
     try:
-        config = read_line(line)
-        if problems := [*_weights_problems(config), *_cluster_problems(config)]:
-            raise ConfigError.of(problems)
+        config = checked_line(read_document(line.absolute()))
     except ConfigError as error:
         _refuse(as_json, [_problem(each) for each in error.problems], str(error), CONFIGURATION)
     with explained():
@@ -71,14 +70,6 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
-
-
-def _cluster_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """A cluster without the extra that it needs."""
-    from agent.cluster.extra import why_absent
-
-    if config.cluster.address is not None and (missing := why_absent()) is not None:
-        yield config.document.error(missing, "cluster", "address")
 
 
 def _text(value: object) -> str:
@@ -114,18 +105,3 @@ def _silent_cameras(config: LineConfig) -> Iterator[str]:
         password = None if camera.password is None else read_secret(camera.password)
         if (fault := probe(camera, password, PROBE_S)) is not None:
             yield f"camera {camera.name}: {fault}"
-
-
-def _weights_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """Weights files of ONNX experts that cannot be served; ``serve`` goes on without these experts."""
-    from experts.backends.onnx.layouts import require_served
-
-    for name, expert in config.catalog.experts.items():
-        if expert.architecture != "onnx":
-            continue
-        try:
-            require_served(expert)
-        except (WeightsMismatch, WeightsCorrupt) as error:
-            yield config.document.error(error.message, "experts", name, "weights")
-        except (WeightsMissing, LoadError):
-            pass  # weights may come later

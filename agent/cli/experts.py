@@ -78,7 +78,7 @@ def compare_expert(
 @experts_app.command("promote")
 def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
     """Swap an expert with the version in its shadow, in the line file; the next reload serves it."""
-    from agent.commands.experts import promote
+    from agent.promotion import promote
 
     with explained():
         shadow, keys = promote(line, expert)

@@ -1,4 +1,4 @@
-"""Experts of a line: `coserve experts list`, `compare` and `promote`."""
+"""Experts of a line: `coserve experts list` and `compare`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from agent.commands.progress import console_page
-from agent.config import line_of
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
-from agent.line_file.editing import edit_file, remove, set_key
+from agent.promotion import shadow_of
 from agent.records.shadow_answers import answer_row, read_comparison
-from experts.document import parse_document, read_document, suggestion
 from experts.errors import ConfigError
 from experts.packed.sources import is_there, size_bytes_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STAYING = frozenset({"shadow", "pin"})  # keys of the place on the line, not of the version
 SHOWN_IMAGES = 20
 
 
@@ -143,50 +140,6 @@ def print_comparison(comparison: Comparison, images: Path) -> None:
             "" if row.kept_as is None else str(images / row.kept_as),
         )
     console.print(table)
-
-
-def promote(file: Path, expert: str) -> tuple[str, tuple[str, ...]]:
-    """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version. Returns
-    the shadow and the keys that differed. Raises ConfigError; then the file is unchanged."""
-    config = line_of(read_document(file.absolute()))
-    shadow = shadow_of(config, expert)
-    entries = read_document(file.absolute()).root.value["experts"]
-    if expert not in entries or shadow not in entries:
-        raise ConfigError(
-            f"{file}: {expert} and {shadow} are not both in this file - promote in the file that has them"
-        )
-    keys = _differing_keys(entries[expert], entries[shadow])
-
-    def swapped(text: str) -> str:
-        for key in keys:
-            text = _with(text, expert, key, entries[shadow], file)
-            text = _with(text, shadow, key, entries[expert], file)
-        line_of(parse_document(file.absolute(), text.encode()))
-        return text
-
-    edit_file(file, swapped)
-    return shadow, keys
-
-
-def shadow_of(config: LineConfig, expert: str) -> str:
-    if expert not in config.catalog.experts:
-        raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
-    shadow = config.catalog.graph.shadows.get(expert)
-    if shadow is None:
-        raise ConfigError(f"{expert} has no shadow - name one as `shadow:` of its entry, or give --over and --weights")
-    return shadow
-
-
-def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    named = [key for key in dict.fromkeys([*one, *other]) if key not in STAYING]
-    return tuple(key for key in named if (key in one, one.get(key)) != (key in other, other.get(key)))
-
-
-def _with(text: str, expert: str, key: str, entry: Mapping[str, Any], file: Path) -> str:
-    path = ("experts", expert, key)
-    if key in entry:
-        return set_key(text, path, entry[key], file=file)
-    return remove(text, path, file=file)
 
 
 def _figures(comparison: Comparison) -> list[str]:

@@ -16,12 +16,12 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.commands.experts import STAYING, shadow_of
 from agent.commands.rejudging.agreement import Row, beside, compare_answers, new_row, write_page
 from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_images, stored_answers
 from agent.config import LineConfig, line_of
 from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
 from agent.deployment.worker_manager import on_cluster
+from agent.promotion import STAYING, shadow_of
 from agent.records.database import refuse_root_beside_another
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from experts.errors import ConfigError

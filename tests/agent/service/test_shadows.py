@@ -1,6 +1,6 @@
 """A new version in the shadow of the one that serves: shown the same images, compared, and never deciding."""
 
-from agent.commands.experts import promote
+from agent.promotion import promote
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.fake_line import asked, picture
