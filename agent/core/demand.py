@@ -56,13 +56,14 @@ class Evicts(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """A row of the table of claims to room.
+    """A row of the table of claims to room. ``name``: in the record of an eviction.
 
     ``by_cache``: copies for a device go through the memory in front of it. ``stages``: while the device lacks room, the
     copy goes into that memory only. ``makes_short``: without room, its memory is short.
     ``spares_heads``: evicts no copy that the head of another queue runs on.
     """
 
+    name: str
     evicts: Evicts
     by_cache: bool = False
     stages: bool = False
@@ -73,17 +74,21 @@ class Claim:
 # The table of claims, from strong to weak.
 # Head of a queue beyond the overtaking bound. It spares only heads that are older still, keeps its place on the link,
 # evicts copy by copy, and reserves copies in use: executors that alternate on a copy cannot keep it forever.
-OVERDUE = Claim(Evicts.ANY, by_cache=True)
-DEMAND = Claim(Evicts.ANY, by_cache=True, makes_short=True)  # head of a queue
-PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that ranks first
-PREFETCH = Claim(Evicts.USED_LATER, by_cache=True, stages=True, makes_short=True)  # a later group
-BYPASS = Claim(Evicts.NOT_QUEUED, by_cache=True, stages=True, makes_short=True)  # passes a group at a busy link
-STAGE = Claim(Evicts.NOT_QUEUED, spares_heads=False)  # a later group's copy, for the host while the device is full
-CACHE = Claim(Evicts.LESS_USED, spares_heads=False)  # a copy for the host on its way to the device
-PINNED = Claim(Evicts.NOT_QUEUED)  # a pinned expert that is not resident
-EARLY = Claim(Evicts.NOTHING)  # a group of a short queue that has other work first: its victim is chosen later
-SPARE = Claim(Evicts.NOTHING)  # initial placement of others, speculation, experts on probation
-IDLE = Claim(Evicts.NOTHING, makes_short=True)  # head of a queue, of idle precedence; takes no place on the link
+OVERDUE = Claim("overdue", Evicts.ANY, by_cache=True)
+DEMAND = Claim("head", Evicts.ANY, by_cache=True, makes_short=True)  # head of a queue
+PATIENT = Claim("patient", Evicts.ANY)  # head of a short queue at a working executor: waits for a copy in use
+PREFETCH = Claim("prefetch", Evicts.USED_LATER, by_cache=True, stages=True, makes_short=True)  # a later group
+BYPASS = Claim("bypass", Evicts.NOT_QUEUED, by_cache=True, stages=True, makes_short=True)  # passes a busy link's group
+STAGE = Claim("stage", Evicts.NOT_QUEUED, spares_heads=False)  # a later group's, for the host while the device is full
+CACHE = Claim("cache", Evicts.LESS_USED, spares_heads=False)  # a copy for the host on its way to the device
+PINNED = Claim("pinned", Evicts.NOT_QUEUED)  # a pinned expert that is not resident
+EARLY = Claim("early", Evicts.NOTHING)  # group of a short queue with other work first: its victim is chosen later
+SPARE = Claim("spare", Evicts.NOTHING)  # initial placement of others, speculation, experts on probation
+IDLE = Claim("idle", Evicts.NOTHING, makes_short=True)  # head of idle precedence; takes no place on the link
+
+
+SHORTAGE = "shortage"  # instead of a claim: the memory's budget was lowered
+UNUSABLE = "unusable"  # instead of a claim: requests must not use the copy, or an operator unloaded it
 
 
 class Answer(Enum):
@@ -465,7 +470,7 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
     footprint = wish.profile.footprint
     short = pool.needed_bytes(footprint) - pool.free_bytes
     for entry in _spare_copies(state, pool) if short > 0 else ():
-        decision = EvictionDecision(wish.profile.copy, short, (_candidate(state, entry, None),))
+        decision = EvictionDecision(wish.profile.copy, short, (_candidate(state, entry, None),), claim.name)
         _evict(state, pool, entry, decision, STAGE_BY_RANK)
         short = pool.needed_bytes(footprint) - pool.free_bytes
         if short <= 0:
@@ -484,7 +489,7 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
     if claim is PATIENT and chosen is not None and not all(pool.is_evictable(each.copy) for each in chosen):
         return False
     leaving = chosen if chosen is not None else tuple(ranked) if claim is OVERDUE else ()
-    decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
+    decision = EvictionDecision(wish.profile.copy, short, tuple(ranked), claim.name)
     for victim in leaving:
         _evict(state, pool, victim, decision, rank(victim)[0])
     return pool.can_reserve(footprint)
@@ -606,7 +611,7 @@ def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
         short = pool.used_bytes - to_bytes
         if short <= 0:
             return
-        _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked)), rank(victim)[0])
+        _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked), SHORTAGE), rank(victim)[0])
 
 
 def discard(state: State, expert: str) -> None:
@@ -614,7 +619,7 @@ def discard(state: State, expert: str) -> None:
     for pool in state.pools.values():
         for entry in [entry for entry in pool.entries() if entry.expert == expert]:
             if entry.uses == 0 and entry.is_resident:
-                _evict(state, pool, entry, EvictionDecision(entry.copy, 0, ()), STAGE_BY_RANK)
+                _evict(state, pool, entry, EvictionDecision(entry.copy, 0, (), UNUSABLE), STAGE_BY_RANK)
                 state.touched.add(pool.spec.worker)
 
 

@@ -66,11 +66,15 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Reason of an eviction. ``for_copy``: the newcomer, "" where memory ran short; ``candidates`` in ranked order."""
+    """Reason of an eviction. ``for_copy``: the newcomer, "" where memory ran short; ``candidates`` in ranked order.
+
+    ``claim``: name of the newcomer's row in the table of ``demand``, or of the reason to evict without a newcomer.
+    """
 
     for_copy: str
     needed_bytes: int
     candidates: tuple[EvictionCandidate, ...]
+    claim: str
 
 
 @dataclass(frozen=True, slots=True)

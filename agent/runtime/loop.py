@@ -24,6 +24,7 @@ from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.effect_log import log_effect
+from agent.runtime.flight_record import FlightRecord
 from agent.runtime.images.preparation import unwatched
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import HeapKeeper
@@ -158,6 +159,7 @@ class AgentLoop:
         self._idle_request: int | None = None
         self._numbers = count(1)
         self._open = OpenWork(options.ages, plan.executors, plan.matrix, options.ssd_bytes_per_s)
+        self.record = FlightRecord(plan.executors, plan.limits.pools, worker.preparation.latest, options.clock)
         self._held: dict[int, effects.StartBatch] = {}  # executor -> its next batch
         self._has_started = False
         self._is_stopped = False
@@ -176,6 +178,7 @@ class AgentLoop:
             effects.Forget: self._forget,
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
+            effects.Assigned: self.record.assigned,
             effects.BudgetChanged: self._change_budget,
             effects.LeasesChanged: self._change_leases,
             effects.Complete: self._deliver,
@@ -432,8 +435,11 @@ class AgentLoop:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, events.Finished | events.Progressed | events.BatchFailed):
-            self._batch_answered(event.batch)
-        for effect in self._engine.handle(event, self._clock()):
+            self._batch_answered(event)
+        began_s = self._clock()
+        decided = self._engine.handle(event, began_s)
+        self.record.decided(event, began_s, self._clock())
+        for effect in decided:
             self._carry_out.get(type(effect), log_effect)(effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
@@ -456,6 +462,7 @@ class AgentLoop:
         return self._pools[self._specs[executor].pool].worker
 
     def _start_load(self, effect: effects.StartLoad) -> None:
+        self.record.load_began(effect)
         self._open.open_load(effect, self._clock())
         self._worker_of(effect.pool).start_load(effect)
 
@@ -474,7 +481,9 @@ class AgentLoop:
         self._workers[name].start_batch(batch, images, is_next=not is_behind)
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
-        self._open.open_batch(effect.batch, self._clock())
+        now_s = self._clock()
+        self._open.open_batch(effect.batch, now_s)
+        self.record.batch_began(effect.batch, now_s)
         if not self._worker_at(effect.batch.executor):
             self._watch.begun(effect.batch.requests)
 
@@ -504,6 +513,7 @@ class AgentLoop:
         self._specs |= {spec.id: spec for spec in executors}
         self._pools |= {pool.name: pool for pool in pools}
         self._open.know_executors(executors)
+        self.record.know(executors, pools)
         self._lost.pop(name, None)
         logger.info("executors_joined worker=%s executors=%s", name, [spec.id for spec in executors])
         self._handle(events.ExecutorsJoined(tuple(executors), tuple(pools)))
@@ -522,10 +532,12 @@ class AgentLoop:
             self._held.pop(executor, None)
         for batch in [each.work for each in self._open.batches.values() if each.work.executor in executors]:
             self._open.close_batch(batch.id)
+            self.record.batch_ended(batch.id, self._clock(), has_failed=True)
             if not self._worker_at(batch.executor):
                 self._watch.ended(batch.requests)
         self._handle(events.ExecutorsLost(frozenset(executors), reason, may_return))
         left = {pool.name for pool in self._engine.statistics().pools}
+        self.record.forget_pools(self._pools.keys() - left)
         for load in [each.work for each in self._open.loads.values() if each.work.pool not in left]:
             self._open.close_load(load.load)
         self._look_around()
@@ -566,22 +578,24 @@ class AgentLoop:
 
     # -- answers --
 
-    def _batch_answered(self, batch: int) -> None:
-        closed = self._open.close_batch(batch)
+    def _batch_answered(self, event: events.Finished | events.Progressed | events.BatchFailed) -> None:
+        closed, now_s = self._open.close_batch(event.batch), self._clock()
         if closed is None:
             return
         answered = closed.work
+        self.record.batch_ended(answered.id, now_s, has_failed=isinstance(event, events.BatchFailed))
         held, name = self._held.pop(answered.executor, None), self._worker_at(answered.executor)
         if held is not None:
             self._workers[name].hurry(held.batch)
         if not name:
             self._watch.ended(answered.requests)
-        self._watch.ran(answered, self._clock() - closed.opened_at_s)
+        self._watch.ran(answered, now_s - closed.opened_at_s)
         if held is not None:
             self._begin_batch(held)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._worker_of(effect.pool).evict(effect.copy, effect.pool)
+        self.record.evicted(effect)
         log_effect(effect)
 
     def _change_budget(self, effect: effects.BudgetChanged) -> None:
@@ -596,6 +610,7 @@ class AgentLoop:
         for worker in self._workers.values():
             worker.end(effect.request)
         self._on_outcome(effect.request, effect.outcome)
+        self.record.request_ended(effect.request)
         del self._sources[effect.request]
         if effect.request == self._idle_request:
             self._idle_request = None

@@ -16,10 +16,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Condition, Lock
-from typing import TYPE_CHECKING
+from threading import Condition, Lock, current_thread
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
@@ -49,6 +50,7 @@ LEAST_THREADS = 2
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # with less, the decoder's smoothing would show
 AT_ONCE = -math.inf
+LATEST = 16_384  # preparations that are kept for the flight record
 
 
 def unwatched(request: int) -> AbstractContextManager[object]:
@@ -76,6 +78,16 @@ class ByteGate:
             with self._changed:
                 self._inside_bytes -= taken_bytes
                 self._changed.notify_all()
+
+
+class ImagePrepared(NamedTuple):
+    """Preparation of one image. A tuple for speed: one per image. ``request``: None without one."""
+
+    request: int | None
+    expert: str
+    thread: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,7 @@ class Preparation:
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
         self.watch: Callable[[int], AbstractContextManager[object]] = unwatched  # entered ahead of batches
+        self.latest: deque[ImagePrepared] = deque(maxlen=LATEST)
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
         """Queue the preparation of a request's image."""
@@ -266,6 +279,7 @@ class Preparation:
         return threads.submit(work, due_s, is_short=is_crop)
 
     def _work(self, image: _Image, form: _Form, answer: Callable[[Prepared | Rejected], None]) -> None:
+        began_s = time.monotonic()
         try:
             with nullcontext() if image.request is None or image.is_taken else self.watch(image.request):
                 prepared, pixels = self._prepared(image, form)
@@ -280,6 +294,8 @@ class Preparation:
         else:
             answer(prepared)
             self._hold(image, form.name, prepared, pixels)
+            by = current_thread().name
+            self.latest.append(ImagePrepared(image.request, form.expert.id, by, began_s, time.monotonic()))
         image.let_go()
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:

@@ -263,7 +263,7 @@ def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
     assert line(loads_in_flight=2).finished("a", at=6.0) == ["evict a one stage 2", "load b ssd>one"]
 
 
-def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
+def test_an_eviction_tells_for_whom_by_which_claim_how_many_bytes_short_and_who_was_weighed():
     line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
     line.bring("a", "b", "a", "c")
     line.ask("d")
@@ -273,7 +273,7 @@ def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
         EvictionCandidate("a@fp32", "a", Footprint(1), 0.5, None, False, 1, 5),
         EvictionCandidate("c@fp32", "c", Footprint(1), 0.0, None, False, 6, 7),
     )
-    decision = EvictionDecision("d@fp32", 2, weighed)
+    decision = EvictionDecision("d@fp32", 2, weighed, "head")
     assert of(Evict, line.effects) == [Evict("b", "b@fp32", "host", 2, 0, decision)]
 
 

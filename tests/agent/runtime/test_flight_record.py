@@ -1,0 +1,213 @@
+"""What the record tells of a real loop: waits, batches, loads, evictions, decisions, preparation; and its bounds."""
+
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from agent.core import events
+from agent.core.effects import Assigned
+from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.core.request import Batch
+from agent.runtime.flight_record import MARKS, REQUESTS, FlightRecord, percentile
+from tests.agent.runtime.test_loop import Agent
+
+
+def ended(agent):
+    """Courses of all requests that a loop has ended, by number."""
+    record = agent.loop.record
+    return {request: record.find(f"k{request}") for request in agent.outcomes}
+
+
+@pytest.fixture
+def served(line):
+    """Three requests for own-0, then one each for other experts; two copies fit."""
+    told = {}
+
+    def name_it(request, outcome):
+        agent.loop.record.named(request, f"k{request}")
+        told[request] = outcome
+
+    agent = Agent(line, room=2, on_outcome=name_it)
+    agent.outcomes = told
+    with agent:
+        agent.numbers = [agent.submit(name) for name in ("own-0", "own-0", "own-0", "own-1", "own-2", "own-3", "chain")]
+        agent.settle()
+        yield agent
+
+
+def test_a_course_tells_executor_load_and_batch_in_seconds_since_the_arrival(served):
+    courses = ended(served)
+    assert courses.keys() == set(served.numbers)
+    for number, course in courses.items():
+        assert (course.request, course.is_over) == (number, True)
+        for step in course.steps:
+            assert (step.executor, step.processor) == (0, "cpu")
+            assert [candidate.executor for candidate in step.candidates] == [0]
+            assert 0.0 <= step.queued_s <= step.batch.began_s
+            assert step.batch.began_s + step.batch.seconds <= course.total_s
+    loaded = [courses[number].steps[0] for number in served.numbers if courses[number].steps[0].load is not None]
+    for step in loaded:
+        assert (step.load.expert, step.load.source, step.load.pool) == (step.expert, "ssd", "host")
+        assert step.load.ended_s is not None
+    assert {"cls/own-2", "cls/own-3"} <= {step.expert for step in loaded}  # more experts than have room
+    chain = courses[served.numbers[-1]]
+    assert [step.expert for step in chain.steps] == ["cls/twin-0", "cls/wide"][: len(chain.steps)]
+    later = [step.queued_s for step in chain.steps]
+    assert later == sorted(later)
+
+
+def test_requests_of_one_batch_joined_its_group(served):
+    first, second, third = (ended(served)[number].steps[0] for number in served.numbers[:3])
+    assert not first.joined
+    assert second.joined or second.batch != first.batch
+    assert third.batch.requests >= 1
+
+
+def test_evictions_tell_claim_stage_and_candidates_and_belong_to_the_load_they_made_room_for(served):
+    evictions = served.loop.record.evictions()
+    assert len(evictions) == served.loop.statistics().engine.evictions
+    by_loads = [each for load in served.loop.record.timeline(60.0).loads for each in load.evicted]
+    assert [each for each in evictions if each.for_expert] == by_loads
+    for each in evictions:
+        assert each.pool == "host"
+        assert each.stage in (1, 2, 3)
+        assert each.expert in each.candidates
+        assert each.claim in {"head", "prefetch", "patient", "overdue", "bypass"}
+
+
+def test_a_timeline_has_what_ran_in_order_and_forgets_what_is_older(served):
+    record = served.loop.record
+    timeline = record.timeline(60.0)
+    statistics = served.loop.statistics()
+    assert len(timeline.batches) == statistics.engine.batches
+    assert sum(span.requests for span in timeline.batches) == sum(each.images for each in statistics.executors)
+    assert len(timeline.loads) == sum(statistics.engine.loads.values())
+    for spans in (timeline.batches, timeline.loads, timeline.decisions, timeline.prepared):
+        begins = [span.began_s for span in spans]
+        assert begins
+        assert begins == sorted(begins)
+    for before, after in zip(timeline.batches, timeline.batches[1:], strict=False):
+        assert before.ended_s <= after.began_s  # one executor
+    assert {each.event for each in timeline.decisions} >= {"Started", "Arrived", "Loaded", "Finished"}
+    assert {each.request for each in timeline.prepared} <= set(served.numbers)
+    assert record.timeline(0.0).batches == ()
+
+
+def test_an_experts_images_and_batches_are_counted_with_their_times(served):
+    seen = served.loop.record.seen("cls/own-0")
+    assert seen.images == 3
+    assert 1 <= seen.batches <= 3
+    assert 0.0 < seen.p50_s <= seen.p99_s
+    assert served.loop.record.seen("cls/kin-0").p99_s is None
+    assert served.loop.record.wait_p99_s() > 0.0
+    assert 0.0 < served.loop.record.busy_shares(60.0)[0] < 1.0
+
+
+def test_a_load_that_failed_says_why(breakable_line):
+    breakable_line.file_of("own-0").unlink()
+    with Agent(breakable_line) as agent:
+        agent.submit("own-0")
+        agent.settle()
+        failures = [span.failure for span in agent.loop.record.timeline(60.0).loads if span.expert == "cls/own-0"]
+    assert failures
+    assert all(failures)
+
+
+# -- bounds, by hand: a loop would need minutes --
+
+
+class ByHand:
+    def __init__(self):
+        self.now_s = 0.0
+        executors = [ExecutorSpec(0, "cpu", "host")]
+        self.record = FlightRecord(executors, [PoolSpec("host", 1, 1)], deque(maxlen=1), lambda: self.now_s)
+
+    def arrive(self, request):
+        self.record.decided(events.Arrived(request, "c0"), self.now_s, self.now_s)
+        self.record.assigned(Assigned(request, "a", 0, joined=False, candidates=()))
+
+    def run(self, batch, *requests, quantum_s=None, seconds=1.0):
+        self.record.batch_began(Batch(batch, 0, "a", "a@fp32", requests, 0, quantum_s), self.now_s)
+        self.now_s += seconds
+        self.record.batch_ended(batch, self.now_s, has_failed=False)
+
+
+def test_where_a_request_is_while_it_is_under_way():
+    hand = ByHand()
+    hand.record.named(7, "k")
+    hand.arrive(7)
+    hand.now_s = 2.0
+    course = hand.record.find("k")
+    assert (course.is_over, course.total_s, course.steps[0].batch) == (False, 2.0, None)
+    hand.record.batch_began(Batch(1, 0, "a", "a@fp32", (7,), 0), 3.0)
+    batch = hand.record.find("k").steps[0].batch
+    assert (batch.began_s, batch.seconds) == (3.0, None)
+
+
+def test_a_text_of_many_quanta_is_one_batch_from_the_first_to_the_last():
+    hand = ByHand()
+    hand.record.named(1, "text")
+    hand.arrive(1)
+    for number in range(1, 1000):
+        hand.run(number, 1, quantum_s=0.1, seconds=0.25)
+    (step,) = hand.record.find("text").steps
+    assert (step.batch.began_s, step.batch.seconds) == (0.0, 999 * 0.25)
+
+
+def test_a_request_that_is_moved_for_ever_is_noted_so_many_times_and_no_more():
+    hand = ByHand()
+    hand.record.named(1, "k")
+    for _ in range(10 * MARKS):
+        hand.record.assigned(Assigned(1, "a", 0, joined=False, candidates=()))
+    hand.arrive(1)
+    for _ in range(10 * MARKS):
+        hand.record.assigned(Assigned(1, "a", 0, joined=False, candidates=()))
+    assert len(hand.record.find("k").steps) == MARKS
+
+
+def test_the_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
+    hand = ByHand()
+    for request in range(REQUESTS + 10):
+        hand.record.named(request, f"k{request}")
+        hand.arrive(request)
+        hand.record.request_ended(request)
+    assert hand.record.find("k9") is None
+    assert hand.record.find("k10").is_over
+    assert hand.record.course_of(REQUESTS) is None
+
+
+def test_readers_never_see_a_ring_that_changes_under_them():
+    hand, failed = ByHand(), []
+    is_over = threading.Event()
+
+    def read():
+        try:
+            while not is_over.is_set():
+                hand.record.timeline(60.0)
+                hand.record.wait_p99_s()
+                hand.record.find("none")
+        except Exception as error:  # noqa: BLE001  # whatever it is
+            failed.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    until_s, request = time.monotonic() + 1.0, 0
+    while time.monotonic() < until_s:
+        request += 1
+        hand.record.named(request, "k")
+        hand.arrive(request)
+        hand.run(request, request, seconds=0.0)
+        hand.record.request_ended(request)
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not failed
+
+
+def test_percentiles():
+    assert percentile([], 0.99) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(list(range(1, 101)), 0.99) == 99
