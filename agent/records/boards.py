@@ -6,7 +6,8 @@ when its type's timeout has passed since the first image: NG if any is NG, else 
 
 A part that is judged twice counts at its worst, so the order of arrival never matters. A result after closing may
 make the verdict worse, which is reported as a revision, but never better. Once the timeout has passed again since
-closing, the serial may open a new run of the board (rework).
+closing, the serial may open a new run of the board (rework). A person who reworks a closed board ends that wait: the
+next image of the serial opens a new run. No stored verdict changes by it.
 
 A board's age is monotonic time (``now_s``), so no step of the wall clock closes a board; wall-clock times (``at``) are
 stored and shown. Boards outlive restarts, monotonic time does not. So `replay` rebuilds the ledger from stored rows,
@@ -16,6 +17,7 @@ with stored verdicts unchanged, and derives each age from the stored times:
     Time since the latest result does not count: while the agent is off, a board's images wait as files.
     An open board keeps at least half of its timeout, since a step may have counted as a timeout.
     A run without a stored verdict is still open: a timeout would have been stored.
+    A rework names its run, which was closed, and the last result before it: later images are not of that run.
 """
 
 from __future__ import annotations
@@ -57,11 +59,13 @@ class BoardManifest:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Verdict of one subject, as boards count it. ``at``: time of the verdict, with time zone."""
+    """Verdict of one subject, as boards count it. ``at``: time of the verdict, with time zone. ``seq``: number of the
+    stored result, for the replay."""
 
     subject: Subject
     verdict: Verdict
     at: datetime
+    seq: int = 0
 
     @property
     def board(self) -> tuple[str, str]:
@@ -81,6 +85,23 @@ class BoardVerdict:
     missing: Mapping[str, int]
     counts: Mapping[Verdict, int]
     is_revision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rework:
+    """End of a closed run of a board, for a person. ``after_seq``: number of the last result before it."""
+
+    serial: str
+    board_type: str
+    opened_at: datetime
+    after_seq: int
+    who: str
+    reason: str | None
+    at: datetime
+
+    @property
+    def run(self) -> tuple[str, str, datetime]:
+        return self.serial, self.board_type, self.opened_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +212,12 @@ class BoardLedger:
             return board.close(missing_before, inspection.at, now_s)
         return board.count(inspection, now_s)
 
+    def rework(self, serial: str, board_type: str, opened_at: datetime) -> None:
+        """Forget this run, if it is known still. Call for a closed run only."""
+        run = self._boards.get((serial, board_type))
+        if run is not None and run.opened_at == opened_at:
+            del self._boards[serial, board_type]
+
     def expire(self, now_s: float, now: datetime) -> tuple[BoardVerdict, ...]:
         """Close all boards past their deadline, oldest first, and forget boards that closed long ago."""
         self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
@@ -202,6 +229,9 @@ class BoardLedger:
     @property
     def longest_timeout(self) -> timedelta:
         return max((manifest.timeout for manifest in self._manifests.values()), default=timedelta())
+
+    def run_of(self, serial: str, board_type: str) -> BoardRun | None:
+        return self._boards.get((serial, board_type))
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """Snapshots of the boards of this serial, at most one of each type."""
@@ -218,6 +248,7 @@ class BoardLedger:
         recorded_since: Callable[[datetime], Iterable[BoardVerdict]],
         now_s: float,
         now: datetime,
+        reworks: Iterable[Rework] = (),
     ) -> tuple[BoardVerdict, ...]:
         """Rebuild the ledger from stored rows after a restart; see the module for the boards' ages.
 
@@ -231,7 +262,7 @@ class BoardLedger:
         if not history.moments:
             return ()
         recorded = recorded_since(min(moment.inspection.at for moment in history.moments) - self.longest_timeout)
-        runs = _Runs(recorded, self._manifests)
+        runs = _Runs(recorded, self._manifests, reworks)
         known_from_s = history.since_s + longest  # a run that opens later has no earlier image
         said: dict[tuple[str, str, datetime], BoardVerdict] = {}
         for moment in history.moments:
@@ -312,7 +343,13 @@ class _Runs:
     been forgotten. Images of runs that began before the results read are matched by the wall clock.
     """
 
-    def __init__(self, recorded: Iterable[BoardVerdict], manifests: Mapping[str, BoardManifest]) -> None:
+    def __init__(
+        self,
+        recorded: Iterable[BoardVerdict],
+        manifests: Mapping[str, BoardManifest],
+        reworks: Iterable[Rework],
+    ) -> None:
+        self._over = {rework.run: rework.after_seq for rework in reworks}
         self._runs: dict[_Key, list[BoardRun]] = {}  # oldest first
         self._begun: dict[_Key, BoardRun] = {}  # the latest run whose first image was read
         for verdict in sorted(recorded, key=lambda verdict: verdict.opened_at):
@@ -331,10 +368,17 @@ class _Runs:
             beginning.closed_s = at_s + lasted.total_seconds()
             self._begun[key] = beginning
         begun = self._begun.get(key)
-        if begun is not None and at_s < begun.forgotten_s:
+        if begun is not None and at_s < begun.forgotten_s and not self._is_over(begun, inspection.seq):
             return begun
-        holding = [run for run in runs if run.holds(inspection.at)]
+        holding = [run for run in runs if run.holds(inspection.at) and not self._is_over(run, inspection.seq)]
         return holding[-1] if holding else None
 
     def latest(self) -> Iterator[BoardRun]:
-        return (self._begun.get(key, runs[-1]) for key, runs in self._runs.items())
+        """The latest run of each board, unless it was reworked."""
+        latest = (self._begun.get(key, runs[-1]) for key, runs in self._runs.items())
+        return (run for run in latest if not self._is_over(run, math.inf))
+
+    def _is_over(self, run: BoardRun, seq: float) -> bool:
+        """True for a run that was reworked before the result of this number."""
+        after_seq = self._over.get((run.serial, run.board_type, run.opened_at))
+        return after_seq is not None and seq > after_seq

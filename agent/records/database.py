@@ -133,12 +133,12 @@ STATION_TABLES = (
     "CREATE UNIQUE INDEX reviews_counting ON reviews (result) WHERE undone_at IS NULL",
     "CREATE INDEX reviews_at ON reviews (at)",
     "CREATE TRIGGER reviews_go AFTER DELETE ON results BEGIN DELETE FROM reviews WHERE result = OLD.seq; END",
-    # the run of a board up to here is over: the next image of the serial opens a new one
+    # a run of a board is over: an image of the serial stored after the result `after_seq` is not of it
     """CREATE TABLE reworks (
         number INTEGER PRIMARY KEY AUTOINCREMENT, serial TEXT NOT NULL, board_type TEXT NOT NULL,
-        after_seq INTEGER NOT NULL, who TEXT NOT NULL, reason TEXT, at TEXT NOT NULL
+        opened_at TEXT NOT NULL, after_seq INTEGER NOT NULL, who TEXT NOT NULL, reason TEXT, at TEXT NOT NULL,
+        UNIQUE (serial, board_type, opened_at)
     )""",
-    "CREATE INDEX reworks_serial ON reworks (serial, board_type)",
     """CREATE TABLE audit (
         number INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, who TEXT NOT NULL, role TEXT NOT NULL,
         action TEXT NOT NULL, subject TEXT NOT NULL, outcome TEXT NOT NULL, config_sha256 TEXT NOT NULL

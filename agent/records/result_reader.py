@@ -173,7 +173,7 @@ def result_row(row: sqlite3.Row) -> ResultRow:
 def _inspection(row: sqlite3.Row) -> Inspection:
     at = datetime.fromisoformat(row["finished_at"])
     about = {name: row[name] for name in ("board", "board_type", "component", "ref")}
-    return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at)
+    return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at, row["seq"])
 
 
 def board_row(row: sqlite3.Row) -> BoardRow:

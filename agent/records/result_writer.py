@@ -141,16 +141,26 @@ class ResultStore(ResultReader):
         """Queue another write; both calls run on the writer's thread, see ``GroupCommitter.put``."""
         self._committer.put(write, on_committed)
 
-    def write_now(self, write: Callable[[Database], Answer | OrderRefused], timeout_s: float = WRITE_NOW_S) -> Answer:
-        """Write, and return the answer after the commit; not for the writer's thread.
+    def write_now(
+        self,
+        write: Callable[[Database], Answer | OrderRefused],
+        on_committed: Callable[[Answer], None] = lambda _: None,
+    ) -> Answer:
+        """Write, and return the answer after the commit; not for the writer's thread, which calls ``on_committed``.
 
-        Raises an OrderRefused that ``write`` returns, STOPPING after the close, and NOT_NOW without a commit within the
-        timeout: the write may be committed later.
+        Raises an OrderRefused that ``write`` returns, STOPPING after the close, and NOT_NOW without a commit within
+        WRITE_NOW_S: the write may be committed later.
         """
         answered: Future[Answer | OrderRefused] = Future()
+
+        def settle(answer: Answer | OrderRefused) -> None:
+            if not isinstance(answer, OrderRefused):
+                on_committed(answer)
+            answered.set_result(answer)
+
         try:
-            self._committer.put(write, answered.set_result, is_urgent=True)
-            answer = answered.result(timeout_s)
+            self._committer.put(write, settle, is_urgent=True)
+            answer = answered.result(WRITE_NOW_S)
         except RuntimeError:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping: nothing more is stored", 5.0) from None
         except TimeoutError:

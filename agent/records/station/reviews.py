@@ -223,11 +223,16 @@ def _check(said: SecondVerdict) -> None:
     _check_number(said.result, "result", "result")
     if said.verdict not in {Verdict.OK, Verdict.NG}:
         raise OrderRefused(Refusing.INVALID, f"a person says OK or NG, not {said.verdict}", field="verdict")
-    for name, text, longest in (("label", said.label, LONGEST_LABEL), ("reason", said.reason, LONGEST_REASON)):
-        if text is not None and len(text) > longest:
-            raise OrderRefused(Refusing.INVALID, f"a {name} has at most {longest} characters", field=name)
-        if text is not None and any(0xD800 <= ord(each) <= 0xDFFF for each in text):
-            raise OrderRefused(Refusing.INVALID, f"the {name} is not Unicode", field=name)
+    check_text("label", said.label, LONGEST_LABEL)
+    check_text("reason", said.reason, LONGEST_REASON)
+
+
+def check_text(field: str, text: str | None, longest: int) -> None:
+    """Raises OrderRefused for a text that is too long, or not Unicode."""
+    if text is not None and len(text) > longest:
+        raise OrderRefused(Refusing.INVALID, f"{field} has at most {longest} characters", field=field)
+    if text is not None and any("\ud800" <= each <= "\udfff" for each in text):
+        raise OrderRefused(Refusing.INVALID, f"{field} is not Unicode", field=field)
 
 
 def _check_number(number: int, what: str, field: str) -> None:

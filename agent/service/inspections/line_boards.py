@@ -14,10 +14,16 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.records.boards import BoardLedger, BoardManifest, Inspection
+from agent.records.boards import BoardLedger, BoardManifest, Inspection, Rework
+from agent.records.station.reviews import LONGEST_REASON, check_text
+from agent.records.station.reworks import last_run, latest_reworks, write_rework
+from agent.subject import LONGEST_NAME
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from sqlite_utils import Database
 
     from agent.line_file.boards import BoardSection
     from agent.records.boards import BoardRun, BoardVerdict, LedgerStatistics
@@ -69,8 +75,8 @@ class LineBoards:
             return (row.board for row in self._store.boards(since))
 
         with self._guard:
-            newest_first = self._store.newest_first()
-            self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
+            newest_first, reworks = self._store.newest_first(), latest_reworks(self._store.path)
+            self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall(), reworks))
 
     def count(self, result: Result) -> None:
         """Count a stored result on its board, if the board is open or of a configured type."""
@@ -82,6 +88,34 @@ class LineBoards:
             if self._ledger.counts(inspection, now_s):
                 verdict = self._ledger.add(inspection, now_s)
                 self._record(() if verdict is None else (verdict,))
+
+    def rework(self, serial: str, board_type: str, who: str, reason: str | None) -> Rework:
+        """End the wait for late images of a closed board: its next image opens a new run. Twice is once.
+
+        Blocks until the commit. Raises OrderRefused, NOT_NOW for an open board.
+        """
+        for name, text, longest in (("serial", serial, LONGEST_NAME), ("reason", reason, LONGEST_REASON)):
+            check_text(name, text, longest)
+        now = self._wall()
+
+        def write(database: Database) -> Rework | OrderRefused:
+            with self._guard:  # results committed with this rework are not counted yet, and are of the run before
+                run = self._ledger.run_of(serial, board_type)
+            if run is not None and run.closed is None:
+                waiting = ", ".join(f"{count} of {component}" for component, count in run.missing.items())
+                return OrderRefused(Refusing.NOT_NOW, f"board {serial!r} is open, and waits for {waiting}", 5.0)
+            opened_at = last_run(database, serial, board_type) if run is None else run.opened_at
+            if opened_at is None:
+                return OrderRefused(Refusing.NOT_FOUND, f"no board {serial!r} of type {board_type!r}", field="serial")
+            return write_rework(database, Rework(serial, board_type, opened_at, 0, who, reason, now))
+
+        return self._store.write_now(write, self._reworked)
+
+    def _reworked(self, rework: Rework) -> None:
+        """On the store's thread: behind the results before it, ahead of those after it."""
+        with self._guard:
+            self._ledger.rework(rework.serial, rework.board_type, rework.opened_at)
+        log.info("board_reworked board=%s who=%s reason=%r", rework.serial, rework.who, rework.reason)
 
     def expire(self) -> None:
         with self._guard:

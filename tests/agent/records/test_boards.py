@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection
+from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection, Rework
 from experts.expert import Verdict
 from tests import lines
 
@@ -248,6 +248,96 @@ def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run():
     recorded = records_of(stored)
     assert [one.opened_at for one in recorded] == [START + timedelta(seconds=0.2)]
     assert restart(stored, recorded) == []
+
+
+# -- a person reworks boards --
+
+
+DEEDS_OF_A_STATION = st.lists(
+    st.one_of(
+        st.tuples(st.just("see"), PLACES, st.sampled_from([OK, OK, NG, UNKNOWN]), st.sampled_from(["b1", "b2"])),
+        st.tuples(st.just("rework"), st.sampled_from(["b1", "b2"])),
+    ),
+    max_size=30,
+)
+
+
+@dataclass
+class ReworkingLine:
+    """A line on which a person reworks closed boards: the ledger of the day, and what is stored."""
+
+    book: BoardLedger = field(default_factory=ledger)
+    stored: list[Inspection] = field(default_factory=list)
+    said: list[BoardVerdict] = field(default_factory=list)
+    reworks: list[Rework] = field(default_factory=list)
+    least_recorded: int = 0  # verdicts that are committed, as a rework is behind them
+
+    @property
+    def at(self):
+        return START + timedelta(seconds=len(self.stored))
+
+    def do(self, deed, *what):
+        if deed == "see":
+            place, verdict, serial = what
+            one = replace(seen(place, verdict, len(self.stored), serial), seq=len(self.stored) + 1)
+            self.stored.append(one)
+            self.said += [said for said in [add(self.book, one)] if said is not None]
+            return
+        run = self.book.run_of(what[0], "main")
+        if run is not None and run.closed is not None:
+            self.book.rework(what[0], "main", run.opened_at)
+            self.reworks.append(Rework(what[0], "main", run.opened_at, len(self.stored), "ann", None, self.at))
+            self.least_recorded = len(self.said)
+
+    def restarted(self, lost):
+        """The line after a kill that kept the last verdicts from being stored."""
+        kept = self.said[: max(len(self.said) - lost, self.least_recorded)]
+        recorded = {(one.serial, one.opened_at): one for one in kept}.values()
+        line = replace(self, book=ledger(), said=list(kept))
+        line.said += line.book.replay(
+            reversed(self.stored),
+            lambda at: [one for one in recorded if one.closed_at >= at],
+            clock_s(self.at), self.at, self.reworks,
+        )  # fmt: skip
+        return line
+
+    @property
+    def verdicts(self):
+        return {(one.serial, one.opened_at): one.verdict for one in self.said}
+
+
+def open_boards(book):
+    runs = [run for serial in ("b1", "b2") for run in book.runs(serial) if run.closed is None]
+    return {(run.serial, run.opened_at): run.images for run in runs}
+
+
+@given(DEEDS_OF_A_STATION, DEEDS_OF_A_STATION, st.integers(0, 4))
+@example([("see", "r/1", OK, "b1"), ("see", "r/2", OK, "b1"), ("see", "c/1", NG, "b1"), ("rework", "b1")],
+         [("see", "r/1", OK, "b1"), ("see", "r/2", OK, "b1"), ("see", "c/1", OK, "b1")], 4)  # fmt: skip
+def test_a_restart_honours_reworks_and_its_ledger_equals_the_one_that_ran_on(before, after, lost):
+    line = ReworkingLine()
+    for deed in before:
+        line.do(*deed)
+    restarted = line.restarted(lost)
+    assert restarted.verdicts == line.verdicts
+    assert open_boards(restarted.book) == open_boards(line.book)
+    restarted = replace(restarted, stored=list(line.stored), reworks=list(line.reworks))
+    for deed in after:
+        line.do(*deed)
+        restarted.do(*deed)
+    assert restarted.verdicts == line.verdicts
+    assert restarted.reworks == line.reworks
+
+
+def test_a_reworked_board_s_next_image_opens_a_run_of_its_own_and_its_verdict_stays():
+    line = ReworkingLine()
+    for place, verdict in (("r/1", OK), ("c/1", NG), ("r/2", OK)):
+        line.do("see", place, verdict, "b1")
+    line.do("rework", "b1")
+    for place in ("r/1", "c/1", "r/2"):
+        line.do("see", place, OK, "b1")
+    assert list(line.verdicts.values()) == [NG, OK]
+    assert not any(one.is_revision for one in line.said)
 
 
 # -- the wall clock makes steps --
