@@ -26,6 +26,7 @@ from agent.api.calls.orders import Orders
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.api.services import health, inference, inspection
+from agent.api.services.statistics import CallStatistics
 from agent.line_file.api import UNIX, is_loopback
 from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 from experts.errors import AddressUnusable
@@ -54,12 +55,13 @@ class _Served:
 class ApiServer:
     """Start and stop once. ``addresses``: bound addresses, with the real port in place of port 0."""
 
-    def __init__(self, config: ApiSection, desk: Desk) -> None:
-        """Raises ConfigError for unreadable certificates or token."""
+    def __init__(self, config: ApiSection, desk: Desk, statistics: CallStatistics | None = None) -> None:
+        """``statistics``: shared with another wire. Raises ConfigError for unreadable certificates or token."""
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
         self._texts = Orders(desk)
+        self._statistics = statistics or CallStatistics()
         self._door = Door(config.limits)
         self._health = health.Health(SERVICES)
         self._certificates = None if config.tls is None else Certificates(config.tls)
@@ -112,7 +114,7 @@ class ApiServer:
 
     async def _start(self) -> tuple[str, ...]:
         inspecting = inspection.InspectionService(self._orders, self._door)
-        inferring = inference.InferenceService(self._orders, self._door, self._config.limits)
+        inferring = inference.InferenceService(self._orders, self._door, self._config.limits, self._statistics)
         for address in self._config.grpc:
             self._served.append(served := self._bound(address))
             inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)

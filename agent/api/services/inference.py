@@ -7,66 +7,69 @@ stored inspection; any other call leaves no record.
 from __future__ import annotations
 
 import asyncio
-import time
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from agent.api.access import Role
 from agent.api.calls.desk import ImageOrder
 from agent.api.calls.messages import text
-from agent.api.calls.orders import NAME_CHARACTERS, copied
+from agent.api.calls.orders import copied
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
+from agent.api.services.statistics import VERSION
 from agent.subject import CALLERS, Subject
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from agent.api.access import Caller
     from agent.api.calls.desk import ModelView, VerdictView
     from agent.api.calls.door import Door, Room
     from agent.api.calls.orders import Orders
+    from agent.api.services.statistics import CallStatistics
     from agent.api.services.tensors import InferInputs
     from agent.line_file.api import ApiLimitsSection
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVER = "coserve"
 PLATFORM = "coserve"
-VERSION = "1"  # of every model, as weights change in place
 EXPERT = "expert:"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 DATA_TYPES = {tensors.BYTES: pb.TYPE_STRING, tensors.FP32: pb.TYPE_FP32}
 INPUTS = (tensors.IMAGE, tensors.BOARD, tensors.REF)
-MODELS_COUNTED = 10_000  # names, unknown models included
 MAX_MESSAGE = "max_message_bytes"
 
 
 class InferenceService:
     """Methods by the protocol's names. The door turns raised refusals into answers."""
 
-    def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection) -> None:
+    def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection, statistics: CallStatistics) -> None:
         self._orders = orders
         self._desk = orders.desk
         self._door = door
         self._limits = limits
-        self._statistics: dict[str, pb.ModelStatistics] = {}
+        self._statistics = statistics
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
+    async def ServerLive(self, request: pb.ServerLiveRequest, _: Room | None = None) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, room: Room) -> pb.ServerReadyResponse:
+    async def ServerReady(self, request: pb.ServerReadyRequest, _: Room | None = None) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=not (await self._orders.ask(self._desk.status)).is_draining)
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, _: Room | None = None
+    ) -> pb.ServerMetadataResponse:
         extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._limits.message}"]
         return pb.ServerMetadataResponse(name=SERVER, version=version("coserve"), extensions=extensions)
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
+    async def ModelReady(self, request: pb.ModelReadyRequest, _: Room | None = None) -> pb.ModelReadyResponse:
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, _: Room | None = None) -> pb.ModelMetadataResponse:
         """Tensors, equal for all models, with more for anomaly experts; -1: number of images."""
         model = await self._model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
@@ -76,7 +79,7 @@ class InferenceService:
             response.outputs.add(name=name, datatype=datatype, shape=[-1])
         return response
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, room: Room) -> pb.ModelConfigResponse:
+    async def ModelConfig(self, request: pb.ModelConfigRequest, _: Room | None = None) -> pb.ModelConfigResponse:
         """Configuration in Triton's words, with facts of the model as parameters."""
         model = await self._model(request.name, request.version)
         config = pb.ModelConfig(name=text(model.name), platform=PLATFORM, backend=SERVER, max_batch_size=0)
@@ -88,16 +91,19 @@ class InferenceService:
             config.parameters[key].string_value = text(value)
         return pb.ModelConfigResponse(config=config)
 
-    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, room: Room) -> pb.ModelStatisticsResponse:
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, _: Room | None = None
+    ) -> pb.ModelStatisticsResponse:
         """Statistics of one model, or of all."""
         if request.name:
             names = [(await self._model(request.name, request.version)).name]
         else:
             names = [model.name for model in await self._models()]
-        found = [self._statistics.get(name) or _no_calls(name) for name in names]
-        return pb.ModelStatisticsResponse(model_stats=found)
+        return self._statistics.of(names)
 
-    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, room: Room) -> pb.RepositoryIndexResponse:
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, _: Room | None = None
+    ) -> pb.RepositoryIndexResponse:
         """List all models, or those that are ready."""
         response = pb.RepositoryIndexResponse()
         for model in await self._models():
@@ -109,7 +115,7 @@ class InferenceService:
         return response
 
     async def RepositoryModelLoad(
-        self, request: pb.RepositoryModelLoadRequest, room: Room
+        self, request: pb.RepositoryModelLoadRequest, _: Room | None = None
     ) -> pb.RepositoryModelLoadResponse:
         """Load a model into room that no request needs sooner."""
         if request.parameters:
@@ -120,7 +126,7 @@ class InferenceService:
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
-        self, request: pb.RepositoryModelUnloadRequest, room: Room
+        self, request: pb.RepositoryModelUnloadRequest, _: Room | None = None
     ) -> pb.RepositoryModelUnloadResponse:
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
@@ -135,13 +141,17 @@ class InferenceService:
             async for answer in answers:
                 yield answer
 
-    async def infer(self, request: pb.ModelInferRequest, on_taken: Callable[[], None]) -> pb.ModelInferResponse:
-        """Raises OrderRefused."""
+    async def infer(
+        self, request: pb.ModelInferRequest, on_taken: Callable[[], None], caller: Caller | None = None
+    ) -> pb.ModelInferResponse:
+        """Raises OrderRefused. An inspection needs INSPECT of its ``caller``."""
         _check_version(request.model_version)
         model, id_ = request.model_name, request.id
-        with self._timed(model) as parts:
+        with self._statistics.timed(model) as parts:
             inputs = tensors.inputs_of(request, self._limits.requests)
             orders, outputs, is_raw = _orders_of(request, inputs), inputs.outputs, inputs.is_raw
+            if caller is not None and any(order.is_kept for order in orders):
+                caller.check(Role.INSPECT)
             del request, inputs  # so that waiting images have one copy in memory
             parts += [each[0] for each in await _all(self._orders, orders, on_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)
@@ -149,20 +159,6 @@ class InferenceService:
         response.model_version = VERSION
         response.id = id_
         return response
-
-    @contextmanager
-    def _timed(self, model: str) -> Iterator[list[VerdictView]]:
-        """Context that counts a call by its end."""
-        counted, began_s = self._statistics, time.perf_counter()
-        parts: list[VerdictView] = []
-        try:
-            yield parts
-        except (OrderRefused, asyncio.CancelledError):
-            if model in counted or (len(counted) < MODELS_COUNTED and len(model) <= NAME_CHARACTERS):
-                statistics = counted.setdefault(model, _no_calls(model))
-                _add(statistics.inference_stats.fail, time.perf_counter() - began_s)
-            raise
-        _add_judged(counted.setdefault(model, _no_calls(model)), parts, time.perf_counter() - began_s)
 
     async def _models(self) -> Sequence[ModelView]:
         return await self._orders.ask(self._desk.models)
@@ -238,27 +234,3 @@ def _facts(model: ModelView) -> dict[str, str]:
     if model.input_px is not None:
         facts["input_px"] = "{} x {}".format(*model.input_px)
     return facts
-
-
-def _no_calls(model: str) -> pb.ModelStatistics:
-    nothing = pb.InferStatistics(**{field.name: {} for field in pb.InferStatistics.DESCRIPTOR.fields})
-    return pb.ModelStatistics(name=text(model), version=VERSION, inference_stats=nothing)
-
-
-def _add_judged(statistics: pb.ModelStatistics, parts: Sequence[VerdictView], seconds: float) -> None:
-    """Count an answered call. Each of its ``parts`` counts, except in ``success``."""
-    times = statistics.inference_stats
-    _add(times.success, seconds)
-    statistics.last_inference = round(time.time() * 1000)
-    statistics.inference_count += len(parts)
-    statistics.execution_count += len(parts)
-    for part in parts:
-        _add(times.queue, part.queue_s)
-        _add(times.compute_input, 0.0)
-        _add(times.compute_infer, part.compute_s)
-        _add(times.compute_output, 0.0)
-
-
-def _add(duration: pb.StatisticDuration, seconds: float) -> None:
-    duration.count += 1
-    duration.ns += round(seconds * 1e9)

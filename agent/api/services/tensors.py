@@ -19,7 +19,7 @@ from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -136,15 +136,15 @@ def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
     if tensor.datatype != BYTES or len(tensor.shape) != 1 or tensor.shape[0] < 1:
         raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] is read")
     count = tensor.shape[0]
-    found = tensor.contents.bytes_contents if raw is None else _elements(tensor.name, raw)
-    elements = tuple(islice(found, count + 1))
-    if len(elements) != count:
-        holds = "more" if len(elements) > count else str(len(elements))
+    found = tensor.contents.bytes_contents if raw is None else elements(tensor.name, raw)
+    texts = tuple(islice(found, count + 1))
+    if len(texts) != count:
+        holds = "more" if len(texts) > count else str(len(texts))
         raise _invalid(f"{tensor.name} has the shape [{count}], and holds {holds}")
-    return elements
+    return texts
 
 
-def _elements(name: str, raw: bytes) -> Iterator[bytes]:
+def elements(name: str, raw: bytes) -> Iterator[bytes]:
     """Split elements, each preceded by its length in four bytes, little-endian."""
     at = 0
     while at < len(raw):
@@ -164,11 +164,11 @@ def _names(
     """Names of the images: from the tensor, or from the parameter, which applies to all images."""
     if name not in tensors:
         return (parameter(parameters, *PARAMETERS[name]),) * count
-    elements = _texts(*tensors[name])
-    if len(elements) not in (1, count):
-        raise _invalid(f"{name} holds {len(elements)} for {count} images - send one for all, or one each")
+    texts = _texts(*tensors[name])
+    if len(texts) not in (1, count):
+        raise _invalid(f"{name} holds {len(texts)} for {count} images - send one for all, or one each")
     try:
-        names = tuple(element.decode("utf-8") or None for element in elements)
+        names = tuple(each.decode("utf-8") or None for each in texts)
     except UnicodeDecodeError:
         raise _invalid(f"{name} is not text in UTF-8") from None
     return names if len(names) == count else names * count
@@ -188,6 +188,11 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     return tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(OUTPUTS)
 
 
+def joined(texts: Iterable[bytes]) -> bytes:
+    """Bytes of a raw tensor, which ``elements`` splits again."""
+    return b"".join(struct.pack("<I", len(each)) + each for each in texts)
+
+
 def answer(parts: Sequence[VerdictView], outputs: Sequence[str], *, is_raw: bool) -> pb.ModelInferResponse:
     """Verdicts as tensors, one element for each image."""
     response = pb.ModelInferResponse()
@@ -203,7 +208,7 @@ def answer(parts: Sequence[VerdictView], outputs: Sequence[str], *, is_raw: bool
             continue
         words = [_map(part) if name == ANOMALY_MAP else _words(name, part).encode() for part in parts]
         if is_raw:
-            response.raw_output_contents.append(b"".join(struct.pack("<I", len(each)) + each for each in words))
+            response.raw_output_contents.append(joined(words))
         else:
             tensor.contents.bytes_contents.extend(words)
     return response
