@@ -106,7 +106,9 @@ ROOMS = {
         "agent.config", "agent.http", "agent.line_file", "agent.subject", "agent.unix_sockets", "agent.api.access",
         "agent.api.calls", "agent.api.services", "agent.api.proto",
     ),
-    "agent.web.inference": ("agent.web.routes", "agent.api.access", "agent.api.calls", "agent.api.services", "agent.api.proto"),
+    "agent.web.inference": (
+        "agent.web.routes", "agent.api.access", "agent.api.calls", "agent.api.services", "agent.api.proto",
+    ),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),

@@ -177,9 +177,8 @@ def _raw(given: _Input) -> bytes:
         values = _flat(given.data)
         if given.datatype == tensors.BYTES:
             is_coded = (given.parameters or {}).get(CONTENT_TYPE) == BASE64
-            return tensors.joined(
-                base64.b64decode(each, validate=True) if is_coded else each.encode() for each in values
-            )
+            words = (each.encode() for each in values)
+            return tensors.joined(base64.b64decode(each, validate=True) if is_coded else each for each in words)
         return bytes(values) if given.datatype == tensors.UINT8 else b""
     except binascii.Error as error:
         raise invalid(given.name[:100], f"is no base64: {error}") from None
