@@ -39,6 +39,10 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
         return result_row(rows[0]) if rows else None
 
+    def numbered(self, seq: int) -> ResultRow | None:
+        rows = self._rows("SELECT * FROM results WHERE seq = ?", (seq,))
+        return result_row(rows[0]) if rows else None
+
     def of_keys(self, beginning: str) -> list[ResultRow]:
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))

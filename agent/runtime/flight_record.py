@@ -13,6 +13,7 @@ import math
 from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from agent.core import events
@@ -340,6 +341,15 @@ class FlightRecord:
         since_s = self._clock() - last_s
         return tuple(each for each in _copied(self._evictions) if each.at_s >= since_s)
 
+    def wall(self, at_s: float) -> datetime:
+        """Wall-clock time of a time of the loop's clock."""
+        return datetime.now(UTC).astimezone() - timedelta(seconds=self._clock() - at_s)
+
+    def waiting(self, expert: str) -> list[int]:
+        """Executors of the requests that are queued for an expert, one for each request."""
+        last = [marks[-1] for trip in _copied(self._under_way.values()) if (marks := trip.marks)]
+        return [mark[1].executor for mark in last if isinstance(mark, tuple) and mark[1].expert == expert]
+
     def loading(self, expert: str) -> tuple[LoadSpan, ...]:
         """Loads of an expert that are under way."""
         return tuple(each.span() for each in _copied(self._loading.values()) if each.effect.expert == expert)
@@ -410,7 +420,7 @@ class FlightRecord:
         )  # fmt: skip
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
+def percentile(values: Iterable[float], share: float) -> float | None:
     """Smallest value that at least ``share`` of all do not exceed; None without values."""
     ranked = sorted(values)
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)] if ranked else None

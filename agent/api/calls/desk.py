@@ -290,6 +290,15 @@ class ShadowsView:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """``course``: of a request, values for JSON as described in docs/api.md; None for other subjects, or if unknown."""
+
+    subject: str
+    sentences: Sequence[str]
+    course: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
     """Snapshot of the agent. ``standing``: expert -> reason to take no requests now."""
 
@@ -361,8 +370,8 @@ class Desk(Protocol):
 
     def status(self) -> StatusView: ...
 
-    def explain(self, subject: str) -> Sequence[str]:
-        """Sentences on the state of an expert (by id) or a component, or on a result (by key)."""
+    def explanation(self, subject: str) -> Explanation:
+        """Why: of an expert (by id), a component, a result (by key or number), or a request under way (by key)."""
 
     def reload(self) -> ReloadView:
         """Read the line file again and apply it. Takes as long as packing the new experts."""

@@ -87,8 +87,8 @@ class InspectionService:
         return status_message(await self._orders.ask(self._desk.status))
 
     async def Explain(self, request: pb.ExplainRequest, room: Room) -> pb.ExplainReply:
-        sentences = await self._orders.ask(self._desk.explain, request.subject)
-        return pb.ExplainReply(sentences=[text(each) for each in sentences])
+        explained = await self._orders.ask(self._desk.explanation, request.subject)
+        return pb.ExplainReply(sentences=[text(each) for each in explained.sentences])
 
     async def Reload(self, request: pb.ReloadRequest, room: Room) -> pb.ReloadReply:
         async with self._reloading:

@@ -11,11 +11,26 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import ModelView, PoolView, QueueView, ResultsCursor, StatusView, StoredView, TextsView
+from agent.api.calls.desk import (
+    Explanation,
+    ModelView,
+    PoolView,
+    QueueView,
+    ResultsCursor,
+    StatusView,
+    StoredView,
+    TextsView,
+)
 from agent.deployment.line_change import line_name, with_line_names
-from agent.service.desk.explaining import explained_component, explained_expert, explained_result
+from agent.service.desk.explaining import (
+    explained_component,
+    explained_course,
+    explained_expert,
+    explained_result,
+)
 from agent.service.desk.orders import OrderTaker
 from agent.service.desk.views import board_view, measures_anomalies, run_view, verdict_view
+from agent.service.inspections.courses import course_values
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Task
@@ -50,6 +65,7 @@ if TYPE_CHECKING:
     from experts.catalog import Catalog
 
 EXPERT_PREFIX = "expert:"
+DIGITS = 18  # of a result's number: more are no number of SQLite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,17 +185,30 @@ class LineDesk:
             shadows=self._line.inspector.shadow_counts(),
         )
 
-    def explain(self, subject: str) -> Sequence[str]:
+    def explanation(self, subject: str) -> Explanation:
         agent = self._line.inspector.agent
         catalog = agent.config.catalog
         if subject in catalog.experts:
-            return explained_expert(subject, agent, agent.loop.statistics().engine)
+            return Explanation(subject, explained_expert(subject, agent, agent.loop.statistics().engine))
         if subject in catalog.components:
-            return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
-        row = self._line.store.find(CALLER_PREFIX + subject) or self._line.store.find(subject)
+            engine = agent.loop.statistics().engine
+            return Explanation(subject, explained_component(subject, catalog, agent, engine))
+        store, record = self._line.store, agent.loop.record
+        row = store.find(CALLER_PREFIX + subject) or store.find(subject)
+        if row is None and subject.isdecimal() and len(subject) <= DIGITS:
+            row = store.numbered(int(subject))
         if row is not None:
-            return explained_result(row, catalog.graph)
-        raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
+            seen = record.find(row.result.subject.key)
+            course = row.result.detail.get("course") or (None if seen is None else course_values(seen))
+            return Explanation(subject, explained_result(row, catalog.graph, course), course)
+        under_way = record.find(CALLER_PREFIX + subject) or record.find(subject)
+        if under_way is None:
+            known = "expert, no component, and no key or number of a result or of a request under way"
+            raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no {known}")
+        course = course_values(under_way)
+        when = "has been judged" if under_way.is_over else "is under way"
+        sentences = [f"{subject} {when}, {under_way.total_s:.3f} s after its arrival.", *explained_course(course)]
+        return Explanation(subject, sentences, course)
 
 
 def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[str, str]) -> ModelView:

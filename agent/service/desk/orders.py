@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from agent.line_file.boards import LayoutSections
     from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.admission import Admission
-    from agent.service.inspections.inspector import Course, Inspector
+    from agent.service.inspections.courses import Course
+    from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.journaled import JournaledImages, Sending, StoredVerdict
 
 
@@ -157,7 +158,7 @@ class OrderTaker:
             gathering.leave(1)
             return
         maps = maps_of(outcome) if gathering.order.wants_maps else ()
-        result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
+        result = judged_result(self._inspector.agent.config, subject, outcome, course)
         part = verdict_view(result, None, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         gathering.add(subject.key, part)
 

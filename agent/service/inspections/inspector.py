@@ -13,7 +13,7 @@ import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, Outcome, Precedence
@@ -21,6 +21,8 @@ from agent.deployment.build import Agent, build_agent
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
+from agent.runtime.texts import TextSource
+from agent.service.inspections.courses import Course, SlowImages, course_values
 from agent.service.inspections.drift import UsageDrift
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
@@ -41,15 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAXIMUM = 2  # an image that was being judged at so many ends of the agent is refused
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file of each step."""
-
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    models: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +138,7 @@ class Inspector:
         self._gate = Gate(self._let_in)
         self.ended_per_s = 0.0  # recent rate of judged images, for retry hints
         self._rate_since_s, self._ended_since = time.monotonic(), 0
+        self._slow = SlowImages()
         self.watch = JudgedWatch()
         self.shadow_counts: Callable[[], ShadowsView] = ShadowsView
         self.agent.loop.watch_batches(
@@ -263,6 +257,7 @@ class Inspector:
                     submission.image, component=subject.component, expert=expert, precedence=submission.precedence
                 )
                 self._submissions[submission.number] = submission
+                self.agent.loop.record.named(submission.number, subject.key)
                 return True
         submission.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
         return False
@@ -290,8 +285,20 @@ class Inspector:
                 self._drift.count(step.expert for step in outcome.steps)
             self._count_ended()
         self._gate.leave()
-        queue_s = time.monotonic() - submission.let_in_s if submission.queue_s is None else submission.queue_s
-        submission.ended(outcome, Course(queue_s, submission.compute_s, models))
+        seconds = time.monotonic() - submission.let_in_s
+        queue_s = seconds if submission.queue_s is None else submission.queue_s
+        taken = self._course_to_store(submission, outcome, seconds)
+        submission.ended(outcome, Course(queue_s, submission.compute_s, models, taken))
+
+    def _course_to_store(self, submission: Submission, outcome: Outcome, seconds: float) -> dict[str, Any] | None:
+        """Course of an image that is not OK, or slow."""
+        if submission.number is None or isinstance(submission.image, TextSource):
+            return None
+        is_slow = self._slow.is_slow(seconds, self.agent.config.scheduling.max_overtake_s)
+        if outcome.verdict is Verdict.OK and not is_slow:
+            return None
+        course = self.agent.loop.record.course_of(submission.number)
+        return None if course is None else course_values(course)
 
     def _count_ended(self) -> None:
         now_s = time.monotonic()

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from agent.core.request import CANCELLED
 from agent.records.journal import Acceptance, JournalReader
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart
-from agent.service.inspections.inspector import Course, Submission
+from agent.service.inspections.courses import UNJUDGED, Course
+from agent.service.inspections.inspector import Submission
 from agent.service.inspections.rows import judged_result, unknown
 from agent.sources.base import LeftOver
 from agent.subject import PART_MARK
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REREAD_S = 0.5  # between two tries after a disk error
-UNJUDGED = Course()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class JournaledImages:
     def _keep_and_commit(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the image if such images are kept, then the verdict."""
         subject = request.subject
-        result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
+        result = judged_result(self._inspector.agent.config, subject, outcome, course)
         if request.content is not None and self._images.archive.wants(result.verdict):
             then = partial(self._commit_request, request, result, course)
             self._images.keep(request.content, subject.image, subject.arrived_at, then)

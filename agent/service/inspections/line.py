@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from agent.records.boards import SEVERITY
 from agent.runtime.images.sources import EncodedImage, Frame
-from agent.service.inspections.inspector import Course, Submission
+from agent.service.inspections.courses import UNJUDGED, Course
+from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import source_of
 from agent.service.inspections.rows import duplicate_result, judged_result, unknown
 from agent.subject import part_key, pieces
@@ -244,14 +245,14 @@ class SourceLine:
         detail: dict[str, object] = {} if image.content is None else {"image_sha256": image.content[0]}
         if part.box is not None:
             detail["parts"] = len(image.parts.keys() | image.verdicts.keys())
-        result = judged_result(self.config, part, outcome, course.models, detail)
+        result = judged_result(self.config, part, outcome, course, detail)
         if image.content is not None:
             result = replace(result, config_sha256=str(image.content[1]))
         self._commit_part(image, part, result)
 
     def _commit_unknown(self, image: _Image, reason: str) -> None:
         for part in image.parts.values():
-            self._part_judged(image, part, unknown(reason), Course())
+            self._part_judged(image, part, unknown(reason), UNJUDGED)
 
     def _commit_part(self, image: _Image, part: Subject, result: Result) -> None:
         self._verdicts.commit_result(result, partial(self._part_committed, image, part, result))

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import Outcome
 from agent.records.results import KeptMap, Result
+from agent.service.inspections.courses import UNJUDGED
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from agent.config import LineConfig
+    from agent.service.inspections.courses import Course
     from agent.subject import Subject
     from experts.expert import Prediction
 
@@ -28,10 +30,10 @@ def judged_result(
     config: LineConfig,
     subject: Subject,
     outcome: Outcome,
-    models: Sequence[str] = (),
+    course: Course = UNJUDGED,
     detail: Mapping[str, object] | None = None,
 ) -> Result:
-    """Row of a subject with an outcome. ``models``: sha256 of each step's weights; ``detail``: further details."""
+    """Row of a subject with an outcome. ``detail``: further details."""
     now = datetime.now(UTC).astimezone()
     steps = [
         {
@@ -42,9 +44,10 @@ def judged_result(
             "model_sha256": model,
         }
         | _of_its_task(step.prediction)
-        for step, model in zip_longest(outcome.steps, models)
+        for step, model in zip_longest(outcome.steps, course.models)
     ]
     box = {} if subject.box is None else {"box": list(subject.box)}
+    taken = {} if course.steps is None else {"course": course.steps}
     keeps_maps = outcome.verdict is Verdict.NG and config.records.images != "none"
     return Result(
         subject=subject,
@@ -57,7 +60,7 @@ def judged_result(
         score=outcome.score,
         reason=outcome.reason,
         experts=tuple(step.expert for step in outcome.steps),
-        detail={"steps": steps, **box, **(detail or {})},
+        detail={"steps": steps, **box, **taken, **(detail or {})},
         maps=maps_of(outcome) if keeps_maps else (),
     )
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from agent.core.request import Batch, Outcome
     from agent.records.result_writer import ResultStore
     from agent.runtime.images.sources import ImageSource
-    from agent.service.inspections.inspector import Course, Inspector
+    from agent.service.inspections.courses import Course
+    from agent.service.inspections.inspector import Inspector
     from agent.subject import Subject
     from experts.expert import Prediction
     from experts.graph import ExpertGraph

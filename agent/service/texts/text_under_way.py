@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import TextListener, TextOrder
     from agent.core.request import Outcome
-    from agent.service.inspections.inspector import Course
+    from agent.service.inspections.courses import Course
     from agent.service.texts.text_models import Speech
     from experts.llm.serving.generation import Sampled, Writer
     from experts.llm.text.text_writer import Piece

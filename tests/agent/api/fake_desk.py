@@ -280,10 +280,10 @@ class FakeDesk:
                 texts=views.TextsView(1, 2, 300, 40, 2, 0.5), shadows=views.ShadowsView(3, 1, 20, 2, 5),
             )  # fmt: skip
 
-    def explain(self, subject):
+    def explanation(self, subject):
         if subject not in EXPERTS:
             raise OrderRefused(Refusing.NOT_FOUND, f"nothing is called {subject!r}")
-        return [f"{subject} is in memory.", "It is asked often."]
+        return views.Explanation(subject, [f"{subject} is in memory.", "It is asked often."])
 
     def reload(self):
         return views.ReloadView(is_applied=True, added=("cls/new",), needs_restart=("api.grpc",))

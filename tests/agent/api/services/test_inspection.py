@@ -191,7 +191,7 @@ def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
     assert (board.serial, board.is_open, dict(board.missing), board.parts[0].seq) == ("B1", True, {"capacitor": 1}, 1)
     assert agent.Trigger(pb.TriggerRequest(camera="top", board="B1"), timeout=DEADLINE_S).key == "top/B1"
     explained = agent.Explain(pb.ExplainRequest(subject="cls/resistor"), timeout=DEADLINE_S)
-    assert list(explained.sentences) == list(desk.explain("cls/resistor"))
+    assert list(explained.sentences) == list(desk.explanation("cls/resistor").sentences)
     for method, request in ((agent.GetBoard, pb.GetBoardRequest(serial="B9")), (agent.Trigger, pb.TriggerRequest())):
         error = refused(method, request, timeout=DEADLINE_S)
         assert metadata(error) == {"coserve-reason": "NOT_FOUND"}

@@ -259,7 +259,7 @@ def test_an_expert_that_cannot_be_served_makes_its_models_not_ready_and_says_why
         assert (models["c0"].labels, models["c0"].input_px) == (("ok", "bad"), (8, 8))
         assert "cls/f1" in models["c1"].reason
         assert "cls/f1" in service.desk.status().standing
-        assert any("gets no requests" in sentence for sentence in service.desk.explain("cls/f1"))
+        assert any("gets no requests" in sentence for sentence in service.desk.explanation("cls/f1").sentences)
 
 
 def test_models_come_and_go_on_demand(line):
@@ -281,14 +281,71 @@ def test_models_come_and_go_on_demand(line):
 def test_explanations_name_what_decided(line):
     line.fake(0, label="bad")
     with line.served() as service:
+        explain = service.desk.explanation
         asked(service, part(key="k"))
-        text = " ".join(service.desk.explain("k"))
-        assert "is NG" in text
-        assert "cls/f0 answered bad with 0.900: only ok passes" in text
-        assert "Step 1 runs cls/f0; ok passes, all else is NG." in service.desk.explain("c0")
-        assert any("rank" in sentence for sentence in service.desk.explain("cls/f0"))
-        with pytest.raises(OrderRefused, match="no expert, no component"):
-            service.desk.explain("what")
+        for subject in ("k", "1"):  # by key and by number
+            text = " ".join(explain(subject).sentences)
+            assert "is NG" in text
+            assert "cls/f0 answered bad with 0.900: only ok passes" in text
+        assert "Step 1 runs cls/f0; ok passes, all else is NG." in explain("c0").sentences
+        assert any("rank" in sentence for sentence in explain("cls/f0").sentences)
+        for unknown in ("what", "2", "9" * 30, ""):
+            with pytest.raises(OrderRefused, match="no expert, no component"):
+                explain(unknown)
+
+
+def test_the_course_of_what_is_not_ok_is_stored_with_its_result(line):
+    line.fake(0, label="bad")
+    with line.served() as service:
+        asked(service, part(key="ng"), part(key="ok", component="c1"))
+        wait_for_the_disk(service, line)
+        courses = {row.subject.key: row.detail.get("course") for row in line.rows}
+        assert courses["api/ok"] is None
+        ok = service.desk.explanation("ok")  # the record has it
+    ng = courses["api/ng"]
+    for course, expert in ((ng, "cls/f0"), (ok.course, "cls/f1")):
+        (step,) = course["steps"]
+        assert (step["expert"], step["executor"], step["processor"], step["joined"]) == (expert, 0, "cpu", False)
+        assert 0.0 <= step["queued_s"] <= step["batch"]["began_s"] <= course["total_s"]
+        assert step["batch"]["images"] == 1
+    with line.served() as service:  # a restart, and the record is empty
+        again = service.desk.explanation("ng")
+        assert again.course == ng
+        assert any("it opened a group on executor 0 (cpu)" in sentence for sentence in again.sentences)
+        later = service.desk.explanation("ok")
+    assert later.course is None
+    assert any("not known any more" in sentence for sentence in later.sentences)
+
+
+def test_where_an_image_is_while_it_is_under_way(line, batches):
+    with line.served() as service:
+        batches.clear()
+        callers = ordered(service, question(key="first"))
+        wait_for_a_batch(service)
+        callers += ordered(service, question(key="second", component="c1"))
+        until(lambda: service.desk.status().requests_in_flight == 2)
+        (running,) = service.desk.explanation("first").course["steps"]
+        assert running["batch"]["seconds"] is None
+        until(lambda: service.desk.explanation("second").course["steps"])
+        assert any("waits there for its batch" in sentence for sentence in service.desk.explanation("second").sentences)
+        assert "Requests that wait for it on executor 0: 1." in service.desk.explanation("cls/f1").sentences
+        batches.set()
+        for caller in callers:
+            caller.wait()
+        assert any("has been judged" in sentence for sentence in service.desk.explanation("first").sentences)
+
+
+def test_an_expert_tells_why_it_left_a_memory_and_why_it_stays(line):
+    line.document["memory"] = {"host": "11500KB", "workspace": "10MB"}  # room for one of the two
+    with line.served() as service:
+        for component in ("c0", "c1", "c0"):
+            asked(service, part(component=component))
+        left = " ".join(service.desk.explanation("cls/f1").sentences)
+        assert "cls/f1 left memory host at" in left
+        assert "for cls/f0, as a queue's head needed it; stage 2, the least used; candidates in order: cls/f1" in left
+        stays = " ".join(service.desk.explanation("cls/f0").sentences)
+        assert "Nothing was evicted from memory host since cls/f0 came at" in stays
+        assert "Images that it ran lately: 2, batches: 2." in stays
 
 
 def test_two_board_types_want_to_be_told_which(line):

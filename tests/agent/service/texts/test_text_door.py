@@ -10,7 +10,7 @@ import pytest
 
 from agent.api.calls.desk import TextOrder
 from agent.core.request import CANCELLED, Outcome
-from agent.service.inspections.inspector import Course
+from agent.service.inspections.courses import Course
 from agent.service.texts import text_door
 from agent.service.texts.text_destinations import destination_of
 from agent.service.texts.text_under_way import TextUnderWay
