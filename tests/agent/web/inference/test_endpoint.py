@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from agent.api.access import ANONYMOUS, Caller, Role
 from agent.web.inference.bodies import MOST_VALUES, infer_request
-from experts.errors import OrderRefused
+from experts.errors import OrderRefused, Refusing
 from tests.agent.api.fake_desk import MAP
 from tests.agent.web.inference.conftest import MESSAGE_BYTES
 
@@ -248,7 +248,7 @@ BINARY = in_json(data=None, parameters={"binary_data_size": 5})
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "JSON"), (b"[]", "object"), (b"{}", "inputs"), (b"{" * 100_000, "JSON"), (b'{"inputs": [\xff]}', "JSON"),
+        (b"", "JSON"), (b"[]", "object"), (b"{}", "inputs"), (b"[" * 100_000, "JSON"), (b'{"inputs": [\xff]}', "JSON"),
         ({"inputs": []}, "no tensor IMAGE"), ({"inputs": [], "output": []}, "output"),
         (in_json(shape=[2**63]), "shape"),
         (in_json(shape=[2]), "shape [2], and holds 1"), (in_json(shape=["1"]), "shape"), (in_json(data="x"), "data"),
@@ -267,7 +267,7 @@ BINARY = in_json(data=None, parameters={"binary_data_size": 5})
         (in_json() | {"parameters": {"board": {}}}, "board"),
         (in_json() | {"outputs": [{"name": "LABEL", "parameters": {"binary_data": 1}}]}, "binary_data"),
         (in_json() | {"parameters": {"binary_data_output": "yes"}}, "binary_data_output"),
-        (in_json() | {"inputs": in_json()["inputs"] * 2}, "twice"),
+        (in_json() | {"inputs": in_json()["inputs"] * 2}, "twice"), (in_json() | {"outputs": [1] * 200}, "100"),
     ],
 )  # fmt: skip
 def test_a_body_that_contradicts_itself_is_refused_in_words(http, body, says):
@@ -302,10 +302,15 @@ def test_bodies_are_as_bounded_inflated_as_plain(http):
         assert answer.status_code == status, (encoding, answer.text)
 
 
-def test_json_of_too_many_values_is_refused_before_it_is_read():
-    body = b'{"inputs": [' + b"0," * MOST_VALUES + b"0]}"
-    with pytest.raises(OrderRefused, match="send the tensor as binary data"):
-        infer_request(body, Headers({}), 2**30)
+@pytest.mark.parametrize(
+    "text",
+    [b"[" + b"0," * MOST_VALUES + b"0]", b"[" + b"{}," * 2000 + b"{}]", b'{%b"x": 1}' % (b'"y": 1,' * 2000)],
+    ids=["values", "objects", "fields"],
+)
+def test_json_of_too_many_values_or_fields_is_refused_before_it_is_read(text):
+    with pytest.raises(OrderRefused, match="send tensors as binary data") as refused:
+        infer_request(b'{"inputs": %b}' % text, Headers({}), 2**30)
+    assert refused.value.reason is Refusing.TOO_LARGE
 
 
 value = (
