@@ -8,6 +8,9 @@ INSTALLING := $(VENV)/.installing
 # has nothing then that CoServe does not ask for.
 TRAINERS := $(VENV)/trainers
 
+# KServe's client, which a test asks with, wants an older psutil than ours: it has an environment with nothing of ours.
+KSERVE := $(VENV)/kserve
+
 # How many processes `make test` runs tests in: half more than cores, because tests also wait. Each takes about 1.5 GB.
 WORKERS := $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
 
@@ -33,7 +36,7 @@ RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers cluster tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
+.PHONY: help venv trainers kserve cluster tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +44,8 @@ help:  ## what can be made
 venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
 
 trainers: $(TRAINERS)/.installed  ## timm, Lightning and Anomalib, which only tests use; 0.5 GB inside $(VENV)
+
+kserve: $(KSERVE)/.installed  ## KServe's client, which only a test uses; 0.5 GB inside $(VENV)
 
 cluster: $(VENV)/.cluster  ## Ray, which a line with workers on several boxes needs
 
@@ -76,7 +81,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m
 test: $(INSTALLED) trainers tools  ## the tests of every push: each promise, and one representative of each slow kind
 	$(PYTEST) -m "not slow"
 
-test-all: $(INSTALLED) trainers cluster tools  ## all tests, the slow ones too, and 400 examples of each property
+test-all: $(INSTALLED) trainers kserve cluster tools  ## all tests, the slow ones too, and 400 examples of each property
 	$(PYTEST) --hypothesis-profile=all
 
 # ONNX Runtime asks the CPU itself: its forms are the same ones here.
@@ -137,4 +142,10 @@ $(TRAINERS)/.installed: $(INSTALLED)
 	  && own=$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  && echo "import site; site.addsitedir('$$below')" > "$$own/below.pth"
 	$(TRAINERS)/bin/python -m pip install --quiet --prefer-binary --editable '.[trainers]'
+	@touch $@
+
+$(KSERVE)/.installed: $(INSTALLED)
+	@rm -rf $(KSERVE)
+	$(VENV)/bin/python -m venv $(KSERVE)
+	$(KSERVE)/bin/python -m pip install --quiet --prefer-binary 'kserve>=0.21,<1'
 	@touch $@
