@@ -82,7 +82,7 @@ def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = Fals
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Atomic folder of files: takes its name, which an empty folder may have, once complete and synced.
+    """Atomic folder of files and folders: takes its name, which an empty folder may have, once complete and synced.
 
     An error leaves nothing. Raises OSError.
     """
@@ -91,10 +91,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         made = Path(scratch) / "made"
         made.mkdir()
         yield made
-        for file in made.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        sync_folder(made)
+        for path in (made, *made.rglob("*")):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                with path.open("rb") as written:
+                    os.fsync(written.fileno())
         if folder.is_dir():
             folder.rmdir()
         made.rename(folder)

@@ -110,6 +110,7 @@ ROOMS = {
         "agent.web.routes", "agent.api.access", "agent.api.calls", "agent.api.services", "agent.api.proto",
     ),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
+    "agent.records.truth": ("agent.config", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.access": (),
@@ -150,6 +151,9 @@ ROOMS = {
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
         "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",
         "agent.sources.folder.files", "agent.promotion",
+    ),
+    "agent.commands.reviewing": (
+        "agent.config", "agent.records", "agent.runtime.images.sources", "agent.commands.rejudging.archive",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),

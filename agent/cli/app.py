@@ -13,6 +13,7 @@ from agent.cli.config import config_app
 from agent.cli.experts import experts_app
 from agent.cli.records import backup, restore, results
 from agent.cli.rejudging import rejudge
+from agent.cli.reviews import review_app
 from agent.cli.running import demo, doctor, inspect, serve, service_app
 
 app = typer.Typer(
@@ -25,5 +26,6 @@ app = typer.Typer(
 for command in (serve, inspect, results, rejudge, status, generate, doctor, backup, restore, demo):
     app.command()(command)
 app.add_typer(experts_app, name="experts")
+app.add_typer(review_app, name="review")
 app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")

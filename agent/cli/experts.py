@@ -14,6 +14,7 @@ from agent.cli.arguments import AsJson, LineFile
 from agent.cli.distilling import distil
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
 from agent.cli.rejudging import judging, lines_of
+from agent.cli.reviews import escape_warnings, truth_lines
 
 NEXT = "Name it as `weights:` of an expert in the line file."
 ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving expert, kind/name", show_default=False)]
@@ -42,14 +43,16 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 def compare_expert(
     line: LineFile,
     expert: ExpertName,
-    over: Annotated[str | None, typer.Option(metavar="SOURCE", help="judge kept, results, or a folder")] = None,
+    over: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="judge kept, results, reviewed, or a folder")
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option(exists=True, help="with --over: the candidate's; default: the expert's shadow")
     ] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="with --over: flips with thumbnails")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an expert and the version in its shadow: agreement, flips, scores, times, images that differ.
+    """Compare an expert and the version in its shadow: agreement, flips, people's reviews, times, images that differ.
 
     With --over, judge an archive with the expert and with its candidate, which the line need not serve.
     """
@@ -63,31 +66,41 @@ def compare_expert(
             row = rejudge_candidate(config, ArchiveQuery(over, expert=expert), weights, page, progress)
         say(as_json, row, lines_of(row))
         return
-    from agent.commands.experts import comparison_of, comparison_row, print_comparison
+    from agent.commands.experts import comparison_of, comparison_row, print_comparison, reviewed_figures
     from agent.config import read_line
 
     with explained():
         config = read_line(line)
         comparison = comparison_of(config, expert)
+        reviewed = reviewed_figures(config, comparison.pair)
     if as_json:
-        print(json.dumps(comparison_row(comparison)))
+        print(json.dumps({**comparison_row(comparison), "reviewed": reviewed}))
     else:
-        print_comparison(comparison, config.state / "images")
+        print_comparison(comparison, config.state / "images", truth_lines(reviewed))
 
 
 @experts_app.command("promote")
 def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
-    """Swap an expert with the version in its shadow, in the line file; the next reload serves it."""
+    """Swap an expert with the version in its shadow, in the line file; the next reload serves it.
+
+    Says how both did on images that people reviewed, and warns of more escapes.
+    """
+    from agent.commands.experts import figures_of_promotion
+    from agent.config import read_line
     from agent.promotion import promote
 
     with explained():
+        reviewed = figures_of_promotion(read_line(line), expert)
         shadow, keys = promote(line, expert)
+    for warning in escape_warnings(reviewed):
+        sys.stderr.write(f"{warning}\n")
     swapped = ", ".join(keys) or "nothing: both entries are equal"
     lines = [
+        *truth_lines(reviewed),
         f"{line}: {expert} and {shadow} are swapped ({swapped}).",
         "Reload to serve it. The earlier version becomes the shadow; `promote` again swaps them back.",
     ]
-    say(as_json, {"expert": expert, "shadow": shadow, "swapped": keys}, lines)
+    say(as_json, {"expert": expert, "shadow": shadow, "swapped": keys, "reviewed": reviewed}, lines)
 
 
 @experts_app.command("import")

@@ -12,6 +12,7 @@ import typer
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained, log_to_stderr, say
 from agent.cli.records import time_of
+from agent.cli.reviews import truth_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ PLACES_SHOWN = 10
 
 def rejudge(
     line: LineFile,
-    source: Annotated[str, typer.Argument(help="kept, results, or a folder of images", show_default=False)],
+    source: Annotated[str, typer.Argument(help="kept, results, reviewed, or a folder of images", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="answers; flips go to FILE.html beside it")],
     since: Annotated[str | None, typer.Option(help="only images judged (of a folder: written) since then")] = None,
     until: Annotated[str | None, typer.Option(help="only images judged (of a folder: written) before")] = None,
@@ -76,4 +77,5 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         lines.append(f"  {place['component']}, {place['expert'] or 'no expert'}: {others} of {place['images']}")
     if len(differing) > PLACES_SHOWN:
         lines.append(f"  and {len(differing) - PLACES_SHOWN} further components and experts: --json tells all")
+    lines += truth_lines(row["reviewed"])
     return [*lines, f"page            {row['page']}"] if row["page"] else lines

@@ -6,24 +6,27 @@ import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from agent.commands.progress import console_page
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
 from agent.promotion import shadow_of
-from agent.records.shadow_answers import answer_row, read_comparison
-from experts.errors import ConfigError
-from experts.packed.sources import is_there, size_bytes_of
+from agent.records.shadow_answers import answer_row, read_comparison, read_verdicts
+from agent.records.station.reviews import ReviewQuery
+from agent.records.truth.reviewed import before_and_after, reviewed_results
+from experts.errors import ConfigError, LoadError
+from experts.packed.sources import is_there, sha256_of, size_bytes_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.records.shadow_answers import Comparison, Side
+    from agent.records.shadow_answers import Comparison, Pair, Side
     from experts.packed.manifests import Manifest
 
 
@@ -98,6 +101,23 @@ def comparison_of(config: LineConfig, expert: str) -> Comparison:
     return comparison
 
 
+def reviewed_figures(config: LineConfig, pair: Pair) -> list[dict[str, Any]]:
+    """Figures of an expert and its shadow over images that both judged and people reviewed; none without such."""
+    reviewed = reviewed_results(config, ReviewQuery(expert=pair.expert))
+    found = before_and_after(config, pair.expert, reviewed, read_verdicts(config.results_file, pair))
+    return [] if found is None else [found.as_json()]
+
+
+def figures_of_promotion(config: LineConfig, expert: str) -> list[dict[str, Any]]:
+    """``reviewed_figures`` of an expert's shadow as in the files now; none if other versions were compared."""
+    try:
+        pair = comparison_of(config, expert).pair
+        versions = [sha256_of(config.catalog.experts[name]) for name in (pair.expert, pair.shadow)]
+    except (ConfigError, LoadError):
+        return []
+    return reviewed_figures(config, pair) if versions == [pair.expert_sha256, pair.shadow_sha256] else []
+
+
 def comparison_row(comparison: Comparison) -> dict[str, Any]:
     pair = comparison.pair
     return {
@@ -121,10 +141,11 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def print_comparison(comparison: Comparison, images: Path) -> None:
-    """Print the figures, then the latest images with different answers. ``images``: folder of kept images."""
+def print_comparison(comparison: Comparison, images: Path, reviewed: Sequence[str] = ()) -> None:
+    """Print the figures, then the latest images with different answers. ``images``: folder of kept images;
+    ``reviewed``: lines about people's reviews."""
     console = console_page()
-    for line in _figures(comparison):
+    for line in (*_figures(comparison), *map(escape, reviewed)):
         console.print(line)
     if not comparison.differing:
         return

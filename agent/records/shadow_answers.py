@@ -13,7 +13,8 @@ from datetime import datetime
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import open_for_reading, read_rows, utc_text
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import sqlite3
@@ -42,6 +43,12 @@ OF_VERSIONS = """
     SELECT answers.*, results.kept_as, results.board, results.ref
     FROM shadow_answers AS answers LEFT JOIN results ON results.key = answers.key
     WHERE answers.expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ? ORDER BY answers.seq
+"""
+REVIEWED = """
+    SELECT answers.key, passes, shadow_passes FROM shadow_answers AS answers
+    JOIN results ON results.key = answers.key JOIN reviews ON reviews.result = results.seq AND undone_at IS NULL
+    WHERE answers.expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ?
+    AND passes IS NOT NULL AND shadow_passes IS NOT NULL
 """
 DROPPED = "SELECT dropped FROM shadow_drops WHERE expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ?"
 
@@ -187,6 +194,13 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
         rows = [_answer(pair, row) for row in connection.execute(OF_VERSIONS, astuple(pair))]
         dropped = connection.execute(DROPPED, astuple(pair)).fetchone()
     return compare(pair, rows, dropped[0] if dropped else 0)
+
+
+def read_verdicts(path: Path, pair: Pair) -> dict[str, tuple[Verdict, Verdict]]:
+    """What expert and shadow said of each reviewed image: OK or NG, by key. Raises FileNotFoundError."""
+    verdicts = (Verdict.NG, Verdict.OK)
+    rows = read_rows(path, REVIEWED, astuple(pair))
+    return {key: (verdicts[passes], verdicts[shadow_passes]) for key, passes, shadow_passes in rows}
 
 
 def answer_row(row: SideBySide) -> dict[str, object]:

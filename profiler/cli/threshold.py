@@ -24,7 +24,12 @@ def threshold(
     line: LineFile,
     expert: Annotated[str, typer.Argument(metavar="ID", help="an expert of task anomaly", show_default=False)],
     samples: Annotated[
-        Path, typer.Option(help="folder with good/ and bad/, or <component>/ok/ and <component>/<defect>/")
+        str,
+        typer.Option(
+            metavar="FOLDER|reviews",
+            help="folder with good/ and bad/, or <component>/ok/ and <component>/<defect>/; or `reviews`: images that "
+            "the expert judged and people reviewed",
+        ),
     ],
     false_alarms: Annotated[
         float, typer.Option(min=0.0, max=0.5, help="share of good parts that may be called anomalous")
@@ -98,8 +103,8 @@ def _row(expert: str, before: float | None, scores: Scores, found: Learned, aske
         "false_alarms_expected": found.expected,
         "caught": found.rates.caught,
         "separation": found.separation,
-        "alarms": [str(path) for path, score in scores.good.items() if score >= at],
-        "missed": [str(path) for path, score in scores.bad.items() if score < at],
+        "alarms": [name for name, score in scores.good.items() if score >= at],
+        "missed": [name for name, score in scores.bad.items() if score < at],
         "left_out": list(scores.left_out),
     }
 

@@ -7,11 +7,16 @@ not written, and its agent may run meanwhile.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.records.station.reviews import ReviewQuery
+from agent.records.truth.reviewed import reviewed_results, right_answer_of
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
+from agent.sources.folder.files.shelves import image_file
 from experts.errors import ConfigError, ImageError
-from experts.expert import Task
-from experts.images import decode_image
+from experts.expert import Task, Verdict
+from experts.images import LARGEST_MAX_PIXELS, decode_image
 from experts.thresholds.learning import rates_at
 from experts.thresholds.measuring import Meter
 from profiler.charts import Labels, Series, line_chart
@@ -19,7 +24,6 @@ from profiler.workload.samples import LineSamples, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import numpy as np
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from experts.thresholds.learning import Learned
 
 GOOD, BAD = "good", "bad"
+REVIEWS = "reviews"  # in place of a folder; a folder of this name is ./reviews
 OK_LABEL = "ok"  # of labelled crops: a good part
 MOST = 1_000_000  # samples: all that there are
 MOST_POINTS = 60  # of a curve: with more, its markers overlap
@@ -44,10 +49,10 @@ class LabelledSamples:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores by sample. ``left_out`` as in LabelledSamples."""
+    """Scores by the sample's name. ``left_out`` as in LabelledSamples."""
 
-    good: Mapping[Path, float]
-    bad: Mapping[Path, float] = field(default_factory=dict)
+    good: Mapping[str, float]
+    bad: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
@@ -61,19 +66,25 @@ def anomaly_expert(config: LineConfig, name: str) -> Expert:
     return expert
 
 
-def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> LabelledSamples:
-    """The samples below ``folder``: in ``good/`` and ``bad/``, or labelled crops of the components it is asked about.
+def labelled_samples(config: LineConfig, expert: Expert, source: str) -> LabelledSamples:
+    """The samples below a folder: in ``good/`` and ``bad/``, or labelled crops of the components it is asked about; or
+    REVIEWS, the images that the expert judged and people reviewed.
 
     Raises ConfigError where no good one is among them.
     """
-    if (folder / GOOD).is_dir():
+    folder = Path(source)
+    if source == REVIEWS:
+        found = _reviewed(config, expert)
+    elif (folder / GOOD).is_dir():
         found = LabelledSamples(tuple(_below(folder / GOOD)), tuple(_below(folder / BAD)))
     else:
         found = _crops(config, expert, folder)
     if not found.good:
+        said = "".join(f"; {each}" for each in found.left_out[:1])
         raise ConfigError(
-            f"{folder} holds no good sample for {expert.id}: a threshold is learned above the scores of good parts - "
-            f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/"
+            f"{source} holds no good sample for {expert.id}: a threshold is learned above the scores of good parts - "
+            f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/, or "
+            f"{REVIEWS} once people reviewed good parts{said}"
         )
     return found
 
@@ -81,13 +92,13 @@ def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> Labell
 def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, int, int], None]) -> Scores:
     """Score of each sample. Raises ConfigError if no good one is readable, OutputInvalid, and as packing does."""
     meter = Meter(expert)
-    scores: dict[str, dict[Path, float]] = {GOOD: {}, BAD: {}}
-    left_out = list(samples.left_out)
+    scores: dict[str, dict[str, float]] = {GOOD: {}, BAD: {}}
+    left_out, frames = list(samples.left_out), dict[Path, Frame]()
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
-            scores[kind][sample.path] = meter.score(_image(sample, expert))
-        except ImageError as error:
+            scores[kind][sample.name] = meter.score(_image(sample, expert, frames))
+        except (ImageError, OSError) as error:
             left_out.append(str(error))
         progress("score samples", number, len(listed))
     if not scores[GOOD]:
@@ -95,8 +106,30 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     return Scores(scores[GOOD], scores[BAD], tuple(left_out))
 
 
-def _image(sample: Sample, expert: Expert) -> np.ndarray:
-    return decode_image(sample.path, str(sample.path), sample.max_pixels).turned(expert.pixels.orientation)
+def _image(sample: Sample, expert: Expert, frames: dict[Path, Frame]) -> np.ndarray:
+    """Pixels as the expert gets them. ``frames``: the last one that was cut."""
+    if sample.box is None:
+        return decode_image(sample.path, str(sample.path), sample.max_pixels).turned(expert.pixels.orientation)
+    if sample.path not in frames:
+        frames.clear()
+        frames[sample.path] = Frame(EncodedImage(sample.path.read_bytes(), str(sample.path), sample.max_pixels), None)
+    return decoded(FramePart(frames[sample.path], sample.box, sample.name), sample.name).pixels
+
+
+def _reviewed(config: LineConfig, expert: Expert) -> LabelledSamples:
+    samples: dict[Verdict, list[Sample]] = {Verdict.OK: [], Verdict.NG: []}
+    left_out = []
+    reviewed = reviewed_results(config, ReviewQuery(expert=expert.id))
+    for each in sorted(reviewed, key=lambda each: each.row.result.subject.key):  # parts of a frame in a row
+        result, subject = each.row.result, each.row.result.subject
+        right = right_answer_of(config, each, expert.id)
+        path = image_file(config, subject.key, result.finished_at, result.kept_as)
+        if path is None:
+            left_out.append(f"{subject.name}: the image is no longer there")
+        elif right is not None:
+            component = subject.component or ""
+            samples[right].append(Sample(path, component, None, REVIEWS, LARGEST_MAX_PIXELS, subject.box))
+    return LabelledSamples(tuple(samples[Verdict.OK]), tuple(samples[Verdict.NG]), tuple(left_out))
 
 
 def _below(folder: Path) -> Iterator[Sample]:

@@ -1,9 +1,10 @@
-"""Images of an archive: kept ones, those of stored results, or a folder's. Reads only; an agent may serve meanwhile."""
+"""Images of an archive: of kept, reviewed or all results, or a folder's. Reads only; an agent may serve meanwhile."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
+from agent.records.truth.reviewed import reviewed_results
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from agent.sources.folder.files.inbox import Inbox, sighting_of
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.shelves import as_it_came, files_below, image_file, name_of
@@ -20,11 +23,13 @@ from experts.document import suggestion
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
+    from agent.records.results import Result, ResultRow
 
 GONE = "the image is no longer there"
+STORED_SOURCES = ("kept", "results", "reviewed")
 STORED = "SELECT key, verdict, label, score, finished_at FROM results WHERE key IN (SELECT value FROM json_each(?))"
 
 
@@ -37,7 +42,10 @@ class ArchivedImage(NamedTuple):
 
 
 class ArchiveQuery(NamedTuple):
-    """Images to judge. ``source``: kept, results, or a folder. Times: of the stored verdict, or of a folder's file."""
+    """Images to judge. ``source``: kept, results, reviewed, or a folder.
+
+    Times: of the stored verdict, or of a folder's file.
+    """
 
     source: str
     since: datetime | None = None
@@ -63,7 +71,7 @@ def find_images(config: LineConfig, query: ArchiveQuery) -> tuple[list[ArchivedI
         raise ConfigError(f"no expert {query.expert!r} - {known}")
     images: list[ArchivedImage] = []
     left_out: Counter[str] = Counter()
-    for image in (_of_results if query.source in {"kept", "results"} else _of_folder)(config, query):
+    for image in (_of_results if query.source in STORED_SOURCES else _of_folder)(config, query):
         if isinstance(image, str):
             left_out[image] += 1
             continue
@@ -90,19 +98,38 @@ def stored_answers(config: LineConfig, keys: Sequence[str]) -> dict[str, Mapping
 def _of_results(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
     if not config.results_file.is_file():
         raise ConfigError(f"{config.results_file}: no results yet - start `coserve serve` for this line first")
-    for row in ResultReader(config.results_file).query(since=query.since):
-        result, subject = row.result, row.result.subject
-        if query.covers(result.finished_at) and (query.source == "results" or result.kept_as is not None):
-            if subject.component is None and result.experts:
-                subject = replace(subject, expert=result.experts[0])
-            path = image_file(config, subject.key, result.finished_at, result.kept_as)
-            yield GONE if path is None else ArchivedImage(subject, str(path))
+    rows: Iterable[ResultRow] = ResultReader(config.results_file).query(since=query.since)
+    if query.source == "reviewed":
+        rows = sorted((each.row for each in reviewed_results(config)), key=lambda row: row.seq)
+    for row in rows:
+        if query.covers(row.result.finished_at) and (query.source != "kept" or row.result.kept_as is not None):
+            yield archived_image(config, row.result) or GONE
+
+
+def archived_image(config: LineConfig, result: Result) -> ArchivedImage | None:
+    """Image of a result; None: its file is gone."""
+    subject = result.subject
+    if subject.component is None and result.experts:
+        subject = replace(subject, expert=result.experts[0])
+    path = image_file(config, subject.key, result.finished_at, result.kept_as)
+    return None if path is None else ArchivedImage(subject, str(path))
+
+
+def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
+    """An image's pixels as its experts get them. ``frames``: of images already cut, by path; takes another one."""
+    path, box = Path(image.path), image.subject.box
+    if box is not None and image.path not in frames:
+        with suppress(OSError):
+            frames[image.path] = Frame(EncodedImage(path.read_bytes(), path.name, max_pixels), image.size)
+    if box is None or image.path not in frames:  # a file that cannot be read has its reason from its decoder
+        return ImageFile(path, max_pixels)
+    return FramePart(frames[image.path], box, image.subject.name)
 
 
 def _of_folder(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
     folder = Path(query.source).absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{query.source} is no folder - name one, or `kept`, or `results`")
+        raise ConfigError(f"{query.source} is no folder - name one, or `kept`, `results` or `reviewed`")
     if not config.intake.folders:
         raise ConfigError("the line has no intake folder to read names of images by - add one, or take `results`")
     around = [section for section in config.intake.folders if folder.is_relative_to(section.path)][:1]

@@ -10,28 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain, count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.commands.rejudging.agreement import Row, beside, compare_answers, new_row, write_page
-from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_images, stored_answers
+from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_images, source_of, stored_answers
 from agent.config import LineConfig, line_of
 from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
 from agent.deployment.worker_manager import on_cluster
 from agent.promotion import STAYING, shadow_of
 from agent.records.database import refuse_root_beside_another
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
+from agent.records.truth.figures import Answer
+from agent.records.truth.reviewed import BeforeAfter, answer_of, before_and_after, reviewed_results
 from experts.errors import ConfigError
+from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
+    from agent.runtime.images.sources import Frame
     from agent.runtime.requests import Requests
     from experts.graph import ExpertGraph
 
@@ -65,8 +68,9 @@ def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Progre
         for rows in judge(config, requests, new, lambda: progress("rejudge", next(done), len(images))):
             stored = stored_answers(config, [row["key"] for row in rows])
             write_part(folder, made_with, [beside(row, stored.get(row["key"])) for row in rows])
-        compared = _compared(merged_rows(folder, out), page, f"{config.line}: judged anew")
-    return {"file": out, "resumed": resumed, "left_out": left_out, **compared}
+        truth = _Truth(config)
+        compared = _compared(map(truth.noted, merged_rows(folder, out)), page, f"{config.line}: judged anew")
+    return {"file": out, "resumed": resumed, "left_out": left_out, "reviewed": truth.figures(), **compared}
 
 
 def rejudge_candidate(
@@ -84,7 +88,10 @@ def rejudge_candidate(
     reached = (key for key in rows if expert in {*rows[key]["experts"], *present[key]["experts"]})
     both = (beside(rows[key], present[key]) for key in reached)
     compared = _compared(both, page, f"{config.line}: candidate of {expert}")
-    return {"file": None, "resumed": 0, "left_out": left_out, **compared}
+    said = {key: (_answer(present[key]).of(expert), _answer(row).of(expert)) for key, row in rows.items()}
+    found = before_and_after(config, expert, reviewed_results(config), said)
+    reviewed = [found.as_json()] if found else []
+    return {"file": None, "resumed": 0, "left_out": left_out, "reviewed": reviewed, **compared}
 
 
 def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> LineConfig:
@@ -120,7 +127,7 @@ def judge(config: LineConfig, requests: Requests, images: Images, judged: Callab
     for group in groups_of(images, config.catalog.graph):
         frames: dict[str, Frame] = {}
         for image in group:
-            source = _source(image, most_pixels, frames)
+            source = source_of(image, most_pixels, frames)
             requests.submit(source, component=image.subject.component, expert=image.subject.expert)
         ended = requests.collect(lambda *_: judged())
         yield [new_row(image, each.outcome) for image, each in zip(group, ended, strict=True)]
@@ -146,16 +153,6 @@ def groups_of(images: Images, graph: ExpertGraph) -> Iterator[Images]:
             yield sorted(chain.from_iterable(of_kind[start : start + most]), key=rank)
 
 
-def _source(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
-    path, box = Path(image.path), image.subject.box
-    if box is not None and image.path not in frames:
-        with suppress(OSError):
-            frames[image.path] = Frame(EncodedImage(path.read_bytes(), path.name, max_pixels), image.size)
-    if box is None or image.path not in frames:  # a file that cannot be read has its reason from its decoder
-        return ImageFile(path, max_pixels)
-    return FramePart(frames[image.path], box, image.subject.name)
-
-
 def _rows(config: LineConfig, expert: str, images: Images, progress: Progress, stage: str) -> dict[str, Row]:
     """Rows of all images by key. Raises ConfigError where the expert cannot run."""
     with patient_agent(config, progress) as (agent, requests):
@@ -170,6 +167,33 @@ def _compared(rows: Iterable[Row], page: Path | None, title: str) -> Row:
     """Figures of rows, and where the page of their flips is. Raises ConfigError."""
     figures, flips = compare_answers(rows)
     return {"page": page and write_page(page, title, figures, flips), **figures}
+
+
+class _Truth:
+    """New answers to reviewed images, as rows pass; then figures of each expert that judged one before and now."""
+
+    def __init__(self, config: LineConfig) -> None:
+        self._config = config
+        self._reviewed = {each.row.result.subject.key: each for each in reviewed_results(config)}
+        self._answers: dict[str, Answer] = {}
+
+    def noted(self, row: Row) -> Row:
+        if row["key"] in self._reviewed:
+            self._answers[row["key"]] = _answer(row)
+        return row
+
+    def figures(self) -> list[Row]:
+        return [found.as_json() for expert in self._config.catalog.experts if (found := self._of(expert)) is not None]
+
+    def _of(self, expert: str) -> BeforeAfter | None:
+        said = {
+            key: (answer_of(self._reviewed[key]).of(expert), answer.of(expert)) for key, answer in self._answers.items()
+        }
+        return before_and_after(self._config, expert, self._reviewed.values(), said)
+
+
+def _answer(row: Row) -> Answer:
+    return Answer(tuple(row["experts"]), Verdict(row["verdict"]))
 
 
 def _digest(value: object) -> str:

@@ -1,6 +1,8 @@
 """``coserve experts threshold`` as it is typed: what it learns, draws and writes."""
 
 import json
+from contextlib import closing
+from datetime import UTC, time
 
 import numpy as np
 import onnx
@@ -11,8 +13,14 @@ from typer.testing import CliRunner
 from agent.commands.doctor import examine
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
+from agent.records.result_writer import ResultStore
+from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.shifts import Shifts
 from coserve import app
+from experts.expert import Verdict
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
+from tests.lines import NOON, result
+from tests.waiting import settled
 
 LINE = f"""# our first line
 line: test
@@ -65,9 +73,9 @@ def run(*arguments):
 
 
 def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):
-    result = run(line, "anomaly/solder", "--samples", data, "--json")
-    assert result.exit_code == 0, result.stderr
-    row = json.loads(result.stdout)
+    done = run(line, "anomaly/solder", "--samples", data, "--json")
+    assert done.exit_code == 0, done.stderr
+    row = json.loads(done.stdout)
     assert (row["good"], row["bad"], row["false_alarms"], row["caught"]) == (20, 7, 0.0, 1.0)
     assert len(row["left_out"]) == 1
     assert max(GOOD_LEVELS) / 255 < row["threshold"] < min(BAD_LEVELS) / 255
@@ -131,18 +139,49 @@ def test_labelled_crops_serve_as_samples_too_and_those_that_cannot_be_read_are_l
     assert "cut.png" in left_out
 
 
+def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(line, tmp_path):
+    """Good are the parts that a person called so, also where the machine did not; a second expert's defect is none."""
+    kept = tmp_path / "state" / "images"
+    frame = np.full((40, 112, 3), 10, np.uint8)
+    frame[10:20, 30:40], frame[10:20, 86:96] = 100, 240  # a good part, and a bad one
+    kept.mkdir(parents=True)
+    Image.fromarray(frame).save(kept / "frame.png")
+    judged = {"component": "solder", "experts": ("anomaly/solder",), "kept_as": "frame.png"}
+    rows = [
+        (judged | {"detail": {"box": (0, 0, 56, 40), "steps": []}}, Verdict.OK),
+        (judged | {"detail": {"box": (56, 0, 112, 40), "steps": []}}, Verdict.NG),
+        (judged | {"experts": ("anomaly/solder", "cls/other")}, Verdict.NG),
+        (judged | {"experts": ("cls/other",)}, Verdict.NG),
+        (judged | {"kept_as": "gone.png"}, Verdict.OK),
+    ]
+    for level in GOOD_LEVELS:
+        spotted(kept / f"{level}.png", level)
+        rows.append((judged | {"kept_as": f"{level}.png"}, Verdict.OK))
+    with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
+        for number, (said, _) in enumerate(rows):
+            store.record(result(f"k{number}", Verdict.NG, **said))
+        reviews = Reviews(settled(store), Shifts((time(6),), UTC), lambda: NOON)
+        for seq, (_, verdict) in enumerate(rows, start=1):
+            reviews.add(SecondVerdict(seq, verdict, "ann"))
+    row = json.loads(run(line, "anomaly/solder", "--samples", "reviews", "--json").stdout)
+    assert (row["good"], row["bad"], row["caught"], len(row["left_out"])) == (21, 1, 1.0, 1)
+    assert max(GOOD_LEVELS) / 255 < row["threshold"] < 240 / 255
+    assert "no longer there" in row["left_out"][0]
+
+
 @pytest.mark.parametrize(
     ("expert", "folder", "said"),
     [
         ("cls/other", "data", "no anomaly expert, and decides without a threshold - name one of `task: anomaly`: anom"),
         ("anomaly/none", "data", "anomaly/none is no expert of this line"),
         ("anomaly/solder", "empty", "empty holds no good sample for anomaly/solder"),
+        ("anomaly/solder", "reviews", "reviews holds no good sample for anomaly/solder"),
         ("anomaly/solder", "nowhere", "nowhere is not a folder of samples"),
     ],
 )
 def test_what_cannot_be_learned_is_told(line, data, tmp_path, expert, folder, said):
     (tmp_path / "empty" / "good").mkdir(parents=True)
-    result = run(line, expert, "--samples", tmp_path / folder)
-    assert result.exit_code == 78
-    assert said in result.stderr
+    done = run(line, expert, "--samples", folder if folder == "reviews" else tmp_path / folder)
+    assert done.exit_code == 78
+    assert said in done.stderr
     assert line.read_text() == LINE

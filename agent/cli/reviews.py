@@ -1,0 +1,119 @@
+"""`coserve review`: people's verdicts on results, listed, and exported as data for training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained, say
+from agent.cli.records import time_of
+
+if TYPE_CHECKING:
+    from agent.records.station.reviews import ReviewQuery
+
+RATES = ("precision", "recall", "escapes", "false_calls")
+MORE_ESCAPES = "WARNING: {expert} lets more defects escape than before, by the images that people reviewed"
+
+review_app = typer.Typer(help="People's verdicts on results: list them, export their images.", no_args_is_help=True)
+
+Since = Annotated[str | None, typer.Option(help="only reviews from this ISO 8601 time on; without an offset, local")]
+Until = Annotated[str | None, typer.Option(help="only reviews before this time")]
+Judging = Annotated[str | None, typer.Option("--expert", metavar="ID", help="only images that this expert judged")]
+Component = Annotated[str | None, typer.Option(help="only images of this component type")]
+
+
+@review_app.command("list")
+def list_reviews(
+    line: LineFile,
+    since: Since = None,
+    until: Until = None,
+    expert: Judging = None,
+    component: Component = None,
+    as_json: AsJson = False,
+) -> None:
+    """List reviews that count, oldest first: who, when, what the machine said and what the person says."""
+    from agent.commands.progress import console_page
+    from agent.commands.reviewing.export import review_row
+    from agent.config import read_line
+    from agent.records.truth.reviewed import reviewed_results
+
+    query = _query(since, until, expert, component)
+    with explained():
+        rows = [review_row(each) for each in reviewed_results(read_line(line), query)]
+    if as_json:
+        print(json.dumps({"reviews": rows}))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = ("number", "at", "who", "seq", "component", "board", "ref", "machine_verdict", "machine_label", "verdict",
+             "label", "finding", "reason")  # fmt: skip
+    table = Table(*(name.replace("_", " ") for name in shown), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text("" if row[name] is None else str(row[name])) for name in shown))
+    console_page().print(table)
+
+
+@review_app.command("export")
+def export(
+    line: LineFile,
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="a folder that does not exist yet, or is empty")],
+    since: Since = None,
+    until: Until = None,
+    expert: Judging = None,
+    component: Component = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export reviewed images: labelled crops, a detector's boxes as YOLO labels, anomaly maps, and a table."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.commands.reviewing.export import export_reviews
+    from agent.config import read_line
+
+    query = _query(since, until, expert, component)
+    with explained(), progress_on_stderr() as progress:
+        row = export_reviews(read_line(line), query, destination, progress)
+    lines = [f"{row['folder']}: {row['reviews']} reviews, {sum(row['crops'].values())} crops, {row['maps']} maps"]
+    lines += [f"crops           {count}: {place}" for place, count in sorted(row["crops"].items())]
+    lines += [f"yolo            {count}: {name}" for name, count in sorted(row["yolo"].items())]
+    for what in ("left_out", "left_out_of_yolo"):
+        lines += [f"{what.replace('_', ' '):<15} {count}: {reason}" for reason, count in sorted(row[what].items())]
+    say(as_json, row, lines)
+
+
+def truth_lines(reviewed: list[dict[str, Any]]) -> list[str]:
+    """Figures of versions beside people's verdicts, for people."""
+    lines = []
+    for row in reviewed:
+        before, after = row["before"], row["after"]
+        lines.append(
+            f"{row['expert']} on {before['images']} reviewed images: before, then after; in brackets the 95 % interval"
+        )
+        lines += [
+            f"  {name.replace('_', ' '):<14}{_rate(before[name]):<34}{_rate(after[name])}".rstrip() for name in RATES
+        ]
+        if before["unknown"] or after["unknown"]:
+            lines.append(f"  {'UNKNOWN':<14}{before['unknown']:<34}{after['unknown']}")
+    return lines
+
+
+def escape_warnings(reviewed: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each expert whose new version has more escapes."""
+    worse = [row for row in reviewed if row["after"]["escapes"]["count"] > row["before"]["escapes"]["count"]]
+    return [MORE_ESCAPES.format_map(row) for row in worse]
+
+
+def _rate(rate: dict[str, Any]) -> str:
+    if not rate["of"]:
+        return "none reviewed"
+    return "{count} of {of}, {share:.1%} [{low:.1%}, {high:.1%}]".format_map(rate)
+
+
+def _query(since: str | None, until: str | None, expert: str | None, component: str | None) -> ReviewQuery:
+    from agent.records.station.reviews import ReviewQuery
+
+    times = time_of(since, "--since"), time_of(until, "--until")
+    return ReviewQuery(since=times[0], until=times[1], expert=expert, component=component)

@@ -1,0 +1,1 @@
+"""People's reviews as data for training: crops with labels, boxes, anomaly maps."""

@@ -1,0 +1,193 @@
+"""`coserve review export`: reviewed images as labelled crops, YOLO data and anomaly maps, with a table of the reviews.
+
+    crops/COMPONENT/LABEL/SEQ.png        parts as their last expert saw them: cut, turned by its rule; `ok` is good
+    maps/COMPONENT/LABEL/SEQ-STEP.png    anomaly maps of these parts, over the image as viewers show it
+    yolo/EXPERT/images|labels/SEQ.*      a detector's images, turned as viewers show them, and its boxes; data.yaml
+    reviews.csv                          every review: who, when, finding, key, sha256 of the crop, or why it has none
+
+Guarantees: the folder appears whole or not at all, and no file is overwritten. An image without a known label or box is
+left out and counted, never guessed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections import Counter, defaultdict
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from PIL import Image
+
+from agent.commands.rejudging.archive import GONE, archived_image, source_of
+from agent.commands.reviewing.labels import (
+    crop_label,
+    finds_boxes,
+    folder_name,
+    passing_labels,
+    true_boxes,
+    yolo_lines,
+)
+from agent.records.result_reader import ResultReader
+from agent.records.truth.reviewed import answer_of, reviewed_results, right_answer_of
+from agent.runtime.images.sources import decoded
+from experts.errors import ConfigError, ImageError
+from experts.expert import Orientation
+from experts.filesystem import is_taken, whole_folder
+from experts.images import LARGEST_MAX_PIXELS, Decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.records.station.reviews import ReviewedResult, ReviewQuery
+    from agent.runtime.images.sources import Frame
+    from experts.expert import Expert
+
+    Row = dict[str, Any]
+
+COLUMNS = (
+    "number", "at", "who", "finding", "verdict", "label", "reason", "seq", "key", "component", "board", "board_type",
+    "ref", "machine_verdict", "machine_label", "experts", "crop", "sha256", "left_out",
+)  # fmt: skip
+
+
+def review_row(reviewed: ReviewedResult) -> Row:
+    """A review and what the machine said, as one flat row."""
+    review, result = reviewed.review, reviewed.row.result
+    row: Row = {name: getattr(review, name) for name in COLUMNS[:7]} | {"at": review.at.astimezone().isoformat()}
+    row |= {"seq": reviewed.row.seq, "key": result.subject.key, "component": result.subject.component or ""}
+    row |= {name: getattr(result.subject, name) for name in ("board", "board_type", "ref")}
+    return row | {
+        "machine_verdict": result.verdict, "machine_label": result.label, "experts": " ".join(result.experts)
+    }  # fmt: skip
+
+
+def export_reviews(
+    config: LineConfig, query: ReviewQuery, folder: Path, progress: Callable[[str, int, int], None]
+) -> Row:
+    """Write the folder, and return what `--json` tells. Raises ConfigError."""
+    if is_taken(folder):
+        raise ConfigError(f"{folder} holds files already - name a new folder; --since takes later reviews alone")
+    reviewed = reviewed_results(config, query)
+    if not reviewed:
+        raise ConfigError("no review matches - review results on the station's page, or with `coserve review add`")
+    reviewed.sort(key=lambda each: each.row.result.subject.key)  # parts of a frame in a row: it is decoded once
+    try:
+        with whole_folder(folder) as made:
+            export = _Export(config, made)
+            for number, each in enumerate(reviewed, start=1):
+                export.add(each)
+                progress("export reviews", number, len(reviewed))
+            export.finish()
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror or error} - name a folder that can be written") from error
+    return {
+        "folder": str(folder), "reviews": len(reviewed), "crops": export.crops, "maps": export.maps,
+        "yolo": dict(export.yolo), "left_out": dict(export.left_out), "left_out_of_yolo": dict(export.left_out_of_yolo),
+    }  # fmt: skip
+
+
+class _Export:
+    def __init__(self, config: LineConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._reader = ResultReader(config.results_file)
+        self._rows: list[Row] = []
+        self._frames: dict[str, Frame] = {}
+        self.crops: Counter[str] = Counter()
+        self.maps = 0
+        self.yolo: defaultdict[str, int] = defaultdict(int)
+        self.left_out: Counter[str] = Counter()
+        self.left_out_of_yolo: Counter[str] = Counter()
+
+    def add(self, reviewed: ReviewedResult) -> None:
+        row = review_row(reviewed)
+        self._rows.append(row)
+        image = self._image(reviewed)
+        if isinstance(image, str):
+            self.left_out[image] += 1
+            row["left_out"] = image
+            return
+        self._add_crop(reviewed, image, row)
+        for step in reviewed.row.result.detail.get("steps", ()):
+            if finds_boxes(step):
+                self._add_boxes(reviewed, step, image)
+
+    def finish(self) -> None:
+        for name in self.yolo:
+            data = {"train": "images", "val": "images", "names": dict(enumerate(self._experts[name].labels))}
+            text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
+            (self._folder / "yolo" / folder_name(name) / "data.yaml").write_text(text, "utf-8")
+        with (self._folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(sorted(self._rows, key=lambda row: row["number"]))
+
+    @property
+    def _experts(self) -> Mapping[str, Expert]:
+        return self._config.catalog.experts
+
+    def _image(self, reviewed: ReviewedResult) -> Decoded | str:
+        """Pixels of a part or an image; or why there are none."""
+        result = reviewed.row.result
+        if not result.subject.component:
+            return "its result names no component"
+        image = archived_image(self._config, result)
+        if image is None:
+            return GONE
+        if image.path not in self._frames:
+            self._frames.clear()
+        try:
+            return decoded(source_of(image, LARGEST_MAX_PIXELS, self._frames), result.subject.name)
+        except ImageError as error:
+            return f"the image cannot be used: {error.message}"
+
+    def _add_crop(self, reviewed: ReviewedResult, image: Decoded, row: Row) -> None:
+        result = reviewed.row.result
+        last = self._experts.get(result.experts[-1]) if result.experts else None
+        pixels = image.turned(Orientation.EXIF if last is None else last.pixels.orientation)
+        component, label = str(result.subject.component), crop_label(reviewed, self._config.catalog.graph)
+        place = f"{folder_name(component)}/{folder_name(label)}/{reviewed.row.seq:08}"
+        buffer = BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        self._write(f"crops/{place}.png", buffer.getvalue())
+        self.crops[f"{component}/{label}"] += 1
+        row |= {"crop": f"crops/{place}.png", "sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}
+        for kept in self._reader.maps(reviewed.row.seq):
+            self._write(f"maps/{place}-{kept.step}.png", kept.png)
+            self.maps += 1
+
+    def _add_boxes(self, reviewed: ReviewedResult, step: Mapping[str, Any], image: Decoded) -> None:
+        name, review, result = step["expert"], reviewed.review, reviewed.row.result
+        if name not in self._experts:
+            self.left_out_of_yolo[f"the line has no expert {name} any more"] += 1
+            return
+        said, passing = answer_of(reviewed).of(name), self._passing(result.subject.component, name)
+        assert said is not None, "an expert with a step is one of the result's experts"
+        boxes = true_boxes(step, said, right_answer_of(self._config, reviewed, name), review.label, passing)
+        if isinstance(boxes, str):
+            self.left_out_of_yolo[boxes] += 1
+            return
+        pixels, labels = image.turned(Orientation.EXIF), self._experts[name].labels
+        try:
+            text = yolo_lines(boxes, labels, pixels.shape[:2])
+        except ValueError:
+            self.left_out_of_yolo[f"a box has a label that {name} has no more"] += 1
+            return
+        buffer = BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        place = f"yolo/{folder_name(name)}"
+        self._write(f"{place}/images/{reviewed.row.seq:08}.png", buffer.getvalue())
+        self._write(f"{place}/labels/{reviewed.row.seq:08}.txt", text.encode())
+        self.yolo[name] += 1
+
+    def _passing(self, component: str | None, expert: str) -> frozenset[str]:
+        return passing_labels(self._config.catalog.graph, component, expert)
+
+    def _write(self, place: str, content: bytes) -> None:
+        target = self._folder / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)

@@ -1,0 +1,86 @@
+"""Labels of reviewed images: the folder of a crop, and the boxes of a detector's image. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from experts.expert import NOTHING_FOUND, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from agent.records.station.reviews import ReviewedResult
+    from experts.graph import ExpertGraph
+
+    Box = Mapping[str, Any]
+    Step = Mapping[str, Any]
+
+OK_LABEL, DEFECT = "ok", "defect"
+STRANGE = re.compile(r"[^\w. -]|^\.+|[. ]+$")
+LONGEST_NAME = 60  # characters of four bytes, each written as %XX four times: below the 255 bytes of a filesystem
+
+
+def crop_label(reviewed: ReviewedResult, graph: ExpertGraph) -> str:
+    """Label of a part: ``ok`` for a good one, else the person's, else the one with which the machine found it NG."""
+    review, result = reviewed.review, reviewed.row.result
+    if review.verdict is Verdict.OK:
+        return OK_LABEL
+    found = result.label if result.verdict is Verdict.NG else None
+    passing = passing_labels(graph, result.subject.component, result.experts[-1]) if result.experts else frozenset()
+    label = review.label or (None if found in passing else found)
+    return DEFECT if label is None or folder_name(label).lower() == OK_LABEL else label
+
+
+def folder_name(text: str) -> str:
+    """A name of one folder on every filesystem: what is strange in it as %XX, as in URLs."""
+    cut = text if len(text) <= LONGEST_NAME else text[:LONGEST_NAME]
+    return STRANGE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), cut) or DEFECT
+
+
+def passing_labels(graph: ExpertGraph, component: str | None, expert: str) -> frozenset[str]:
+    """Labels with which a component's route goes on behind an expert."""
+    steps = graph.routes.get(component or "", ())
+    return frozenset().union(*(step.going_on for step in steps if step.expert == expert))
+
+
+def finds_boxes(step: Step) -> bool:
+    """A detector's step."""
+    is_other = "anomaly" in step or "outputs" in step
+    return bool(step["boxes"]) or (step["label"] == NOTHING_FOUND and not is_other)
+
+
+def true_boxes(
+    step: Step, said: Verdict, right: Verdict | None, label: str | None, passing: Collection[str]
+) -> Sequence[Box] | str:
+    """Boxes that a detector should find; or why they are not known. ``label``: the person's."""
+    boxes: Sequence[Box] = step["boxes"]
+    failing = [box for box in boxes if box["label"] not in passing]
+    if right is None:
+        return "its review says nothing of the detector"
+    if said is Verdict.UNKNOWN:
+        return "the verdict was UNKNOWN: no box was confirmed"
+    if right is Verdict.OK:
+        return [box for box in boxes if box["label"] in passing]
+    if said is Verdict.OK:
+        return "a missed defect has no boxes"
+    if boxes and not failing:
+        return "no box shows the defect"
+    if label is not None and label not in {box["label"] for box in failing} and boxes:
+        return "the person named another defect than the boxes"
+    return boxes
+
+
+def yolo_lines(boxes: Sequence[Box], labels: Sequence[str], size: tuple[int, int]) -> str:
+    """Boxes as lines of a YOLO label file: class, middle and extent in shares of the image. ``size``: (height, width).
+
+    Raises ValueError for a label that is not among ``labels``.
+    """
+    height, width = size
+    lines = []
+    for box in boxes:
+        left, right = (min(max(box[side] / width, 0.0), 1.0) for side in ("left", "right"))
+        top, bottom = (min(max(box[side] / height, 0.0), 1.0) for side in ("top", "bottom"))
+        shares = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
+        lines.append(" ".join([str(labels.index(box["label"])), *(f"{share:.6f}" for share in shares)]))
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,117 @@
+"""Experts' answers beside people's verdicts: precision, recall, escapes and false calls. Pure.
+
+An answer counts for an expert only where a person's verdict says what that expert should have said (``right_answer``).
+Shares have their 95 % interval (E. B. Wilson, Journal of the American Statistical Association 22, 1927), so that few
+reviews look like few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+Z_95 = 1.959963984540054  # of the normal distribution, two-sided
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Experts that judged an image, in the order of its route, and the verdict at its end."""
+
+    experts: tuple[str, ...]
+    verdict: Verdict
+
+    def of(self, expert: str) -> Verdict | None:
+        """What an expert said: OK where it let the image pass to another; None if it was not asked."""
+        if expert not in self.experts:
+            return None
+        return self.verdict if expert == self.experts[-1] else Verdict.OK
+
+
+def right_answer(
+    expert: str, answered: Answer, truth: tuple[Verdict, str | None], labels: Mapping[str, Collection[str]]
+) -> Verdict | None:
+    """What an expert should say of an image; None where its review does not tell. ``truth``: a person's verdict and
+    label; ``answered``: the verdict that the person saw; ``labels``: those of each expert.
+
+    A good part is OK for all. A defect is NG for the experts that have its label. A defect without a label, or with one
+    that no expert of the route has, is NG for the expert that found it, or else for all that missed it.
+    """
+    verdict, label = truth
+    if verdict is Verdict.OK:
+        return Verdict.OK
+    if label in labels.get(expert, ()):
+        return Verdict.NG
+    if any(label in labels.get(other, ()) for other in answered.experts):
+        return None
+    is_found = answered.verdict is Verdict.NG and answered.experts
+    return Verdict.NG if not is_found or answered.experts[-1] == expert else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``count`` among ``of`` images."""
+
+    count: int
+    of: int
+
+    @property
+    def share(self) -> float | None:
+        return self.count / self.of if self.of else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the share; 0 to 1 without an image."""
+        if not self.of:
+            return 0.0, 1.0
+        share, spread = self.count / self.of, Z_95**2 / self.of
+        middle = share + spread / 2
+        margin = Z_95 * math.sqrt(share * (1 - share) / self.of + spread / (4 * self.of))
+        low, high = (middle - margin) / (1 + spread), (middle + margin) / (1 + spread)
+        return (max(low, 0.0) if self.count else 0.0), (min(high, 1.0) if self.count < self.of else 1.0)
+
+    def as_json(self) -> dict[str, float | int | None]:
+        low, high = self.interval
+        return {"count": self.count, "of": self.of, "share": self.share, "low": low, "high": high}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Reviewed images of one expert: bad ones ``caught`` (NG) and ``escaped`` (OK), good ones ``called`` (NG) and
+    ``passed`` (OK), and those of any kind that were UNKNOWN."""
+
+    caught: int = 0
+    escaped: int = 0
+    called: int = 0
+    passed: int = 0
+    unknown: int = 0
+
+    @property
+    def images(self) -> int:
+        return self.caught + self.escaped + self.called + self.passed + self.unknown
+
+    def rates(self) -> dict[str, Rate]:
+        bad, good = self.caught + self.escaped, self.called + self.passed
+        return {
+            "precision": Rate(self.caught, self.caught + self.called),
+            "recall": Rate(self.caught, bad),
+            "escapes": Rate(self.escaped, bad),
+            "false_calls": Rate(self.called, good),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        rates = {name: rate.as_json() for name, rate in self.rates().items()}
+        return {"images": self.images, "unknown": self.unknown, **rates}
+
+
+def figures_of(pairs: Iterable[tuple[Verdict, Verdict]]) -> Figures:
+    """``pairs``: of each image what the expert said, and the right answer (OK or NG)."""
+    counts = Counter("unknown" if said is Verdict.UNKNOWN else f"{said}/{right}" for said, right in pairs)
+    names = {"NG/NG": "caught", "OK/NG": "escaped", "NG/OK": "called", "OK/OK": "passed", "unknown": "unknown"}
+    return Figures(**{names[kind]: count for kind, count in counts.items()})

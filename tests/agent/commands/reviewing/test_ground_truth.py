@@ -1,0 +1,121 @@
+"""What people say of a served line's verdicts: exported, and the ground truth of its next version."""
+
+import json
+import re
+from contextlib import closing
+from datetime import UTC, datetime, time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.cli.app import app
+from agent.records.result_writer import ResultStore
+from agent.records.shadow_answers import read_comparison
+from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.shifts import Shifts
+from experts.expert import Verdict
+from tests.agent.commands.rejudging.conftest import ServedLine
+from tests.agent.service.fake_line import picture
+from tests.waiting import until
+
+OK, NG = Verdict.OK, Verdict.NG
+
+
+def coserve(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def told(*words):
+    return json.loads(coserve(*words, "--json").stdout)
+
+
+def counts(figures):
+    return {name: (figures[name]["count"], figures[name]["of"]) for name in ("precision", "recall", "escapes")}
+
+
+def review(line, said):
+    """``said``: the person's verdict by the ref of the image."""
+    seqs = {row.result.subject.ref: row.seq for row in line.results.query()}
+    with closing(ResultStore(line.config.results_file)) as store:
+        reviews = Reviews(store, Shifts((time(6),), UTC), lambda: datetime.now(UTC))
+        for ref, verdict in said.items():
+            reviews.add(SecondVerdict(seqs[ref], verdict, "ann"))
+
+
+@pytest.fixture
+def line(tmp_path):
+    """Six images, all NG by an expert whose shadow calls them OK; people call two of them bad."""
+    line = ServedLine(tmp_path)
+    line.add_expert(2, has_route=False)
+    line.document["experts"]["cls/f0"]["shadow"] = "cls/f2"
+    line.fake(0, label="bad")
+    line.fake(2, weight_bytes=900_000)
+    line.watch()
+    for number in range(6):
+        line.drop(f"B{number}_c0_R{number}.png", picture((40 * number, 0, 0)))
+    with line.served():
+        until(lambda: line.unfiled() == 0)
+        until(lambda: (found := read_comparison(line.config.results_file, "cls/f0", "cls/f2")) and found.images == 6)
+    review(line, {"R0": OK, "R1": OK, "R2": OK, "R3": NG, "R4": NG})
+    return line
+
+
+def test_a_false_call_is_exported_and_counts_for_the_version_that_would_not_have_made_it(line):
+    export = told("review", "export", line.write(), line.folder / "data")
+    assert (export["crops"], export["left_out"]) == ({"c0/ok": 3, "c0/bad": 2}, {})
+    (row,) = told("experts", "compare", line.file, "cls/f0")["reviewed"]
+    assert (row["expert"], row["before"]["images"], row["after"]["images"]) == ("cls/f0", 5, 5)
+    assert counts(row["before"]) == {"precision": (2, 5), "recall": (2, 2), "escapes": (0, 2)}
+    assert counts(row["after"]) == {"precision": (0, 0), "recall": (0, 2), "escapes": (2, 2)}
+    assert (row["before"]["false_calls"]["share"], row["after"]["false_calls"]["share"]) == (1.0, 0.0)
+    shown = coserve("experts", "compare", line.file, "cls/f0").stdout
+    assert "cls/f0 on 5 reviewed images: before, then after" in shown
+    assert "  precision     2 of 5, 40.0% [11.8%, 76.9%]      none reviewed" in shown
+
+
+def test_the_example_of_the_docs_prints_what_it_shows(line, monkeypatch):
+    page = (Path(__file__).parents[4] / "docs" / "models.md").read_text("utf-8")
+    text = page.partition("## Reviews:")[2].partition("```console\n")[2].partition("```")[0]
+    text = text.replace("cls/resistor-0402", "cls/f0").replace("resistor-0402", "c0")
+    line.write()
+    monkeypatch.chdir(line.folder)
+    printed = ""
+    for command in re.findall(r"^\$ coserve (.*)$", text, re.MULTILINE):
+        printed += f"$ coserve {command}\n" + coserve(*command.split()).stdout
+    assert printed == text
+
+
+def test_promotion_shows_the_same_figures_and_warns_of_more_escapes_once(line):
+    done = coserve("experts", "promote", line.write(), "cls/f0")
+    assert "escapes       0 of 2, 0.0% [0.0%, 65.8%]        2 of 2, 100.0% [34.2%, 100.0%]" in done.stdout
+    assert done.stderr == "WARNING: cls/f0 lets more defects escape than before, by the images that people reviewed\n"
+    back = coserve("experts", "promote", line.file, "cls/f0")  # now other versions stand in the file than were compared
+    assert ("reviewed images" in back.stdout, back.stderr) == (False, "")
+
+
+@pytest.mark.parametrize("source", ["reviewed", "results"])
+def test_a_candidate_judges_the_reviewed_images_and_is_measured_by_them(line, source):
+    row = told("experts", "compare", line.write(), "cls/f0", "--over", source)
+    assert (row["images"], row["ng_to_ok"]) == ((5, 5) if source == "reviewed" else (6, 6))
+    (reviewed,) = row["reviewed"]
+    assert counts(reviewed["before"])["precision"] == (2, 5)
+    assert counts(reviewed["after"])["escapes"] == (2, 2)
+
+
+def test_an_archive_judged_anew_says_how_each_expert_did_and_does(line):
+    line.fake(0, label="ok")
+    row = told("rejudge", line.write(), "reviewed", "--out", line.folder / "again.parquet")
+    (reviewed,) = row["reviewed"]
+    assert (reviewed["expert"], row["images"]) == ("cls/f0", 5)
+    assert (counts(reviewed["before"])["escapes"], counts(reviewed["after"])["escapes"]) == ((0, 2), (2, 2))
+
+
+def test_without_reviews_nothing_is_claimed(line):
+    with closing(ResultStore(line.config.results_file)) as store:
+        store.write(lambda database: database.execute("DELETE FROM reviews"))
+    assert told("experts", "compare", line.write(), "cls/f0")["reviewed"] == []
+    assert "reviewed" not in coserve("experts", "compare", line.file, "cls/f0").stdout
+    assert coserve("experts", "promote", line.file, "cls/f0").stderr == ""

@@ -1,0 +1,88 @@
+"""Figures of experts beside people's verdicts: what counts for whom, and how sure a share is."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.records.truth.figures import Z_95, Answer, Figures, Rate, figures_of, right_answer
+from experts.expert import Verdict
+
+OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+LABELS = {"cls": ("ok", "missing"), "det": ("aligned", "shifted"), "ano": ("ok", "anomalous")}
+RATES = st.integers(0, 400).flatmap(lambda of: st.tuples(st.integers(0, of), st.just(of)))
+
+
+@given(RATES)
+def test_an_interval_holds_its_share_and_ends_where_wilson_s_equation_does(counts):
+    rate = Rate(*counts)
+    low, high = rate.interval
+    assert 0.0 <= low <= high <= 1.0
+    if not rate.of:
+        assert (low, high, rate.share) == (0.0, 1.0, None)
+        return
+    assert low - 1e-12 <= rate.share <= high + 1e-12
+    for end in {low, high} - {0.0, 1.0}:
+        assert abs(rate.share - end) == pytest.approx(Z_95 * math.sqrt(end * (1 - end) / rate.of))
+
+
+@given(RATES, st.integers(2, 10))
+def test_more_reviews_of_the_same_share_make_it_surer(counts, times):
+    (low, high), (surer_low, surer_high) = Rate(*counts).interval, Rate(*(count * times for count in counts)).interval
+    assert surer_high - surer_low <= high - low + 1e-12
+
+
+@given(st.lists(st.tuples(st.sampled_from(Verdict), st.sampled_from([OK, NG]))))
+def test_every_image_is_counted_once(pairs):
+    found = figures_of(pairs)
+    assert found.images == len(pairs)
+    rates = found.rates()
+    judged = [pair for pair in pairs if pair[0] is not UNKNOWN]
+    assert rates["recall"].count + rates["escapes"].count == sum(right is NG for _, right in judged)
+    assert rates["precision"].count + rates["false_calls"].count == sum(said is NG for said, _ in judged)
+    assert rates["recall"].of + rates["false_calls"].of + found.unknown == len(pairs)
+
+
+def test_figures_are_told_with_their_counts():
+    told = Figures(caught=8, escaped=2, called=4, passed=6, unknown=1).as_json()
+    assert (told["images"], told["unknown"]) == (21, 1)
+    assert {name: (told[name]["count"], told[name]["of"]) for name in ("precision", "recall", "escapes")} == {
+        "precision": (8, 12), "recall": (8, 10), "escapes": (2, 10),
+    }  # fmt: skip
+    low, high = pytest.approx(0.1682, abs=1e-4), pytest.approx(0.6873, abs=1e-4)
+    assert told["false_calls"] == {"count": 4, "of": 10, "share": 0.4, "low": low, "high": high}
+
+
+@pytest.mark.parametrize(
+    ("answered", "said"),
+    [
+        (Answer(("cls", "det"), NG), {"cls": OK, "det": NG, "ano": None}),
+        (Answer(("cls", "det"), UNKNOWN), {"cls": OK, "det": UNKNOWN}),
+        (Answer((), UNKNOWN), {"cls": None}),
+    ],
+)
+def test_an_expert_that_let_an_image_pass_said_ok(answered, said):
+    assert {expert: answered.of(expert) for expert in said} == said
+
+
+BOTH_NG, BOTH_OK = Answer(("cls", "det"), NG), Answer(("cls", "det"), OK)
+
+
+@pytest.mark.parametrize(
+    ("answered", "truth", "right"),
+    [
+        (BOTH_NG, (OK, None), {"cls": OK, "det": OK}),  # a false call of det, and cls was right
+        (BOTH_NG, (OK, "shifted"), {"cls": OK, "det": OK}),
+        (BOTH_NG, (NG, None), {"cls": None, "det": NG}),  # det's find says nothing of cls
+        (BOTH_NG, (NG, "missing"), {"cls": NG, "det": None}),  # cls missed what det found for another reason
+        (BOTH_NG, (NG, "scratch"), {"cls": None, "det": NG}),
+        (BOTH_OK, (NG, None), {"cls": NG, "det": NG}),
+        (BOTH_OK, (NG, "shifted"), {"cls": None, "det": NG}),
+        (BOTH_OK, (NG, "scratch"), {"cls": NG, "det": NG}),
+        (Answer((), UNKNOWN), (NG, None), {"cls": NG}),
+        (Answer(("ano",), UNKNOWN), (NG, "anomalous"), {"ano": NG, "cls": None}),
+    ],
+)
+def test_a_review_counts_for_the_experts_that_it_speaks_of(answered, truth, right):
+    assert {expert: right_answer(expert, answered, truth, LABELS) for expert in right} == right
