@@ -311,6 +311,10 @@ class FlightRecord:
 
     # -- any thread --
 
+    @property
+    def executors(self) -> Sequence[ExecutorSpec]:
+        return _copied(self._executors.values())
+
     def named(self, request: int, key: str) -> None:
         """Give a request the key by which it is found, before its outcome is delivered."""
         self._keys[request] = key
@@ -385,7 +389,7 @@ class FlightRecord:
         for run in _copied(self._runs):
             ended_s = now_s if run.ended_s is None else run.ended_s
             busy_s[run.batch.executor] += max(ended_s - max(run.began_s, now_s - last_s), 0.0)
-        return {executor: min(busy_s[executor] / last_s, 1.0) for executor in tuple(self._executors)}
+        return {executor: min(busy_s[executor] / last_s, 1.0) for executor in _copied(self._executors)}
 
     def wait_p99_s(self) -> float | None:
         """Of the ``WAITS`` latest ended requests: seconds from arrival to the first batch."""

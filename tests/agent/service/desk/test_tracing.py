@@ -1,0 +1,101 @@
+"""The trace of a served line, decoded by Perfetto's own protobufs."""
+
+from collections import defaultdict
+
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+from agent.service.desk.tracing import Slice, _lanes, trace_of
+from tests.agent.service.fake_line import asked, ordered, picture
+from tests.lines import order
+from tests.waiting import until
+
+BEGIN, END, COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
+
+
+class Decoded:
+    """Slices and counters of a trace, by the name of their track."""
+
+    def __init__(self, content):
+        trace = Trace.FromString(content)
+        trace.DiscardUnknownFields()
+        assert trace.ByteSize() == len(content)
+        self.names, self.slices, self.counters = {}, defaultdict(list), defaultdict(list)
+        under_way, latest_ns = {}, 0
+        for packet in trace.packet:
+            if packet.HasField("track_descriptor"):
+                told = packet.track_descriptor
+                self.names[told.uuid] = told.name or told.process.process_name
+                assert told.parent_uuid in ({0} if told.HasField("process") else {1})
+                continue
+            event, name = packet.track_event, self.names[packet.track_event.track_uuid]
+            assert packet.timestamp >= latest_ns
+            latest_ns = packet.timestamp
+            if event.type == BEGIN:
+                assert name not in under_way, "slices of one track overlap"
+                notes = {each.name: each.string_value or each.int_value for each in event.debug_annotations}
+                under_way[name] = [event.name, packet.timestamp, None, notes]
+                self.slices[name].append(under_way[name])
+            elif event.type == END:
+                under_way.pop(name)[2] = packet.timestamp
+            else:
+                assert event.type == COUNTER
+                self.counters[name].append(event.counter_value)
+        self.under_way = under_way
+
+    @property
+    def batches(self):
+        return [each for name, slices in self.slices.items() if name.startswith("executor") for each in slices]
+
+
+@pytest.fixture
+def tight_line(line):
+    """Room for one of the two experts."""
+    line.document["memory"] = {"host": "11500KB", "workspace": "10MB"}
+    return line
+
+
+def test_a_trace_has_the_batches_loads_decisions_and_memories_that_were(tight_line):
+    with tight_line.served() as service:
+        for component in ("c0", "c1", "c0", "c1"):
+            asked(service, order(picture(), component=component))
+        until(lambda: len(service.agent.loop.here.preparation.latest) == 4)  # noted after the answer
+        statistics = service.agent.loop.statistics()
+        decoded = Decoded(trace_of(service.agent.loop, "test", 600.0))
+    assert decoded.names[1] == "coserve test"
+    assert [each[0] for each in decoded.batches] == ["cls/f0", "cls/f1", "cls/f0", "cls/f1"]
+    assert [each[3] for each in decoded.batches] == [{"requests": 1, "kind": "batch"}] * 4
+    assert all(end >= begin for _, begin, end, _ in decoded.batches)
+    loads = decoded.slices["link ssd to host"]
+    assert len(loads) == sum(statistics.engine.loads.values())
+    assert [each[3]["evicted"] for each in loads[1:]] == ["cls/f0", "cls/f1", "cls/f0"][: len(loads) - 1]
+    assert {each[3]["claim"] for each in loads[1:]} == {"head"}
+    decisions = [each[0] for each in decoded.slices["decisions"]]
+    assert decisions[0] == "Started"
+    assert decisions.count("Finished") == 4
+    prepared = [each[0] for name, slices in decoded.slices.items() if "preparation" in name for each in slices]
+    assert sorted(prepared) == ["cls/f0", "cls/f0", "cls/f1", "cls/f1"]
+    (pool,) = statistics.engine.pools
+    held = decoded.counters["memory host"]
+    assert held[0] == 0
+    assert held[-1] == pool.used_bytes
+    assert max(held) <= pool.expert_bytes
+    assert min(held) >= 0
+
+
+def test_what_is_under_way_has_no_end_and_what_is_older_is_not_told(line, batches):
+    with line.served() as service:
+        asked(service, order(picture(), component="c0"))
+        batches.clear()
+        (caller,) = ordered(service, order(picture(), component="c1"))
+        until(lambda: any(queue.running for queue in service.desk.status().queues))
+        decoded = Decoded(trace_of(service.agent.loop, "test", 0.0))
+        assert [(each[0], each[2]) for each in decoded.batches] == [("cls/f1", None)]
+        assert list(decoded.under_way) == ["executor 0 cpu"]
+        batches.set()
+        caller.wait()
+
+
+def test_slices_that_overlap_get_tracks_of_their_own():
+    first, second, third = Slice(0.0, 2.0, "a", {}), Slice(1.0, None, "b", {}), Slice(2.0, 3.0, "c", {})
+    assert _lanes([third, second, first]) == [[first, third], [second]]
