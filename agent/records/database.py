@@ -130,7 +130,8 @@ STATION_TABLES = (
         at TEXT NOT NULL, undone_at TEXT, undone_by TEXT
     )""",
     "CREATE INDEX reviews_result ON reviews (result)",
-    "CREATE UNIQUE INDEX reviews_counting ON reviews (result) WHERE undone_at IS NULL",
+    "CREATE UNIQUE INDEX reviews_one ON reviews (result) WHERE undone_at IS NULL",
+    "CREATE INDEX reviews_counting ON reviews (finding, result) WHERE undone_at IS NULL",
     "CREATE INDEX reviews_at ON reviews (at)",
     "CREATE TRIGGER reviews_go AFTER DELETE ON results BEGIN DELETE FROM reviews WHERE result = OLD.seq; END",
     # a run of a board is over: an image of the serial stored after the result `after_seq` is not of it
@@ -148,6 +149,19 @@ STATION_TABLES = (
         cleared_at TEXT
     )""",
     "CREATE INDEX alarms_open ON alarms (name) WHERE cleared_at IS NULL",
+    # pages of results and boards, newest first: each verdict's rows lie in the order of their numbers
+    "CREATE INDEX results_verdict ON results (verdict)",
+    "CREATE INDEX results_component ON results (component, verdict)",
+    "CREATE INDEX results_label ON results (label, verdict)",
+    "CREATE INDEX results_experts ON results (experts, verdict)",
+    "CREATE INDEX results_source ON results (substr(key, 1, instr(key, '/') - 1), verdict)",
+    "CREATE INDEX boards_verdict ON boards (verdict)",
+    # totals of a time
+    "DROP INDEX results_finished_at",
+    "CREATE INDEX results_finished_at ON results (finished_at, verdict)",
+    "CREATE INDEX results_bad ON results (finished_at, component, label) WHERE verdict != 'OK'",
+    "DROP INDEX boards_closed_at",
+    "CREATE INDEX boards_closed_at ON boards (closed_at, verdict)",
 )
 
 

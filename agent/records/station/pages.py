@@ -1,0 +1,249 @@
+"""Pages of stored results and boards, newest first, and totals of a shift, for a station's page and an MES.
+
+Guarantees: reads committed rows only, in short queries. A page is found by an index: that of the filter with the fewest
+rows, for each verdict; the other filters are compared on these rows. Totals read each result once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from agent.records.database import open_for_reading, read_rows, utc_text
+from agent.records.result_reader import LARGEST_SEQ, board_row, result_row
+from agent.records.station.reviews import AS_REVIEW, review_of_row
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterator, Mapping
+    from datetime import datetime
+    from pathlib import Path
+
+    from agent.records.results import BoardRow, ResultRow
+    from agent.records.station.reviews import Finding, Review
+
+COUNTED_ROWS = 2000  # of a filter: enough to tell a rare value from a common one
+RANGED_ROWS = 100_000  # of a time: the numbers of a longer one are not looked up
+INDEXED = {  # filters with an index each
+    "board": "board",
+    "component": "component",
+    "experts": "experts",
+    "label": "label",
+    "source": "substr(key, 1, instr(key, '/') - 1)",
+}
+CHAINS = """
+    WITH RECURSIVE chains (experts) AS (
+        SELECT min(experts) FROM results
+        UNION ALL SELECT (SELECT min(results.experts) FROM results WHERE results.experts > chains.experts) FROM chains
+        WHERE chains.experts IS NOT NULL
+    ) SELECT experts FROM chains WHERE EXISTS (SELECT 1 FROM json_each(chains.experts) WHERE value = ?)
+"""  # each list of experts by one look into the index
+RANGE = "SELECT {2} FROM {0} INDEXED BY {0}_{1} WHERE {1} >= ? AND {1} < ?"
+FEW = f"SELECT min(seq), max(seq), count(*) FROM ({RANGE} LIMIT {RANGED_ROWS + 1})"
+COUNT = f"SELECT count(*) FROM (SELECT 1 FROM results WHERE {{}} = ? AND verdict = ? LIMIT {COUNTED_ROWS})"
+REVIEWED = "(SELECT result FROM reviews INDEXED BY reviews_counting WHERE undone_at IS NULL)"
+OF_FINDING = "seq IN (SELECT result FROM reviews INDEXED BY reviews_counting WHERE undone_at IS NULL AND finding = ?)"
+LISTED = f"""
+    SELECT results.*, {AS_REVIEW}, EXISTS (SELECT 1 FROM anomaly_maps WHERE anomaly_maps.seq = results.seq) AS has_maps
+    FROM results LEFT JOIN reviews ON reviews.result = results.seq AND undone_at IS NULL
+    WHERE results.seq IN (SELECT value FROM json_each(?)) ORDER BY results.seq DESC
+"""
+# The first time by an index on times, then by numbers.
+VERDICTS = """
+    SELECT verdict, count(*), max(seq) FROM results {} WHERE finished_at >= :since AND seq > :last GROUP BY verdict
+"""
+BAD = """
+    SELECT component, label, count(*) FROM results {} WHERE verdict != 'OK' AND finished_at >= :since AND seq > :last
+    GROUP BY component, label
+"""
+BOARDS = "SELECT verdict, count(*) FROM boards INDEXED BY boards_closed_at WHERE closed_at >= ? GROUP BY verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultQuery:
+    """Filters of results; None: any. ``expert``: one of those that judged; ``source``: the beginning of the key, as in
+    a stored subject. ``since`` and ``until`` are of the verdict. ``before``: number."""
+
+    verdicts: tuple[Verdict, ...] = tuple(Verdict)
+    component: str | None = None
+    expert: str | None = None
+    label: str | None = None
+    board: str | None = None
+    source: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    reviewed: bool | None = None
+    finding: Finding | None = None
+    before: int | None = None
+    limit: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class ListedResult:
+    """``review``: the one that counts."""
+
+    row: ResultRow
+    has_maps: bool
+    review: Review | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPage:
+    """``next``: the ``before`` of the next page; None for the last page."""
+
+    results: tuple[ListedResult, ...]
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BoardQuery:
+    """Filters of closed boards; None: any. ``since`` and ``until`` are of the closing. ``before``: number."""
+
+    serial: str | None = None
+    verdict: Verdict | None = None
+    board_type: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    before: int | None = None
+    limit: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class BoardPage:
+    boards: tuple[BoardRow, ...]
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Results and boards since a time. ``bad``: images that are NG or UNKNOWN by component and label, most first."""
+
+    verdicts: Mapping[Verdict, int]
+    boards: Mapping[Verdict, int]
+    bad: tuple[tuple[str, str | None, int], ...]
+
+
+class StationReader:
+    """Reads one results file. Each call is one short query, or several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def page(self, query: ResultQuery) -> ResultPage:
+        with closing(open_for_reading(self.path)) as connection:
+            found = sorted(
+                (seq for sql, values in branches(connection, query) for (seq,) in connection.execute(sql, values)),
+                reverse=True,
+            )[: query.limit]
+            rows = connection.execute(LISTED, (json.dumps(found),)).fetchall()
+        return ResultPage(tuple(_listed(row) for row in rows), found[-1] if len(found) == query.limit else None)
+
+    def listed(self, seq: int) -> ListedResult | None:
+        rows = read_rows(self.path, LISTED, (json.dumps([seq]),))
+        return _listed(rows[0]) if rows else None
+
+    def board_page(self, query: BoardQuery) -> BoardPage:
+        with closing(open_for_reading(self.path)) as connection:
+            conditions, values = _numbered(connection, "boards", "closed_at", query)
+            for name in ("serial", "verdict", "board_type"):
+                if (value := getattr(query, name)) is not None:
+                    conditions.append(f"{'+' if name == 'board_type' else ''}{name} = ?")  # there are few types
+                    values.append(value)
+            sql = f"SELECT * FROM boards WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT ?"
+            rows = connection.execute(sql, (*values, query.limit)).fetchall()
+        return BoardPage(tuple(map(board_row, rows)), rows[-1]["seq"] if len(rows) == query.limit else None)
+
+    def board(self, number: int) -> BoardRow | None:
+        rows = read_rows(self.path, "SELECT * FROM boards WHERE seq = ?", (number,))
+        return board_row(rows[0]) if rows else None
+
+
+class RunningTotals:
+    """Totals since a time, such as a shift's beginning. For any thread; a later call reads later results only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._of: tuple[str, str] | None = None  # results file and time
+        self._last = 0
+        self._verdicts: Counter[Verdict] = Counter()
+        self._bad: Counter[tuple[str, str | None]] = Counter()
+
+    def since(self, moment: datetime) -> Totals:
+        since = utc_text(moment)
+        with self._lock, closing(open_for_reading(self._path)) as connection:
+            connection.execute("BEGIN")  # one snapshot
+            self._read_on(connection, since)
+            boards = {Verdict(verdict): count for verdict, count in connection.execute(BOARDS, (since,))}
+            bad = tuple((*place, count) for place, count in self._bad.most_common())
+            return Totals({verdict: self._verdicts[verdict] for verdict in Verdict}, boards, bad)
+
+    def _read_on(self, connection: sqlite3.Connection, since: str) -> None:
+        of = connection.execute("SELECT id FROM identity").fetchone()[0], since
+        if of != self._of:
+            self._of, self._last, self._verdicts, self._bad = of, 0, Counter(), Counter()
+        values = {"since": since, "last": self._last}
+        by_verdict, bad = (
+            ("NOT INDEXED",) * 2 if self._last else ("INDEXED BY results_finished_at", "INDEXED BY results_bad")
+        )
+        for component, label, count in connection.execute(BAD.format(bad), values):
+            self._bad[component, label] += count
+        for verdict, count, last in connection.execute(VERDICTS.format(by_verdict), values).fetchall():
+            self._verdicts[Verdict(verdict)] += count
+            self._last = max(self._last, last)
+
+
+def branches(connection: sqlite3.Connection, query: ResultQuery) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Statements with their values, each for the numbers of its newest results: one for each verdict and route."""
+    conditions, values = _numbered(connection, "results", "finished_at", query)
+    if query.finding is not None:
+        conditions.append(OF_FINDING)
+        values.append(query.finding)
+    if query.reviewed is not None:
+        conditions.append(f"seq {'IN' if query.reviewed else 'NOT IN'} {REVIEWED}")
+    is_by_review = query.finding is not None or query.reviewed is True
+    given = {name: getattr(query, name, None) for name in INDEXED}
+    chains: list[str | None] = [None]
+    if query.expert is not None:
+        chains = [row[0] for row in connection.execute(CHAINS, (query.expert,))]
+    for chain, verdict in product(chains, query.verdicts):
+        filters = [(INDEXED[name], value) for name, value in (given | {"experts": chain}).items() if value is not None]
+        if len(filters) > 1:
+            filters.sort(key=lambda one: connection.execute(COUNT.format(one[0]), (one[1], verdict)).fetchone()[0])
+        # a plus keeps SQLite, which has no statistics, from the other indexes
+        pluses = ["+" if number or is_by_review else "" for number in range(len(filters))]
+        by_index = [f"{plus}{column} = ?" for plus, (column, _) in zip(pluses, filters, strict=True)]
+        by_verdict = "+verdict = ?" if is_by_review or filters[:1] == [("board", query.board)] else "verdict = ?"
+        sql = f"SELECT seq FROM results WHERE {' AND '.join([*conditions, *by_index, by_verdict])}"
+        yield f"{sql} ORDER BY seq DESC LIMIT ?", (*values, *(value for _, value in filters), verdict, query.limit)
+
+
+def _numbered(
+    connection: sqlite3.Connection, table: str, time: str, query: ResultQuery | BoardQuery
+) -> tuple[list[str], list[object]]:
+    """Conditions on number and time. The numbers of a time are looked up, as the clock may have been set back."""
+    latest = LARGEST_SEQ if query.before is None else query.before - 1
+    if query.since is None and query.until is None:
+        return ["seq <= ?"], [latest]
+    times = (
+        ("" if query.since is None else utc_text(query.since)),
+        ("~" if query.until is None else utc_text(query.until)),
+    )
+    first, last, count = connection.execute(FEW.format(table, time, "seq"), times).fetchone()
+    if count > RANGED_ROWS:
+        first, last = 0, latest
+        if query.until is not None:
+            (last,) = connection.execute(RANGE.format(table, time, "max(seq)"), times).fetchone()
+    numbers = (first, min(last, latest)) if count else (1, 0)
+    return ["seq BETWEEN ? AND ?", f"+{time} >= ?", f"+{time} < ?"], [*numbers, *times]
+
+
+def _listed(row: sqlite3.Row) -> ListedResult:
+    review = None if row["review_number"] is None else review_of_row(row, "review_")
+    return ListedResult(result_row(row), bool(row["has_maps"]), review)
