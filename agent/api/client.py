@@ -90,6 +90,12 @@ class AgentClient:
         with self._explained():
             return status_of(self._agent.Status(pb.StatusRequest(), timeout=ANSWER_S, metadata=self._metadata))
 
+    def explain(self, subject: str) -> list[str]:
+        """Sentences. Raises OrderRefused for an unknown subject."""
+        with self._explained():
+            request = pb.ExplainRequest(subject=subject)
+            return list(self._agent.Explain(request, timeout=ANSWER_S, metadata=self._metadata).sentences)
+
     def generate(self, order: TextOrder) -> Iterator[TextEvent]:
         """Pieces of a text as they are written, then its end. Raises OrderRefused; closing the iterator cancels."""
         replies = self._texts.Generate(text_request(order), metadata=self._metadata)

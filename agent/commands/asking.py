@@ -1,4 +1,4 @@
-"""Requests to a running agent: status, inspect with --target, generate. No model is loaded here.
+"""Requests to a running agent: status, explain, inspect with --target, generate. No model is loaded here.
 
 Guarantees: a model's text cannot act on a terminal: control characters are shown escaped.
 """
@@ -46,6 +46,11 @@ class AgentAccess:
 def ask_status(config: LineConfig | None, access: AgentAccess) -> StatusView:
     with _client(config, access) as client:
         return client.status()
+
+
+def ask_explanation(config: LineConfig | None, access: AgentAccess, subject: str) -> list[str]:
+    with _client(config, access) as client:
+        return client.explain(subject)
 
 
 def ask_to_inspect(

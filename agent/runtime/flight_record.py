@@ -1,7 +1,7 @@
 """Flight record: bounded rings of what the loop saw and did, from which waits, evictions and traces are explained.
 
 Guarantees: each note is O(1), on the loop's thread, and takes no lock; a reader copies a ring and never makes the loop
-wait. The rings hold a fixed number of entries: the last minute of a line with 270 images, 270 batches and 540 decisions
+wait. The rings hold a fixed number of entries: the last minute of a line with 130 images, 130 batches and 540 decisions
 a second, and longer of a slower one. Entries are of all workers; preparation is of this process alone.
 
 Times are those of the loop's clock. Experts have the Engine's names.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agent.core.request import Batch
     from agent.runtime.images.preparation import ImagePrepared
 
-REQUESTS = BATCHES = 16_384  # arbitrary, as are those below: about 30 MB in all when every ring is full
+REQUESTS = BATCHES = 8_192  # arbitrary, as are those below: about 30 MB in all when every ring is full
 DECISIONS = 32_768
 LOADS, EVICTIONS = 4_096, 2_048
 CANDIDATES = 12  # of an eviction, in ranked order

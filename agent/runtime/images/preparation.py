@@ -50,7 +50,7 @@ LEAST_THREADS = 2
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # with less, the decoder's smoothing would show
 AT_ONCE = -math.inf
-LATEST = 16_384  # preparations that are kept for the flight record
+LATEST = 8_192  # preparations that are kept for the flight record
 
 
 def unwatched(request: int) -> AbstractContextManager[object]:

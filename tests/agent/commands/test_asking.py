@@ -50,6 +50,17 @@ def test_status_at_an_address_needs_no_line_file_and_shows_the_token(line, desk,
     assert "line test" in coserve("status", line, "--target", desk.tcp).stdout  # the line's own token
 
 
+def test_why_is_told_in_sentences_by_line_file_or_address(line, desk, tmp_path):
+    told = desk.explanation("cls/resistor").sentences
+    assert coserve("explain", line, "cls/resistor").stdout.splitlines() == list(told)
+    there = f"unix:{tmp_path}/state/coserve.sock"
+    row = json.loads(coserve("explain", "cls/resistor", "--target", there, "--json").stdout)
+    assert row == {"subject": "cls/resistor", "sentences": list(told)}
+    assert "nothing is called 'x'" in coserve("explain", line, "x", check=1).stderr
+    for words in (("cls/resistor",), (line, "cls/resistor", "more")):
+        assert "SUBJECT" in coserve("explain", *words, check=2).stderr
+
+
 def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
     for name, content in {"a.png": b"x", "b.png": b"NG", "d.png": b"UNKNOWN"}.items():
         (tmp_path / name).write_bytes(content)
