@@ -4,6 +4,7 @@ import math
 import sqlite3
 import threading
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count, islice
 from pathlib import Path
@@ -131,11 +132,11 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
         stored(store, *(result(n) for n in range(1200)), result(5000), result(2000, board=None))
         newest = store.newest_first()
         assert list(islice(newest, 3)) == [
-            lines.inspection(None, "main", "resistor-0402", "R2000", Verdict.OK, NOON + timedelta(seconds=2000)),
-            *(
-                lines.inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, NOON + timedelta(seconds=n))
-                for n in (5000, 1199)
-            ),
+            replace(
+                lines.inspection(board, "main", "resistor-0402", f"R{n}", Verdict.OK, NOON + timedelta(seconds=n)),
+                seq=seq,
+            )
+            for board, n, seq in ((None, 2000, 1202), ("b1", 5000, 1201), ("b1", 1199, 1200))
         ]
         assert [one.at for one in newest] == [NOON + timedelta(seconds=n) for n in range(1198, -1, -1)]
 
