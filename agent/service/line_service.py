@@ -330,6 +330,7 @@ class LineService:
             *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
             *(f"results: {alarm}" for alarm in (store.log_alarm, store.damage_alarm) if alarm is not None),
             *self._upkeep.alarms(),
+            *(alarm for name, alarm in self._upkeep.false_calls.alarms.items() if name in self._config.catalog.experts),
             *(f"{view.name}: {view.alarm}" for view in self._source_views() if view.alarm is not None),
             *(f"{duty}: {reason}" for duty, reason in failing.items()),
         ]

@@ -15,6 +15,7 @@ from agent.records.result_writer import ResultStore
 from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
 from agent.records.retention.sweeper import Sweeper
+from agent.service.false_calls import FalseCallWatch
 from agent.service.housekeeping import Housekeeper
 from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
@@ -49,7 +50,8 @@ class Upkeep:
         self._sweeper = Sweeper(config.records.keep, archive, shelves, self.store, is_needed=is_needed)
         section = config.records.export
         self._export = None if section is None else ResultExport(section, config.line, self.store, wall)
-        duties = {"retention": self._sweeper.step}
+        self.false_calls = FalseCallWatch(config.results_file)
+        duties = {"retention": self._sweeper.step, "false calls": self.false_calls.step}
         if self._export is not None:
             duties["export"] = self._export.step
         self._keepers = {duty: Housekeeper({duty: step}, duty) for duty, step in duties.items()}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.commands.rejudging.archive import GONE, ArchivedImage, archived_image, source_of
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import reviewed_results, right_answer_of
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
-from agent.sources.folder.files.shelves import image_file
+from agent.runtime.images.sources import Frame, decoded
 from experts.errors import ConfigError, ImageError
 from experts.expert import Task, Verdict
 from experts.images import LARGEST_MAX_PIXELS, decode_image
@@ -42,14 +42,14 @@ MOST_POINTS = 60  # of a curve: with more, its markers overlap
 class LabelledSamples:
     """Images of parts known to be good or bad. ``left_out``: skipped files, with the reason."""
 
-    good: tuple[Sample, ...]
-    bad: tuple[Sample, ...]
+    good: tuple[Sample | ArchivedImage, ...]
+    bad: tuple[Sample | ArchivedImage, ...]
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores by the sample's name. ``left_out`` as in LabelledSamples."""
+    """Scores by the sample's path, or the key of its result. ``left_out`` as in LabelledSamples."""
 
     good: Mapping[str, float]
     bad: Mapping[str, float] = field(default_factory=dict)
@@ -93,12 +93,13 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     """Score of each sample. Raises ConfigError if no good one is readable, OutputInvalid, and as packing does."""
     meter = Meter(expert)
     scores: dict[str, dict[str, float]] = {GOOD: {}, BAD: {}}
-    left_out, frames = list(samples.left_out), dict[Path, Frame]()
+    left_out, frames = list(samples.left_out), dict[str, Frame]()
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
-            scores[kind][sample.name] = meter.score(_image(sample, expert, frames))
-        except (ImageError, OSError) as error:
+            name = sample.subject.key if isinstance(sample, ArchivedImage) else str(sample.path)
+            scores[kind][name] = meter.score(_image(sample, expert, frames))
+        except ImageError as error:
             left_out.append(str(error))
         progress("score samples", number, len(listed))
     if not scores[GOOD]:
@@ -106,29 +107,27 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     return Scores(scores[GOOD], scores[BAD], tuple(left_out))
 
 
-def _image(sample: Sample, expert: Expert, frames: dict[Path, Frame]) -> np.ndarray:
-    """Pixels as the expert gets them. ``frames``: the last one that was cut."""
-    if sample.box is None:
-        return decode_image(sample.path, str(sample.path), sample.max_pixels).turned(expert.pixels.orientation)
-    if sample.path not in frames:
-        frames.clear()
-        frames[sample.path] = Frame(EncodedImage(sample.path.read_bytes(), str(sample.path), sample.max_pixels), None)
-    return decoded(FramePart(frames[sample.path], sample.box, sample.name), sample.name).pixels
+def _image(sample: Sample | ArchivedImage, expert: Expert, frames: dict[str, Frame]) -> np.ndarray:
+    """Pixels as the expert gets them. ``frames``: of the image that was cut last."""
+    if isinstance(sample, Sample):
+        image = decode_image(sample.path, str(sample.path), sample.max_pixels)
+    else:
+        if sample.path not in frames:
+            frames.clear()
+        image = decoded(source_of(sample, LARGEST_MAX_PIXELS, frames), sample.subject.name)
+    return image.turned(expert.pixels.orientation)
 
 
 def _reviewed(config: LineConfig, expert: Expert) -> LabelledSamples:
-    samples: dict[Verdict, list[Sample]] = {Verdict.OK: [], Verdict.NG: []}
+    samples: dict[Verdict | None, list[ArchivedImage]] = {Verdict.OK: [], Verdict.NG: [], None: []}
     left_out = []
     reviewed = reviewed_results(config, ReviewQuery(expert=expert.id))
     for each in sorted(reviewed, key=lambda each: each.row.result.subject.key):  # parts of a frame in a row
-        result, subject = each.row.result, each.row.result.subject
-        right = right_answer_of(config, each, expert.id)
-        path = image_file(config, subject.key, result.finished_at, result.kept_as)
-        if path is None:
-            left_out.append(f"{subject.name}: the image is no longer there")
-        elif right is not None:
-            component = subject.component or ""
-            samples[right].append(Sample(path, component, None, REVIEWS, LARGEST_MAX_PIXELS, subject.box))
+        image = archived_image(config, each.row.result)
+        if image is None:
+            left_out.append(f"{each.row.result.subject.name}: {GONE}")
+        else:
+            samples[right_answer_of(config, each, expert.id)].append(image)
     return LabelledSamples(tuple(samples[Verdict.OK]), tuple(samples[Verdict.NG]), tuple(left_out))
 
 

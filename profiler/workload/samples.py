@@ -42,19 +42,13 @@ NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sound image. ``folder``: as messages name it; ``max_pixels``: its intake's limit; ``box``: (left, top, right,
-    bottom) of a part, None for all of it."""
+    """Sound image. ``folder``: as messages name it; ``max_pixels``: its intake's limit."""
 
     path: Path
     component: str
     label: str | None
     folder: str
     max_pixels: int = DEFAULT_MAX_PIXELS
-    box: tuple[int, int, int, int] | None = None
-
-    @property
-    def name(self) -> str:
-        return str(self.path) if self.box is None else f"{self.path} {list(self.box)}"
 
 
 @dataclass(frozen=True, slots=True)
