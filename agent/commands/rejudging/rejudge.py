@@ -183,7 +183,8 @@ class _Truth:
         return row
 
     def figures(self) -> list[Row]:
-        return [found.as_json() for expert in self._config.catalog.experts if (found := self._of(expert)) is not None]
+        experts = sorted({expert for answer in self._answers.values() for expert in answer.experts})
+        return [found.as_json() for expert in experts if (found := self._of(expert)) is not None]
 
     def _of(self, expert: str) -> BeforeAfter | None:
         said = {

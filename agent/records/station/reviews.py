@@ -40,8 +40,9 @@ INSERT = f"""
 UNDO = f"UPDATE reviews SET undone_at = ?, undone_by = ? WHERE number = ? RETURNING {ALL}"
 # qualified, as results have some of these columns too
 AS_REVIEW = ", ".join(f"reviews.{name} AS review_{name}" for name in REVIEW_COLUMNS)
+# NOT INDEXED: in the order of numbers; by the index of times each page would sort all reviews
 PAGE = f"""
-    SELECT results.*, {AS_REVIEW} FROM reviews JOIN results ON results.seq = reviews.result
+    SELECT results.*, {AS_REVIEW} FROM reviews NOT INDEXED JOIN results ON results.seq = reviews.result
     WHERE number < :before AND undone_at IS NULL AND at >= :since AND at < :until
     AND (:who IS NULL OR who = :who) AND (:component IS NULL OR component = :component)
     AND (:expert IS NULL OR EXISTS (SELECT 1 FROM json_each(results.experts) WHERE value = :expert))

@@ -39,9 +39,9 @@ def answer_of(reviewed: ReviewedResult) -> Answer:
 
 def right_answer_of(config: LineConfig, reviewed: ReviewedResult, expert: str) -> Verdict | None:
     """What an expert should have said, as ``right_answer`` tells."""
-    labels = {name: each.labels for name, each in config.catalog.experts.items()}
-    review = reviewed.review
-    return right_answer(expert, answer_of(reviewed), (review.verdict, review.label), labels)
+    review, answered, experts = reviewed.review, answer_of(reviewed), config.catalog.experts
+    labels = {name: experts[name].labels for name in (expert, *answered.experts) if name in experts}
+    return right_answer(expert, answered, (review.verdict, review.label), labels)
 
 
 def before_and_after(
@@ -54,8 +54,9 @@ def before_and_after(
     found = []
     for each in reviewed:
         before, after = said.get(each.row.result.subject.key, (None, None))
-        right = right_answer_of(config, each, expert)
-        if before is not None and after is not None and right is not None:
+        if before is None or after is None:
+            continue
+        if (right := right_answer_of(config, each, expert)) is not None:
             found.append((before, after, right))
     if not found:
         return None

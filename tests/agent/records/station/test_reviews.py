@@ -6,9 +6,10 @@ from datetime import UTC, datetime, time, timedelta
 
 import pytest
 
+from agent.records.database import open_for_reading
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.station.reviews import Finding, ReviewQuery, ReviewReader, Reviews, SecondVerdict
+from agent.records.station.reviews import PAGE, Finding, ReviewQuery, ReviewReader, Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -158,3 +159,10 @@ def test_a_result_that_goes_takes_its_reviews(station):
     station.say(2, OK)
     station.store.write_now(lambda database: database.execute("DELETE FROM results WHERE seq = 2").fetchall())
     assert station.reader.of_result(2) == ()
+
+
+def test_a_page_of_reviews_is_read_in_their_order_without_sorting_them(station):
+    with closing(open_for_reading(station.store.path)) as connection:
+        names = dict.fromkeys(("who", "expert", "component", "finding", "limit", "before", "since", "until"))
+        plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {PAGE}", names)]
+    assert not [step for step in plan if "TEMP B-TREE" in step]
