@@ -190,7 +190,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
     catalog = build_catalog(sections, document, text_routes_of(sections.texts, sections), sections.state / PACKED)
     taken_over = LineSections.model_fields.keys() & {each.name for each in fields(LineConfig)}
     values: dict[str, Any] = {name: getattr(sections, name) for name in taken_over}
-    values["api"] = sections.api.with_local_door(sections.state)
+    values["api"] = sections.api.with_local_doors(sections.state)
     return LineConfig(**values, catalog=catalog, layouts=layouts, document=document)
 
 

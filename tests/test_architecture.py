@@ -101,9 +101,8 @@ ROOMS = {
         "agent.sources.cameras",
     ),
     "agent.records": ("agent.config", "agent.line_file", "agent.sqlite_files", "agent.subject"),
-    "agent.http": ("agent.line_file", "agent.unix_sockets"),
     "agent.web": (
-        "agent.config", "agent.http", "agent.line_file", "agent.subject", "agent.unix_sockets", "agent.api.access",
+        "agent.config", "agent.line_file", "agent.subject", "agent.unix_sockets", "agent.api.access",
         "agent.api.calls", "agent.api.services", "agent.api.proto",
     ),
     "agent.web.inference": (
@@ -113,7 +112,7 @@ ROOMS = {
     "agent.records.truth": ("agent.config", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
-    "agent.api.access": (),
+    "agent.api.access": ("agent.config", "agent.line_file"),
     "agent.api.proto": (),
     "agent.api.calls": ("agent.line_file", "agent.subject", "agent.api.access", "agent.api.proto"),
     "agent.api.services": (
@@ -121,12 +120,9 @@ ROOMS = {
     ),
     "agent.api": (
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.access", "agent.api.proto",
-        "agent.api.calls",
-        "agent.api.services",
+        "agent.api.calls", "agent.api.services",
     ),
-    "agent.api.openai": (
-        "agent.config", "agent.line_file", "agent.http.exchange", "agent.api.calls",
-    ),
+    "agent.web.texts": ("agent.web.door", "agent.web.routes", "agent.api.calls"),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
         "agent.sources.base", "agent.records", "agent.api.calls.desk", "agent.web.readings",
@@ -141,7 +137,7 @@ ROOMS = {
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.http", "agent.web",
+        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.web",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",

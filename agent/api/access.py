@@ -1,16 +1,32 @@
-"""Callers and roles: what a caller of any wire may do.
+"""Callers, roles and tokens: who calls by any wire, and what a caller may do.
 
 Guarantees: roles are ordered, and a role includes those below it. Only a token or the owner's unix socket gives
-OPERATE and ADMIN.
+OPERATE and ADMIN. Tokens are compared in constant time. A call that changes something is audited by its end.
 """
 
 from __future__ import annotations
 
+import hmac
+import logging
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
+from enum import Enum, IntEnum, auto
+from hashlib import sha256
+from typing import TYPE_CHECKING, Protocol
 
+from agent.config import read_secret
 from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from agent.line_file.api import ApiSection
+
+log = logging.getLogger(__name__)
+
+BEARER = "bearer "
+SESSION = b"coserve session"
 
 
 class Role(IntEnum):
@@ -41,8 +57,101 @@ class Caller:
 
 
 ANONYMOUS, OWNER = "anonymous", "owner"
+NOBODY = Caller(ANONYMOUS, Role.INSPECT)
+STRANGER = Caller(ANONYMOUS, Role.READ)
+CALLING: ContextVar[Caller] = ContextVar("calling", default=STRANGER)  # of the call under way
+
+
+class Where(Enum):
+    """Side of a caller. OWNER: a unix socket, as the agent's user or root. GROUP: a unix socket that its group may
+    open. LOOPBACK, FAR: addresses of this machine, and addresses that other machines reach."""
+
+    OWNER = auto()
+    GROUP = auto()
+    LOOPBACK = auto()
+    FAR = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    caller: Caller
+    secret: bytes
+
+    @property
+    def session(self) -> bytes:
+        return f"{self.caller.name}.{hmac.new(self.secret, SESSION, sha256).hexdigest()}".encode()
+
+
+class Tokens:
+    """Tokens of the line file. ``are_required``: each caller at HOST:PORT must send one."""
+
+    def __init__(self, api: ApiSection) -> None:
+        """Raises SecretMissing."""
+        self.are_required = api.token is not None
+        self._all = [
+            _Token(Caller(name, Role[section.role.upper()]), read_secret(section).encode())
+            for name, section in api.tokens.items()
+        ]
+        if api.token is not None:
+            self._all.append(_Token(Caller("token", Role.ADMIN), read_secret(api.token).encode()))
+
+    def become(self, other: Tokens) -> None:
+        """Take the tokens of a reloaded line file. Whether a token is required stays as at the start."""
+        self._all = other._all
+
+    def caller(self, authorization: str, where: Where, *, is_required: bool = False) -> Caller:
+        """Caller that sent this `authorization`, or none (""). Raises OrderRefused for an unknown or missing token."""
+        if where is Where.OWNER:
+            return Caller(OWNER, Role.ADMIN)
+        shown = authorization[len(BEARER) :] if authorization[: len(BEARER)].lower() == BEARER else ""
+        found = self.of_secret(shown)
+        if found is not None:
+            return found
+        if where is Where.GROUP:
+            return NOBODY
+        if self.are_required or is_required or (shown and self._all):
+            reason = "this address wants a token of the line file - send authorization: Bearer TOKEN"
+            raise OrderRefused(Refusing.UNAUTHENTICATED, reason)
+        return NOBODY
+
+    def of_secret(self, shown: str) -> Caller | None:
+        return self._found(shown.encode("utf-8", "surrogatepass"), lambda token: token.secret)
+
+    def of_session(self, cookie: str) -> Caller | None:
+        return self._found(cookie.encode("utf-8", "surrogatepass"), lambda token: token.session)
+
+    def session(self, caller: Caller) -> str:
+        """Cookie of a session, which ends with the caller's token."""
+        return next(token.session for token in self._all if token.caller == caller).decode()
+
+    def _found(self, shown: bytes, kept: Callable[[_Token], bytes]) -> Caller | None:
+        """The caller; each token is compared, so that the time tells nothing."""
+        matching = [token.caller for token in self._all if hmac.compare_digest(shown, kept(token))]
+        return matching[0] if matching else None
 
 
 class Audit(Protocol):
     def __call__(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
         """Record a call that changes something, once it has ended. ``outcome``: done, or why it was refused."""
+
+
+def logged(caller: Caller, action: str, subject: str, outcome: str) -> None:
+    """Implements ``Audit``, in the log alone."""
+    log.info("audit who=%s action=%s subject=%s outcome=%s", caller.name, action, subject, outcome)
+
+
+@contextmanager
+def audited(audit: Audit, action: str, subject: Callable[[], str]) -> Iterator[None]:
+    """Context of a call that changes something: its end is audited."""
+    outcome = "cut off"
+    try:
+        yield
+        outcome = "done"
+    except OrderRefused as refused:
+        outcome = f"{refused.reason}: {refused}"
+        raise
+    except Exception as error:
+        outcome = f"failed: {type(error).__name__}"
+        raise
+    finally:
+        audit(CALLING.get(), action, subject(), outcome)

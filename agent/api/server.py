@@ -2,7 +2,7 @@
 
 Guarantees: the server starts at every address or at none. At a stop, health reports NOT_SERVING first, calls under way
 are answered within the grace time, and new calls are UNAVAILABLE. Unix sockets are guarded by their permissions,
-HOST:PORT by the configured certificates and token. Reflection answers on this machine only.
+HOST:PORT by the configured certificates and tokens. Reflection answers on this machine only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from agent.api.access import Where
 from agent.api.calls.door import Door, received_at_most_bytes
 from agent.api.calls.orders import Orders
-from agent.api.credentials import Certificates, TokenGuard
+from agent.api.guard import Guard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.api.services import health, inference, inspection
 from agent.api.services.statistics import CallStatistics
@@ -32,7 +33,9 @@ from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 from experts.errors import AddressUnusable
 
 if TYPE_CHECKING:
+    from agent.api.access import Audit
     from agent.api.calls.desk import Desk
+    from agent.api.credentials import Credentials
     from agent.line_file.api import ApiSection
 
 log = logging.getLogger(__name__)
@@ -55,17 +58,19 @@ class _Served:
 class ApiServer:
     """Start and stop once. ``addresses``: bound addresses, with the real port in place of port 0."""
 
-    def __init__(self, config: ApiSection, desk: Desk, statistics: CallStatistics | None = None) -> None:
-        """``statistics``: shared with another wire. Raises ConfigError for unreadable certificates or token."""
+    def __init__(
+        self, config: ApiSection, desk: Desk, credentials: Credentials, audit: Audit,
+        statistics: CallStatistics | None = None,
+    ) -> None:  # fmt: skip
+        """``statistics``: shared with another wire."""
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
         self._texts = Orders(desk)
         self._statistics = statistics or CallStatistics()
-        self._door = Door(config.limits)
+        self._door = Door(config.limits, audit)
         self._health = health.Health(SERVICES)
-        self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._token = None if config.token is None else TokenGuard(config.token)
+        self.credentials = credentials
         self._served: list[_Served] = []
 
     @property
@@ -88,18 +93,6 @@ class ApiServer:
             self.stop(0.0)
             raise
         log.info("api_started addresses=%s", ",".join(self.addresses))
-
-    def reload(self, config: ApiSection) -> None:
-        """Read certificates and token again, for later connections and calls.
-
-        Raises ConfigError and then changes nothing. Addresses, limits, and the use of certificates and of a token stay
-        as at the start.
-        """
-        token = self._token and config.token and TokenGuard(config.token)
-        if self._certificates is not None and config.tls is not None:
-            self._certificates.read_anew(config.tls)
-        if self._token is not None and token:
-            self._token.become(token)
 
     def stop(self, grace_s: float) -> bool:
         """Answer calls under way within ``grace_s``, then end; False if callers were cut off."""
@@ -131,19 +124,20 @@ class ApiServer:
     def _bound(self, address: str) -> _Served:
         """Raises AddressUnusable."""
         if not address.startswith(UNIX):
-            server = self._server([self._door] if self._token is None else [self._token, self._door])
+            server = self._server(Where.LOOPBACK if is_loopback(address) else Where.FAR)
             try:
-                if self._certificates is None:
+                if self.credentials.certificates is None:
                     port = server.add_insecure_port(address)
                 else:
-                    port = server.add_secure_port(address, self._certificates.for_server())
+                    port = server.add_secure_port(address, self._encryption())
             except RuntimeError:
                 port = 0
             if not port:
                 raise AddressUnusable(address, _why_not(address))
             return _Served(f"{address.rpartition(':')[0]}:{port}", server)
-        server = self._server([self._door])
-        place = UnixSocket(address, OWNERS if self._config.has_local_door else GROUPS)
+        is_owners = self._config.is_owners(address)
+        server = self._server(Where.OWNER if is_owners else Where.GROUP)
+        place = UnixSocket(address, OWNERS if is_owners else GROUPS)
         with ExitStack() as failing:
             failing.callback(place.close)
             try:
@@ -154,7 +148,16 @@ class ApiServer:
             failing.pop_all()
         return _Served(address, server, place)
 
-    def _server(self, interceptors: list[Server]) -> Server:
+    def _encryption(self) -> Server:
+        def now() -> Server:
+            found = self.credentials.certificates
+            assert found is not None
+            return grpc.ssl_server_certificate_configuration([found.pair], root_certificates=found.authority)
+
+        asks = self.credentials.asks_callers
+        return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=asks)
+
+    def _server(self, where: Where) -> Server:
         message_bytes = self._config.limits.message
         options = (
             ("grpc.max_receive_message_length", received_at_most_bytes(message_bytes)),
@@ -165,6 +168,7 @@ class ApiServer:
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
             ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # one minute by default, and decisive
         )
+        interceptors = [Guard(self.credentials.tokens, where), self._door]
         return grpc.aio.server(interceptors=interceptors, options=options)
 
     async def _stop(self, grace_s: float) -> bool:

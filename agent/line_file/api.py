@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from agent.line_file.values import SecretSection
+from agent.line_file.values import Name, SecretSection
 from experts.catalog import FilePath, Section, Size
 from experts.sizes import MEBIBYTE
 
 UNIX = "unix:"
-LOCAL_DOOR = "coserve.sock"
+LOCAL_DOORS = {"grpc": "coserve.sock", "http": "coserve-web.sock"}  # in the state, for the agent's user alone
+TAKEN_NAMES = ("anonymous", "owner", "signal", "token")  # callers that the audit names so
 SOCKET_PATH_BYTES = 106  # Linux: sun_path has 108, less the final zero and the `~` of a hidden socket
 
 
@@ -76,37 +77,60 @@ class ApiLimitsSection(Section):
     message: Size = Field(16 * MEBIBYTE, description="largest message; each open stream reserves one; default 16MiB")
 
 
+class TokenSection(SecretSection):
+    """Named token of a caller, and its role."""
+
+    role: Literal["read", "inspect", "operate", "admin"] = Field(
+        description="read: results and texts; inspect: also stored inspections; operate: also reviews, rework and "
+        "triggers; admin: also reload, promotion and repository"
+    )
+
+
+def _names(tokens: dict[str, TokenSection]) -> dict[str, TokenSection]:
+    if taken := [name for name in tokens if name in TAKEN_NAMES]:
+        raise ValueError(f"{taken[0]!r} names another caller in the audit - give the token another name")
+    return tokens
+
+
 class ApiSection(Section):
     """Addresses of the APIs."""
 
-    _has_local_door: bool = False
+    _local_doors: frozenset[str] = frozenset()
 
     grpc: Addresses = Field(
         (),
         description="unix:PATH or HOST:PORT, one or a list; default unix:coserve.sock in the state, which only the "
         "agent's user may open; []: none",
     )
-    http: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list")
+    http: Addresses = Field(
+        (),
+        description="unix:PATH or HOST:PORT, one or a list; default unix:coserve-web.sock in the state, which only the "
+        "agent's user may open; []: none",
+    )
     tls: TlsSection | None = Field(None, description="certificate and key of the HOST:PORT addresses")
-    token: SecretSection | None = Field(None, description="callers at HOST:PORT must send authorization: Bearer TOKEN")
-    insecure_ok: bool = Field(False, strict=True, description="true: other machines may connect without tls")
+    token: SecretSection | None = Field(
+        None, description="callers at HOST:PORT must send authorization: Bearer TOKEN; of the role admin"
+    )
+    tokens: Annotated[dict[Name, TokenSection], AfterValidator(_names)] = Field(
+        {}, description="tokens by the name of their caller, each with a role"
+    )
+    insecure_ok: bool = Field(False, strict=True, description="true: gRPC beyond this machine does without tls")
     limits: ApiLimitsSection = Field(ApiLimitsSection(), description="limits of the APIs")
 
-    def with_local_door(self, state: Path) -> ApiSection:
-        """The section with its default: gRPC at a socket in the state folder, if the path is short enough."""
-        path = state / LOCAL_DOOR
-        address = f"{UNIX}{path}"
-        is_free = "grpc" not in self.model_fields_set and address not in self.http
-        if not is_free or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-            return self
-        opened = self.model_copy(update={"grpc": (address,)})
-        opened._has_local_door = True
+    def with_local_doors(self, state: Path) -> ApiSection:
+        """The section with its defaults: sockets in the state folder, where the path is short enough."""
+        paths = {wire: state / name for wire, name in LOCAL_DOORS.items() if wire not in self.model_fields_set}
+        free = {
+            wire: f"{UNIX}{path}" for wire, path in paths.items()
+            if len(os.fsencode(path)) <= SOCKET_PATH_BYTES and f"{UNIX}{path}" not in (*self.grpc, *self.http)
+        }  # fmt: skip
+        opened = self.model_copy(update={wire: (address,) for wire, address in free.items()})
+        opened._local_doors = frozenset(free.values())
         return opened
 
-    @property
-    def has_local_door(self) -> bool:
-        """Whether gRPC is at the default socket alone, which only its owner may open."""
-        return self._has_local_door
+    def is_owners(self, address: str) -> bool:
+        """Whether an address is a default socket, which only its owner may open."""
+        return address in self._local_doors
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ApiSection:
@@ -117,8 +141,10 @@ class ApiSection(Section):
                 "trusted network insecure_ok: true"
             )
         far = next((each for each in self.http if not is_loopback(each)), None)
-        if far is not None:
-            raise ValueError(f"{far} can be reached from other machines - http is served at 127.0.0.1 and [::1] only")
+        if far is not None and (self.tls is None or not (self.token or self.tokens)):
+            raise ValueError(
+                f"{far} can be reached from other machines - add tls: and a token (tokens:), or write 127.0.0.1"
+            )
         both = next((each for each in self.http if each in self.grpc and not each.endswith(":0")), None)
         if both is not None:
             raise ValueError(f"{both} is used by grpc and by http - give each another address")

@@ -13,7 +13,9 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from agent.api.access import logged
 from agent.api.calls.desk import ReloadView
+from agent.api.credentials import Credentials
 from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
@@ -42,13 +44,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
-    from agent.api.openai.endpoint import OpenAiEndpoint
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
-    from agent.http.exchange import Application
-    from agent.http.server import HttpServer
     from agent.subject import SourceStatus
+    from agent.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +103,8 @@ class LineService:
             phase=lambda: self._phase,
         )  # fmt: skip
         self.desk = LineDesk(parts)
-        self.api = _api_of(config, self.desk) if config.api.grpc else None
-        self._openai: OpenAiEndpoint | None = None
-        self._applications: list[Application] = []
+        self._credentials = Credentials(config.api)
+        self.api = self._api() if config.api.grpc else None
         self.web = self._web(LineMetrics(parts, self._upkeep)) if config.api.http else None
         self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
@@ -178,8 +177,6 @@ class LineService:
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(lambda: self.agent.stop())  # a reload may replace it meanwhile
-            for application in reversed(self._applications):
-                ending.callback(application.stop)
             if self.web is not None:
                 ending.callback(self.web.stop)  # until then the web reports that no work is taken
             if not self.inspector.drain(DRAIN_S):
@@ -203,19 +200,25 @@ class LineService:
 
     def _open_api(self) -> None:
         if self.api is not None and not self.api.addresses:
-            self.api = api = _api_of(self._config, self.desk)  # a server that failed to start cannot start again
+            self.api = api = self._api()  # a server that failed to start cannot start again
             api.start()
 
-    def _web(self, metrics: LineMetrics) -> HttpServer:
+    def _api(self) -> ApiServer:
+        from agent.api.server import ApiServer
+
+        return ApiServer(self._config.api, self.desk, self._credentials, logged)
+
+    def _web(self, metrics: LineMetrics) -> WebServer:
         """Import the web server only for a line with an address, as with gRPC: saves time and memory."""
         from agent.api.calls.orders import Orders
-        from agent.api.openai.endpoint import OpenAiEndpoint
-        from agent.http.server import HttpServer
-        from agent.web.pages import CONNECTION_S, Pages
+        from agent.web.door import Door
+        from agent.web.monitoring import Monitoring
+        from agent.web.server import WebServer
+        from agent.web.texts.endpoint import TextEndpoint
 
-        self._openai = OpenAiEndpoint(self._config.api, Orders(self.desk))
-        self._applications += [self._openai, Pages(metrics)]
-        return HttpServer(self._config.api.http, self._applications, CONNECTION_S)
+        api = self._config.api
+        parts = [TextEndpoint(Orders(self.desk)).part(), Monitoring(metrics).part()]  # the last one answers the rest
+        return WebServer(api, Door(parts, self._credentials.tokens, logged, api.limits), self._credentials.context())
 
     def _stop_api(self) -> None:
         """Refuse new callers; waiting callers get their answers within the timeout."""
@@ -270,10 +273,7 @@ class LineService:
         change = plan_change(self.agent, config, lambda stage, done, total: None)
         if not self.inspector.takes:  # a stop was requested meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
-        if self.api is not None:  # only after all checks: a refused reload changes nothing
-            self.api.reload(config.api)
-        if self._openai is not None:
-            self._openai.reload(config.api)
+        self._credentials.reload(config.api)  # only after all checks: a refused reload changes nothing
         self.inspector.change_line(change)
         self._shadows.refuse_enders()
         self._config = config
@@ -369,12 +369,6 @@ def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
     alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
     log.error("gpu_not_used %s", alarm)
     return [alarm]
-
-
-def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer:
-    from agent.api.server import ApiServer
-
-    return ApiServer(config.api, desk)
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

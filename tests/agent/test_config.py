@@ -10,7 +10,7 @@ import yaml
 
 from agent.config import json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
-from agent.line_file.api import LOCAL_DOOR, SOCKET_PATH_BYTES
+from agent.line_file.api import LOCAL_DOORS, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
 from agent.line_file.values import SecretSection
 from agent.unix_sockets import UnixSocket
@@ -229,8 +229,12 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
     [
         ("{grpc: ['0.0.0.0:8461']}", "api: 0.0.0.0:8461 can be reached from other machines, unencrypted - add tls:"),
         ("{grpc: [':8461']}", "api: :8461 can be reached from other machines"),
-        ("{http: '192.0.2.1:80', insecure_ok: true}", "api: 192.0.2.1:80 can be reached from other machines - http"),
+        (
+            "{http: '192.0.2.1:80', insecure_ok: true}",
+            "api: 192.0.2.1:80 can be reached from other machines - add tls: and a token",
+        ),
         ("{http: 'unix:s.sock', grpc: 'unix:./s.sock'}", "s.sock is used by grpc and by http - give each another"),
+        ("{tokens: {owner: {role: read, file: t}}}", "api.tokens: 'owner' names another caller in the audit"),
         ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
     ],
 )
@@ -341,7 +345,7 @@ def test_the_local_door_is_open_where_nothing_else_is_said(tmp_path):
 
 @pytest.mark.parametrize(("length", "is_open"), [(SOCKET_PATH_BYTES, True), (SOCKET_PATH_BYTES + 1, False)])
 def test_a_socket_whose_path_is_too_long_to_be_bound_is_not_opened_by_default(tmp_path, length, is_open):
-    missing = length - len(f"{tmp_path}//{LOCAL_DOOR}")
+    missing = length - len(f"{tmp_path}//{LOCAL_DOORS['grpc']}")
     state = "/".join(["s" * (missing - missing // 2), "t" * (missing // 2 - 1)])
     (door,) = line_of(tmp_path, MINIMAL.replace("./state", f"./{state}")).api.grpc or (None,)
     assert (door is not None) == is_open

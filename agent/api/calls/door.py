@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from agent.api.access import Role, audited, logged
+from agent.api.calls.budget import Budget, Room
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from agent.api.access import Audit
     from agent.line_file.api import ApiLimitsSection
 
 log = logging.getLogger(__name__)
@@ -56,6 +60,23 @@ VARINT_BYTES = 10  # the longest
 Call = Any  # gRPC has no types: a servicer's method, its context and its handlers
 
 
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Method that changes something. ``subject``: field of its message, for the audit."""
+
+    name: str
+    least: Role
+    subject: str = ""
+
+
+ACTIONS = {
+    "Trigger": Action("trigger", Role.OPERATE, "camera"),
+    "Reload": Action("reload", Role.ADMIN),
+    "RepositoryModelLoad": Action("load model", Role.ADMIN, "model_name"),
+    "RepositoryModelUnload": Action("unload model", Role.ADMIN, "model_name"),
+}
+
+
 class _Kind(StrEnum):
     """Kinds of calls, by cost."""
 
@@ -72,60 +93,17 @@ def received_at_most_bytes(message_bytes: int) -> int:
     return message_bytes + message_bytes // 16
 
 
-class _Budget:
-    """Bytes for messages in receipt, or not yet counted by the desk; first come, first served."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._free_bytes = size_bytes
-        self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
-        self._freed = asyncio.Event()
-
-    async def take(self, size_bytes: int, spared_bytes: int) -> None:
-        """Wait for so many bytes, with ``spared_bytes`` left free. Calls that spare none delay no others."""
-        async with self._turns[spared_bytes > 0]:
-            while self._free_bytes < size_bytes + spared_bytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= size_bytes
-
-    def give_back(self, size_bytes: int) -> None:
-        self._free_bytes += size_bytes
-        self._freed.set()
-
-
-class Room:
-    """Bytes reserved for one call's message until the desk has counted it."""
-
-    def __init__(self, budget: _Budget, size_bytes: int, spared_bytes: int) -> None:
-        self._budget = budget
-        self._size_bytes = size_bytes
-        self._spared_bytes = spared_bytes
-        self._held_bytes = 0
-
-    async def enter(self) -> None:
-        await self._budget.take(self._size_bytes, self._spared_bytes)
-        self._held_bytes = self._size_bytes
-
-    def keep(self, size_bytes: int) -> None:
-        """Reduce the reservation to the bytes of the received message."""
-        self._budget.give_back(self._held_bytes - size_bytes)
-        self._held_bytes = size_bytes
-
-    def leave(self) -> None:
-        """Release the reservation. Idempotent."""
-        self.keep(0)
-
-
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
     """Admission of calls, shared by all addresses. For the loop's thread only."""
 
-    def __init__(self, limits: ApiLimitsSection) -> None:
+    def __init__(self, limits: ApiLimitsSection, audit: Audit = logged) -> None:
+        self.audit = audit
         self.calls = 0  # calls that must end before the server; without health and reflection
         self.stopping = asyncio.Event()
         self._most_bytes = limits.message
         self._message_bytes = received_at_most_bytes(limits.message)
         messages = max(limits.memory // self._message_bytes, RECEIVED_AT_LEAST)
-        self._budget = _Budget(messages * self._message_bytes)
+        self._budget = Budget(messages * self._message_bytes)
         self._at_most = {
             _Kind.IMAGE: limits.requests,
             _Kind.TEXT: limits.requests,
@@ -203,8 +181,15 @@ class _Guarded:
         """The answer; None for a refused call."""
         answer = None
         async with _refusing(context, self._method), self._door.entered(self._kind) as room:
-            answer = await self._call(await self._given(context, room), room)
-        return answer  # noqa: RET504  # a refused call has none
+            given = await self._given(context, room)
+            action = ACTIONS.get(self._method.rpartition("/")[2])
+            if action is None:
+                answer = await self._call(given, room)
+            else:
+                subject = getattr(given, action.subject, "")
+                with audited(self._door.audit, action.name, lambda: subject):
+                    answer = await self._call(given, room)
+        return answer  # a refused call has none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         async with (

@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from agent.api.access import CALLING, Role
 from agent.api.calls.desk import TextEnd
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
@@ -54,6 +55,8 @@ class Orders:
         ``on_taken``: the desk counts the order. ``on_accepted``: the order is durable, and judged even after a
         cancel.
         """
+        if order.is_kept:
+            CALLING.get().check(Role.INSPECT)
         names = ("component", "expert", "board", "board_type", "ref", "key")
         check_names(**{name: getattr(order.subject, name) for name in names})
         listener = _ImageListener(on_accepted)

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.access import Role
 from agent.api.calls.desk import ImageOrder
 from agent.api.calls.messages import text
 from agent.api.calls.orders import copied
@@ -26,9 +25,9 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from agent.api.access import Caller
+    from agent.api.calls.budget import Room
     from agent.api.calls.desk import ModelView, VerdictView
-    from agent.api.calls.door import Door, Room
+    from agent.api.calls.door import Door
     from agent.api.calls.orders import Orders
     from agent.api.services.statistics import CallStatistics
     from agent.api.services.tensors import InferInputs
@@ -141,17 +140,13 @@ class InferenceService:
             async for answer in answers:
                 yield answer
 
-    async def infer(
-        self, request: pb.ModelInferRequest, on_taken: Callable[[], None], caller: Caller | None = None
-    ) -> pb.ModelInferResponse:
-        """Raises OrderRefused. An inspection needs INSPECT of its ``caller``."""
+    async def infer(self, request: pb.ModelInferRequest, on_taken: Callable[[], None]) -> pb.ModelInferResponse:
+        """Raises OrderRefused."""
         _check_version(request.model_version)
         model, id_ = request.model_name, request.id
         with self._statistics.timed(model) as parts:
             inputs = tensors.inputs_of(request, self._limits.requests)
             orders, outputs, is_raw = _orders_of(request, inputs), inputs.outputs, inputs.is_raw
-            if caller is not None and any(order.is_kept for order in orders):
-                caller.check(Role.INSPECT)
             del request, inputs  # so that waiting images have one copy in memory
             parts += [each[0] for each in await _all(self._orders, orders, on_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)

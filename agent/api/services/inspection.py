@@ -26,8 +26,9 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from agent.api.calls.budget import Room
     from agent.api.calls.desk import Event
-    from agent.api.calls.door import Door, Room
+    from agent.api.calls.door import Door
     from agent.api.calls.orders import Orders
 
 SERVICES = tuple(pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Inspection", "Texts"))

@@ -111,7 +111,7 @@ class InferenceEndpoint:
             call.body = b""
             named = _named(call)
             request.model_name, request.model_version = named["name"], named.get("version", "")
-            answering = asyncio.ensure_future(self._service.infer(request, opened.close, call.caller))
+            answering = asyncio.ensure_future(self._service.infer(request, opened.close))
             del request
             await first_of(answering, _gone(call.request))
             await asyncio.wait([answering])

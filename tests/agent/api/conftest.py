@@ -5,7 +5,9 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
+from agent.api.access import logged
 from agent.api.client import AgentClient
+from agent.api.credentials import Credentials
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import ApiServer
 from agent.line_file.api import ApiSection
@@ -17,6 +19,10 @@ DEADLINE_S = 30.0
 def section(folder, **keys):
     keys = {"grpc": ["unix:./a.sock", "127.0.0.1:0"]} | keys
     return ApiSection.model_validate(keys, context={"folder": folder})
+
+
+def server_of(api, desk):
+    return ApiServer(api, desk, Credentials(api), logged)
 
 
 def silent(end):
@@ -35,7 +41,9 @@ def serve(tmp_path, desk):
     with ExitStack() as running:
 
         def start(**keys):
-            server = ApiServer(section(tmp_path, **keys), desk)
+            api = section(tmp_path, **keys)
+            api._local_doors = frozenset(api.grpc[:1])  # as the default socket, for its owner alone
+            server = server_of(api, desk)
             server.start()
             running.callback(lambda: server.addresses and server.stop(0.0))
             return server

@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from agent.api.client import Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.api.server import ApiServer
 from experts.errors import AgentUnreachable, ConfigError, SecretMissing
-from tests.agent.api.conftest import section
+from tests.agent.api.conftest import section, server_of
 from tests.authority import Authority
 
 DEADLINE_S = 30.0
@@ -101,7 +100,7 @@ class TestCertificates:
             desk.wait_for(lambda desk: desk.under_way)
             for end in ("pem", "key"):
                 shutil.copy(files / f"other.{end}", files / f"box.{end}")
-            server.reload(section(files, tls=tls(files)))
+            server.credentials.reload(section(files, tls=tls(files)))
             assert ask(tcp, root_certificates=files / "theirs.pem") == "test"
             assert refused(tcp, root_certificates=files / "ours.pem") is grpc.StatusCode.UNAVAILABLE
             desk.release()
@@ -111,7 +110,7 @@ class TestCertificates:
         server = serve(tls=tls(files))
         shutil.copy(files / "renewed.key", files / "box.key")  # which is not the certificate's
         with pytest.raises(ConfigError, match=r"box\.pem"):
-            server.reload(section(files, tls=tls(files)))
+            server.credentials.reload(section(files, tls=tls(files)))
         assert ask(server.addresses[1], root_certificates=files / "ours.pem") == "test"
 
     @pytest.mark.parametrize("name", ["certificate", "key", "client_ca"])
@@ -119,7 +118,7 @@ class TestCertificates:
         (files / "broken").write_text("no PEM")
         for file in ("broken", "absent"):
             with pytest.raises(ConfigError, match=file):
-                ApiServer(section(files, tls=tls(files, **{name: file})), desk)
+                server_of(section(files, tls=tls(files, **{name: file})), desk)
 
 
 def test_what_other_machines_reach_is_encrypted_or_says_that_it_is_not(tmp_path):
@@ -157,11 +156,11 @@ class TestTheToken:
     def test_a_reload_takes_the_new_one(self, serve, token, tmp_path):
         server = serve(token=token)
         (tmp_path / "token").write_text("new")
-        server.reload(section(tmp_path, token=token))
+        server.credentials.reload(section(tmp_path, token=token))
         tcp = server.addresses[1]
         assert ask(tcp, "Bearer new") == "test"
         assert refused(tcp, "Bearer s3cret") is grpc.StatusCode.UNAUTHENTICATED
 
     def test_one_that_is_not_there_is_told_before_anything_is_served(self, tmp_path, desk):
         with pytest.raises(SecretMissing, match="absent"):
-            ApiServer(section(tmp_path, token={"file": "absent"}), desk)
+            server_of(section(tmp_path, token={"file": "absent"}), desk)

@@ -154,13 +154,13 @@ def test_what_is_no_message_is_told_in_words_of_ours(channel, sent, says):
 BUSY_PROCESS = """
 import gc, json, sys
 from pathlib import Path
-from agent.api.server import ApiServer
+from tests.agent.api.conftest import server_of
 from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
 gc.disable()  # what is let go by the collector alone is not let go in time
 desk = FakeDesk(**json.loads(sys.argv[2]))
 limits = {"memory": "32MiB", "message": "16MiB"}
-server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
+server = server_of(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
 server.start()
 print("serving", flush=True)
 sys.stdin.readline()

@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.api.server import SERVICES, ApiServer
+from agent.api.server import SERVICES
 from agent.line_file.api import ApiSection
 from experts.errors import AddressUnusable
-from tests.agent.api.conftest import metadata, refused, section, silent
+from tests.agent.api.conftest import metadata, refused, section, server_of, silent
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -31,25 +31,28 @@ def status_at(address):
         return inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
 
 
-def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_owner_s_alone(server, tmp_path, desk):
-    assert stat.S_IMODE(Path(server.addresses[0].removeprefix("unix:")).stat().st_mode) == 0o660
-    server = ApiServer(ApiSection().with_local_door(tmp_path), desk)
-    server.start()
-    try:
-        assert stat.S_IMODE((tmp_path / "coserve.sock").stat().st_mode) == 0o600
-        assert status_at(server.addresses[0]).line == "test"
-    finally:
-        server.stop(0.0)
+def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_owner_s_alone(tmp_path, desk):
+    (tmp_path / "state").mkdir()
+    local = ApiSection().with_local_doors(tmp_path / "state")
+    for api, mode in ((section(tmp_path, grpc="unix:./a.sock"), 0o660), (local, 0o600)):
+        server = server_of(api, desk)
+        server.start()
+        try:
+            assert stat.S_IMODE(Path(server.addresses[0].removeprefix("unix:")).stat().st_mode) == mode
+            assert status_at(server.addresses[0]).line == "test"
+        finally:
+            server.stop(0.0)
 
 
 def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, tmp_path, desk):
     taken = server.addresses[1]
-    second = ApiServer(section(tmp_path, grpc=["unix:./b.sock", taken]), desk)
+    api = section(tmp_path, grpc=["unix:./b.sock", taken])
+    second = server_of(api, desk)
     with pytest.raises(AddressUnusable, match=f"{taken}: Address already in use"):
         second.start()
     assert not (tmp_path / "b.sock").exists()
     assert status_at(taken).line == "test"
-    third = ApiServer(section(tmp_path, grpc="unix:./b.sock"), desk)
+    third = server_of(section(tmp_path, grpc="unix:./b.sock"), desk)
     third.start()
     assert third.stop(0.0)
 
@@ -57,10 +60,10 @@ def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, t
 SERVING_PROCESS = """
 import sys, time
 from pathlib import Path
-from agent.api.server import ApiServer
+from tests.agent.api.conftest import server_of
 from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
-server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
+server = server_of(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
 server.start()
 print("serving", flush=True)
 time.sleep(600)
@@ -72,13 +75,13 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
     first = forks.start(SERVING_PROCESS, tmp_path)
     until(lambda: "serving" in first.told)
     with pytest.raises(AddressUnusable, match="another agent answers there"):
-        ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk).start()
+        server_of(section(tmp_path, grpc="unix:./a.sock"), desk).start()
     assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
     first.kill()
     assert (tmp_path / "a.sock").is_socket()
     with socket.socket(socket.AF_UNIX) as draft:
         draft.bind(str(tmp_path / "a.sock~"))  # as by one that was killed while it opened its own
-    second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
+    second = server_of(section(tmp_path, grpc="unix:./a.sock"), desk)
     second.start()
     assert status_at(second.addresses[0]).line == "test"
     assert second.stop(DEADLINE_S)
@@ -97,7 +100,7 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
 def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "locked.lock").mkdir()
-    server = ApiServer(section(tmp_path, grpc=address, insecure_ok=True), desk)
+    server = server_of(section(tmp_path, grpc=address, insecure_ok=True), desk)
     with pytest.raises(AddressUnusable, match=says):
         server.start()
     assert (tmp_path / "file").read_text() == "mine"

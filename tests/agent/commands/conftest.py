@@ -2,8 +2,7 @@
 
 import pytest
 
-from agent.api.server import ApiServer
-from tests.agent.api.conftest import section
+from tests.agent.api.conftest import section, server_of
 from tests.agent.api.fake_desk import FakeDesk
 
 LINE = """line: test
@@ -26,7 +25,7 @@ def line(tmp_path, desk):
     """The line file of a running agent, which answers at its first address and at another one."""
     (tmp_path / "token").write_text("s3cret\n")
     keys = {"grpc": ["unix:./state/coserve.sock", "127.0.0.1:0"], "token": {"file": "token"}}
-    server = ApiServer(section(tmp_path, **keys), desk)
+    server = server_of(section(tmp_path, **keys), desk)
     server.start()
     file = tmp_path / "line.yaml"
     file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))

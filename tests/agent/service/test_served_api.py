@@ -38,8 +38,13 @@ def bytes_input(name, content):
     return one
 
 
+ADMIN = {"authorization": "Bearer s3cret"}
+
+
 def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
     image = bytes_input("IMAGE", picture())
+    (line.folder / "token").write_text("s3cret")
+    line.document["api"]["tokens"] = {"boss": {"role": "admin", "file": "token"}}
     with line.served() as service:
         for url in (address, service.api.addresses[1]):
             with closing(triton.InferenceServerClient(url)) as client:
@@ -56,8 +61,8 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
             with pytest.raises(triton.InferenceServerException) as error:
                 client.infer("c0", other, request_id="1", parameters={"key": "one"})
             assert error.value.status() == "StatusCode.ALREADY_EXISTS"
-            client.unload_model("c0")
-            client.load_model("c0")
+            client.unload_model("c0", headers=ADMIN)
+            client.load_model("c0", headers=ADMIN)
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
             assert int(counted["inference_stats"]["success"]["count"]) == 4
         with grpc.insecure_channel(address) as channel:

@@ -7,13 +7,17 @@ import socket
 import stat
 import threading
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.http.server import ARRIVALS, HttpServer
-from agent.web.pages import Pages
+from agent.api.access import Tokens
+from agent.line_file.api import ApiSection
+from agent.web.door import Door
+from agent.web.monitoring import Monitoring
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
+from agent.web.server import ARRIVALS, WebServer
 from experts.errors import AddressUnusable
 from tests.waiting import until
 
@@ -50,16 +54,24 @@ def line():
     made.goes_on.set()
 
 
+def unheard(caller, action, subject, outcome):
+    raise AssertionError((caller, action, subject, outcome))
+
+
 @contextmanager
 def served(line, *addresses, **options):
-    pages = Pages(line, **options)
-    server = HttpServer(addresses or (TCP,), [pages], pages.terms.longest_s)
+    far = {
+        "tls": {"certificate": "box.pem", "key": "box.key"},
+        "tokens": {"mes": {"role": "read", "file": "/dev/null"}},
+    }
+    api = ApiSection.model_validate({"http": addresses or (TCP,), **far}, context={"folder": Path()})
+    door = Door([Monitoring(line, **options).part()], Tokens(ApiSection()), unheard, api.limits)
+    server = WebServer(api, door)
     try:
         server.start()
         yield server.addresses
     finally:
         server.stop()
-        pages.stop()
 
 
 def connected(address):
@@ -145,8 +157,7 @@ class TestThePages:
         with served(line, TCP, f"unix:{tmp_path_factory.mktemp('s')}/w.sock") as addresses:
             for address, answer in zip(addresses, (status, 200), strict=True):
                 with closing(connected(address)) as browser:
-                    browser.sendall(b"GET /health/live HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
-                    browser.shutdown(socket.SHUT_WR)
+                    browser.sendall(b"GET /health/live HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n\r\n")
                     said = b"".join(iter(lambda: browser.recv(65536), b""))
                 assert said.startswith(b"HTTP/1.1 %d " % answer)
                 assert (b"is not a name of this machine" in said) == (answer == 421)
@@ -157,9 +168,10 @@ class TestThePages:
                 status, _, text = asked(address, path)
                 assert status == 404
                 assert "/metrics, /health/live, /health/ready" in text
-            for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW"):
+            for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
                 status, headers, _ = asked(address, "/metrics", method)
-                assert (status, headers["Allow"]) == (405, "GET")
+                assert (status, headers["Allow"]) == (405, "GET, HEAD")
+            assert asked(address, "/metrics", "HEAD")[::2] == (200, "")
 
     def test_a_mistake_is_told_in_the_log_and_costs_no_other_page(self, line, caplog):
         line.told = [None]
@@ -167,7 +179,7 @@ class TestThePages:
             assert asked(address, "/metrics")[0] == 500
             assert asked(address, "/health/live")[0] == 200
         assert [record.message for record in caplog.records if record.levelno > logging.INFO] == [
-            "page_failed path=/metrics"
+            "web_failed path=/metrics"
         ]
 
     def test_while_the_line_hangs_that_is_said_and_no_threads_pile_up(self, line, threads):
@@ -185,10 +197,11 @@ class TestThePages:
 
 class TestRudeCallers:
     def test_who_does_not_read_is_cut_off(self, line, monkeypatch):
-        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
+        monkeypatch.setattr("agent.web.monitoring.REQUESTS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
         line.told = [Metric(MetricKind.GAUGE, "many", "Many.", many, ("one",))]
-        with served(line, connection_s=1.0) as (address,), closing(connected(address)) as slow:
+        monkeypatch.setattr("agent.web.protocol.STALL_S", 0.5)
+        with served(line) as (address,), closing(connected(address)) as slow:
             slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
             until(lambda: answers(address))  # as soon as it is cut off, and its place free
@@ -198,8 +211,9 @@ class TestRudeCallers:
                     received += len(more)
             assert received < 60_000 * 100
 
-    def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line):
-        with served(line, connection_s=10 * PATIENCE_S) as (address,):
+    def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line, monkeypatch):
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 10 * PATIENCE_S)
+        with served(line) as (address,):
             held = [connected(address) for _ in range(ARRIVALS)]
             with closing(connected(address)) as one_too_many:
                 assert hears_nothing_more(one_too_many)
@@ -207,7 +221,7 @@ class TestRudeCallers:
                 each.close()
             until(lambda: answers(address))
 
-    def test_garbage_is_refused_and_no_news(self, line, caplog, capfd):
+    def test_garbage_is_refused_and_no_news(self, line, caplog, capfd, monkeypatch):
         garbage = {
             "TLS": b"\x16\x03\x01\x02\x00\x01\x00",
             "version": b"GET / HTTP/9.9\r\n\r\n",
@@ -216,7 +230,8 @@ class TestRudeCallers:
             "bytes": b"GET / HTTP/1.1\r\n\xff\xfe: \x00\r\n\r\n",
             "huge body": b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nabc",
         }
-        with served(line, connection_s=2.0) as (address,):
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 2.0)
+        with served(line) as (address,):
             for kind, sent in garbage.items():
                 with closing(connected(address)) as rude:
                     with suppress(OSError):  # it may have heard enough before the end
@@ -229,16 +244,17 @@ class TestRudeCallers:
 
     @pytest.mark.parametrize("address", [TCP, "unix"])
     @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
-    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
+    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, monkeypatch, address, sent):
         if address == "unix":
             address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
-        with served(line, address, connection_s=0.2) as (address,), closing(connected(address)) as slow:
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 0.2)
+        with served(line, address) as (address,), closing(connected(address)) as slow:
             slow.sendall(sent)
             assert asked(address, "/health/live")[0] == 200
             assert hears_nothing_more(slow)
 
     def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
-        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
+        monkeypatch.setattr("agent.web.monitoring.REQUESTS", 1)
         with served(line) as (address,), closing(connected(address)) as first:
             line.goes_on.clear()
             first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -270,8 +286,9 @@ class TestTheAddresses:
         assert (refused.value.address, threads()) == (address, set())
         assert not (tmp_path / "w.sock").exists()
 
-    def test_a_stop_leaves_no_thread_and_no_connection(self, line, threads):
-        with served(line, connection_s=10 * PATIENCE_S) as (address,):
+    def test_a_stop_leaves_no_thread_and_no_connection(self, line, threads, monkeypatch):
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 10 * PATIENCE_S)
+        with served(line) as (address,):
             idle = connected(address)
             assert asked(address, "/health/live")[0] == 200
             assert asked(address, "/metrics")[0] == 200

@@ -177,11 +177,11 @@ def test_with_a_board_it_is_an_inspection_which_a_reader_may_not_store(served, c
     assert (part.subject.key, part.subject.board, part.subject.ref) == ("k1", "B1", "R1")
     assert refusal(client.infer, "resistor", board[:1], parameters={"board": 7})[0] == "400"
     for caller, status in ((Caller("mes", Role.READ), "403"), (Caller(ANONYMOUS, Role.READ), "401")):
-        served.caller = caller
+        served.who = caller
         for sent, more in ((board, {}), (board[:1], {"parameters": {"board_serial": "B2"}})):
             assert refusal(client.infer, "resistor", sent, **more)[0] == status
         assert client.infer("resistor", board[:1]).as_numpy("VERDICT")[0] == b"OK"
-    served.caller = Caller(ANONYMOUS, Role.INSPECT)
+    served.who = Caller(ANONYMOUS, Role.INSPECT)
     client.infer("resistor", board)
     assert len(desk.results) == 2
 
@@ -191,7 +191,7 @@ def test_only_an_administrator_loads_and_unloads_and_each_is_audited(served, cli
     client.unload_model("expert:cls/capacitor")
     assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])
     assert refusal(client.load_model, "resistor", config="{}")[0] == "400"
-    served.caller = Caller("shift", Role.OPERATE)
+    served.who = Caller("shift", Role.OPERATE)
     for change in (client.load_model, client.unload_model):
         assert refusal(change, "resistor") == ("403", "this needs the role admin, and 'shift' has operate")
     assert (len(desk.loaded), len(desk.unloaded)) == (1, 1)

@@ -2,13 +2,12 @@
 
 Guarantees: a page is answered within PATIENCE_S; while the line hangs it is 503 with that reason. The line is asked
 each question once at a time, and concurrent callers share the answer: neither questions nor threads pile up.
-A connection is cut off after CONNECTION_S. After ``stop`` only a thread whose question hangs in the line goes on.
+After ``stop`` only a thread whose question hangs in the line goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -17,78 +16,75 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
-from agent.http.exchange import HttpAnswer, Terms
+from agent.web.door import Part
 from agent.web.readings import Histogram, MetricKind
+from agent.web.routes import STATUS, Rule, route
 from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from prometheus_client import Metric as Family
 
-    from agent.http.exchange import HttpRequest, Stream
-    from agent.web.readings import Condition, Metric, ObservedLine
+    from agent.web.readings import Metric, ObservedLine
+    from agent.web.routes import Call
 
-log = logging.getLogger(__name__)
+    Answer = Callable[[Call], Awaitable[Response]]
 
 PREFIX = "coserve"
 PATIENCE_S = 5.0  # Prometheus and health checks wait for 10 s
-CONNECTION_S = 10.0  # twice PATIENCE_S
-BODY_BYTES = 1024  # no page takes a body
-CONNECTIONS = 16  # of each address at a time
+REQUESTS = 16  # of each address at a time
 FAMILIES = {MetricKind.COUNTER: CounterMetricFamily, MetricKind.GAUGE: GaugeMetricFamily}
 PATHS = ("/metrics", "/health/live", "/health/ready")
 
 Result = TypeVar("Result")
 
 
-class Pages:
-    """Implements ``agent.http.exchange.Application``."""
+class Monitoring:
+    """The part of the door with the pages; also the last one, for paths of no other part."""
 
-    def __init__(self, line: ObservedLine, patience_s: float = PATIENCE_S, connection_s: float = CONNECTION_S) -> None:
-        self.terms = Terms(BODY_BYTES, connection_s, connection_s, CONNECTIONS)
+    def __init__(self, line: ObservedLine, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
         self._condition = _SingleFlight(line.condition, "web-health")
         self._metrics = _SingleFlight(line.metrics, "web-metrics")
         self._writing = DaemonThreads(1, "web-text")  # exposition takes a while
         self._process = ProcessCollector(PREFIX, registry=None)
 
-    def serves(self, path: str) -> bool:
-        return path in PATHS
-
-    async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer:
-        if not self.serves(request.path):
-            return _said(404, f"no such page - there are {', '.join(PATHS)}")
-        if request.method != "GET":
-            return _said(405, "only GET is answered", ("allow", "GET"))
-        try:
-            return await self._page(request)
-        except TimeoutError:
-            return _said(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
-        except Exception:  # the boundary of one request
-            log.exception("page_failed path=%s", request.path)
-            return _said(500, "see the agent's log")
-
-    def refusal(self, status: int, reason: str) -> HttpAnswer:
-        return _said(status, reason)
+    def part(self) -> Part:
+        answers = (self._exposition, self._live, self._ready)
+        routes = [route("GET", path, self._soon(answer), RULE) for path, answer in zip(PATHS, answers, strict=True)]
+        return Part(("/metrics", "/health"), routes, _refusal, REQUESTS, stop=self.stop)
 
     def stop(self) -> None:
         """Stop asking the line; a question that hangs is abandoned."""
         for threads in (self._condition.thread, self._metrics.thread, self._writing):
             threads.stop(0.0)
 
-    async def _page(self, request: HttpRequest) -> HttpAnswer:
-        if request.path == "/metrics":
-            metrics = await self._metrics.answer(self._patience_s)
-            written = self._writing.submit(_written, metrics, self._process, request.headers.get("accept", ""))
-            return await asyncio.wrap_future(written)
-        condition: Condition = await self._condition.answer(self._patience_s)
-        wrong = condition.dead if request.path == "/health/live" else condition.dead or condition.unready
-        if wrong is not None:
-            return _said(503, " ".join(wrong.split()))
-        return _said(200, "alive" if request.path == "/health/live" else "ready")
+    def _soon(self, answer: Answer) -> Answer:
+        async def answered(call: Call) -> Response:
+            try:
+                return await answer(call)
+            except TimeoutError:
+                return _said(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
+
+        return answered
+
+    async def _exposition(self, call: Call) -> Response:
+        metrics = await self._metrics.answer(self._patience_s)
+        written = self._writing.submit(_written, metrics, self._process, call.request.headers.get("accept", ""))
+        return await asyncio.wrap_future(written)
+
+    async def _live(self, call: Call) -> Response:
+        wrong = (await self._condition.answer(self._patience_s)).dead
+        return _said(200, "alive") if wrong is None else _said(503, " ".join(wrong.split()))
+
+    async def _ready(self, call: Call) -> Response:
+        condition = await self._condition.answer(self._patience_s)
+        wrong = condition.dead or condition.unready
+        return _said(200, "ready") if wrong is None else _said(503, " ".join(wrong.split()))
 
 
 class _SingleFlight(Generic[Result]):
@@ -110,12 +106,12 @@ class _SingleFlight(Generic[Result]):
             return await asyncio.shield(asyncio.wrap_future(under_way))
 
 
-def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> HttpAnswer:
+def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Response:
     registry = CollectorRegistry()
     registry.register(_Metrics(metrics))
     registry.register(process)
     encode, kind = choose_encoder(accepted)
-    return HttpAnswer(200, encode(registry), (("content-type", kind), ("cache-control", "no-store")))
+    return Response(encode(registry), headers={"content-type": kind, "cache-control": "no-store"})
 
 
 class _Metrics(Collector):
@@ -138,7 +134,13 @@ class _Metrics(Collector):
             yield family
 
 
-def _said(status: int, line: str, *headers: tuple[str, str]) -> HttpAnswer:
+def _said(status: int, line: str) -> Response:
     content = line.encode("utf-8", "backslashreplace") + b"\n"
-    usual = (("content-type", "text/plain; charset=utf-8"), ("cache-control", "no-store"))
-    return HttpAnswer(status, content, (*usual, *headers))
+    return Response(content, status, {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"})
+
+
+def _refusal(status: int, reason: str) -> Response:
+    return _said(status, f"no such page - there are {', '.join(PATHS)}" if status == 404 else reason)
+
+
+RULE = Rule(refused=lambda refused: _said(STATUS[refused.reason], str(refused)))

@@ -3,12 +3,11 @@
 import json
 import socket
 from contextlib import closing, suppress
-from dataclasses import replace
 
 import httpx2
 import pytest
 
-from agent.api.openai.endpoint import TERMS
+from agent.web.texts.endpoint import BODY_BYTES
 from tests.agent.api.conftest import DEADLINE_S
 
 CHAT = {"model": "llm/code", "messages": [{"role": "user", "content": "hello"}]}
@@ -62,7 +61,7 @@ def test_a_body_that_is_none_is_refused(address, desk, body, why):
 
 @pytest.mark.parametrize("sent", ["announced", "in chunks"])
 def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
-    most = TERMS.body_bytes
+    most = BODY_BYTES
     with closing(connected(address)) as caller:
         if sent == "announced":
             caller.sendall(head(most + 1))
@@ -70,7 +69,6 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
             caller.sendall(head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
             for _ in range(most // 65536 + 1):
                 caller.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-        caller.shutdown(socket.SHUT_WR)
         assert rest(caller).startswith(b"HTTP/1.1 413 ")
     assert asked(address)[0] == 200
 
@@ -97,11 +95,12 @@ def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(
     status, values = asked(address, "/v1/models", method="GET")
     assert (status, values["error"]["type"]) == (500, "server_error")
     assert asked(address)[0] == 200
-    assert [record.message for record in caplog.records] == ["http_request_failed path=/v1/models"]
+    assert [record.message for record in caplog.records] == ["web_failed path=/v1/models"]
 
 
-def test_who_does_not_read_has_the_text_cancelled_and_holds_nobody_up(serve_texts, desk):
-    (address, *_) = serve_texts(terms=replace(TERMS, stall_s=0.2))
+def test_who_does_not_read_has_the_text_cancelled_and_holds_nobody_up(serve_texts, desk, monkeypatch):
+    monkeypatch.setattr("agent.web.texts.endpoint.STALL_S", 0.2)
+    (address, *_) = serve_texts()
     desk.holds = True
     body = json.dumps(CHAT | {"stream": True}).encode()
     with closing(connected(address)) as slow:

@@ -8,20 +8,20 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from agent.api.calls.desk import TextEnd
-from agent.http.exchange import HttpAnswer
 from experts.errors import Refusing
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agent.api.calls.desk import TextEvent, TextModelView, TextPiece, TokenView
-    from agent.api.openai.requests import TextCall
+    from agent.web.texts.requests import TextCall
     from experts.errors import OrderRefused
 
-JSON = ("content-type", "application/json")
-EVENTS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
 THINK, THOUGHT_OVER = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
@@ -76,7 +76,7 @@ class TextReply:
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
-    def whole(self, end: TextEnd) -> HttpAnswer:
+    def whole(self, end: TextEnd) -> Response:
         """The whole reply, after all pieces."""
         text = "".join(self.texts)
         content: dict[str, Any] = {"text": text}
@@ -215,12 +215,12 @@ def model_values(model: TextModelView, created: int) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 
 
-def refused_answer(refused: OrderRefused) -> HttpAnswer:
+def refused_answer(refused: OrderRefused) -> Response:
     kind = KINDS[refused.reason]
-    hint: tuple[tuple[str, str], ...] = (("x-should-retry", "true" if kind.is_worth else "false"),)
+    hint = {"x-should-retry": "true" if kind.is_worth else "false"}
     if refused.retry_s is not None:
-        hint = (*hint, ("retry-after-ms", str(max(round(refused.retry_s * 1000), 1))))
-    return answer(kind.status, error_values(refused), *hint)
+        hint["retry-after-ms"] = str(max(round(refused.retry_s * 1000), 1))
+    return answer(kind.status, error_values(refused), hint)
 
 
 def error_values(refused: OrderRefused) -> dict[str, Any]:
@@ -228,13 +228,13 @@ def error_values(refused: OrderRefused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
 
 
-def plain_error(status: int, message: str, code: str | None = None, *headers: tuple[str, str]) -> HttpAnswer:
+def plain_error(status: int, message: str, code: str | None = None) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}}, *headers)
+    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> HttpAnswer:
-    return HttpAnswer(status, _json(values), (JSON, *headers))
+def answer(status: int, values: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_json(values), status, headers, "application/json")
 
 
 def event(values: dict[str, Any]) -> bytes:

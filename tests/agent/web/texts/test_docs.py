@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx2
 import yaml
 
-from agent.api.openai.requests import chat_of
 from agent.config import read_line
+from agent.web.texts.requests import chat_of
 from tests.agent.api.fake_desk import PROSE
 
 PAGE = (Path(__file__).parents[4] / "docs" / "texts.md").read_text("utf-8")

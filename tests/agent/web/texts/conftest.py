@@ -7,9 +7,11 @@ import httpx2
 import openai
 import pytest
 
+from agent.api.access import Tokens
 from agent.api.calls.orders import Orders
-from agent.api.openai.endpoint import TERMS, OpenAiEndpoint
-from agent.http.server import HttpServer
+from agent.web.door import Door
+from agent.web.server import WebServer
+from agent.web.texts.endpoint import TextEndpoint
 from tests.agent.api.conftest import DEADLINE_S, section
 
 
@@ -18,12 +20,11 @@ def serve_texts(tmp_path, desk):
     """Serve them with these keys of `api:`, at a port and at a unix socket; the addresses."""
     with ExitStack() as running:
 
-        def start(*, terms=TERMS, **keys):
-            endpoint = OpenAiEndpoint(section(tmp_path, **keys), Orders(desk), terms)
-            server = HttpServer(["127.0.0.1:0", f"unix:{tmp_path}/h.sock"], [endpoint], 10.0)
-            server.start()
-            running.callback(endpoint.stop)
+        def start(**keys):
+            api = section(tmp_path, http=["127.0.0.1:0", "unix:./h.sock"], **keys)
+            server = WebServer(api, Door([TextEndpoint(Orders(desk)).part()], Tokens(api), print, api.limits))
             running.callback(server.stop)
+            server.start()
             return server.addresses
 
         yield start

@@ -1,0 +1,161 @@
+"""Door of HTTP: who calls, from where, and which part answers.
+
+Guarantees: a part sees a request only from a caller with a role (``agent.api.access``). Beyond this machine each caller
+sends a token, except to routes that are open. A page of another site reads and changes nothing: its Origin is refused,
+and so is a name of the host that is not this machine's, of a caller without a token. Requests under way are bounded for
+each address and part. An error of an answer is 500 and in the log, and costs no other request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, cookie_parser
+from starlette.routing import Match
+
+from agent.api.access import CALLING, NOBODY, Where
+from agent.api.calls.budget import Budget
+from agent.line_file.api import is_loopback_name
+from agent.web.protocol import CONNECTION, STALL_S
+from agent.web.routes import AUDIT, BODIES, SPARED_BYTES, Endpoint, json_refusal
+from agent.web.session import COOKIE, session_routes
+from experts.errors import OrderRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from agent.api.access import Audit, Caller, Tokens
+    from agent.line_file.api import ApiLimitsSection
+    from agent.web.protocol import BoundedProtocol
+
+log = logging.getLogger(__name__)
+
+BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are received
+LARGEST_BODIES = 4  # of the largest kind have room at least
+SAFE = ("GET", "HEAD")
+TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal error of the agent - see its log"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Routes below some paths. ``refusal``: answer with status and reason to a request that no route sees.
+    ``requests``: under way at a time, at each address. ``stall_s``: for a caller that reads nothing."""
+
+    roots: tuple[str, ...]
+    routes: Sequence[Route]
+    refusal: Callable[[int, str], Response] = json_refusal
+    requests: int = 32
+    stall_s: float = STALL_S
+    stop: Callable[[], None] = lambda: None
+
+
+class Door:
+    """ASGI application, for the server's loop. The first part with a root of the path answers, else the last one."""
+
+    def __init__(self, parts: Sequence[Part], tokens: Tokens, audit: Audit, limits: ApiLimitsSection) -> None:
+        self._parts = (Part(("/api/session",), session_routes(tokens)), *parts)
+        self._tokens = tokens
+        self._audit = audit
+        largest_bytes = max((each.rule.body_bytes for each in self.endpoints()), default=0)
+        size_bytes = max(limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
+        self._bodies = Budget(size_bytes)
+        self._under_way: Counter[tuple[str, Part]] = Counter()
+
+    def endpoints(self) -> Iterator[Endpoint]:
+        for part in self._parts:
+            for route in part.routes:
+                assert isinstance(route.endpoint, Endpoint), route.path
+                yield route.endpoint
+
+    def stop(self) -> None:
+        for part in self._parts:
+            part.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: BoundedProtocol = scope["state"][CONNECTION]
+        path: str = scope["path"]
+        part = next((part for part in self._parts if path.startswith(part.roots)), self._parts[-1])
+        connection.stall_s = part.stall_s
+        place = (connection.listener.address, part)
+        scope.update({AUDIT: self._audit, BODIES: self._bodies})
+        answer = self._answering(part, scope, connection)
+        if isinstance(answer, Endpoint) and self._under_way[place] >= part.requests:
+            answer = part.refusal(503, f"{part.requests} {TOO_MANY}")
+        self._under_way[place] += 1
+        try:
+            await answer(scope, receive, send)
+            await connection.flow.drain()  # its bytes are held until they are sent
+        except ClientDisconnect:
+            pass
+        except asyncio.CancelledError:
+            if not connection.transport.is_closing():  # else the server stops
+                raise
+        except Exception:  # the boundary of one request
+            log.exception("web_failed path=%s", path)
+            if not connection.cycle.response_started:
+                await part.refusal(500, MISTAKE)(scope, receive, send)
+            else:
+                connection.transport.abort()
+        finally:
+            self._under_way[place] -= 1
+
+    def _answering(self, part: Part, scope: Scope, connection: BoundedProtocol) -> ASGIApp:
+        headers = Headers(scope=scope)
+        where = Where.OWNER if connection.is_owner else connection.listener.where
+        host, origin = headers.get("host"), headers.get("origin")
+        if origin is not None and scope["method"] not in SAFE and origin != f"{scope['scheme']}://{host}":
+            return part.refusal(403, f"a page of {origin[:100]!r} must not do this - use the pages of this address")
+        endpoint, allowed = _found(part.routes, scope)
+        try:
+            caller = self._caller(headers, where)
+        except OrderRefused as refused:
+            if endpoint is None or not endpoint.rule.is_open:
+                return part.refusal(401, str(refused))
+            caller = NOBODY
+        if where is Where.LOOPBACK and caller is NOBODY and not (host is None or _is_own_name(host)):
+            reason = f"{host[:100]!r} is not a name of this machine - use localhost or a loopback address"
+            return part.refusal(421, reason)  # a browser's page of another site, whose name leads here
+        if endpoint is not None:
+            CALLING.set(caller)
+            return endpoint
+        if not allowed:
+            return part.refusal(404, f"nothing is served at {scope['path'][:200]}")
+        refusal = part.refusal(405, f"only {allowed} is answered here")
+        refusal.headers["allow"] = allowed
+        return refusal
+
+    def _caller(self, headers: Headers, where: Where) -> Caller:
+        """Raises OrderRefused for a missing or unknown token."""
+        authorization = headers.get("authorization", "")
+        if not authorization and where is not Where.OWNER:
+            session = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+            if caller := self._tokens.of_session(session):
+                return caller
+        return self._tokens.caller(authorization, where, is_required=where is Where.FAR)
+
+
+def _found(routes: Sequence[Route], scope: Scope) -> tuple[Endpoint | None, str]:
+    """The route's endpoint; or the methods that the path has."""
+    allowed = set[str]()
+    for route in routes:
+        match, more = route.matches(scope)
+        if match is Match.FULL:
+            scope.update(more)
+            return cast("Endpoint", route.endpoint), ""
+        if match is Match.PARTIAL:
+            allowed |= route.methods or set()
+    return None, ", ".join(sorted(allowed))
+
+
+def _is_own_name(host: str) -> bool:
+    name, _, port = host.rpartition(":")
+    return is_loopback_name((name if port.isdigit() else host).lower())

@@ -1,0 +1,89 @@
+"""Addresses of the HTTP door: sockets bound by ours, with their permissions, and where their callers are.
+
+Guarantees: no name is resolved over the network. A unix socket appears with its permissions, and no other process
+replaces it while it is served (``agent.unix_sockets``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket as sockets
+import struct
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from agent.api.access import Where
+from agent.line_file.api import UNIX, ApiSection, is_loopback
+from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
+from experts.errors import AddressUnusable
+
+BACKLOG = 128
+ROOT_USER = 0
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(slots=True, eq=False)
+class Listener:
+    """Bound address. ``place``: of a unix socket. ``arrivals``: connections without a request under way."""
+
+    address: str
+    socket: sockets.socket
+    where: Where
+    place: UnixSocket | None = None
+    arrivals: int = 0
+
+    def is_owner(self, connection: sockets.socket) -> bool:
+        """Whether the peer is the agent's user or root, at a unix socket."""
+        if self.place is None or self.where is Where.OWNER:
+            return self.place is not None
+        if not hasattr(sockets, "SO_PEERCRED"):
+            return False
+        told = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
+        return CREDENTIALS.unpack(told)[1] in (ROOT_USER, os.getuid())
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.place is not None:
+            self.place.close()
+
+
+def listener_at(address: str, api: ApiSection) -> Listener:
+    """Raises AddressUnusable."""
+    return _at_path(address, is_owners=api.is_owners(address)) if address.startswith(UNIX) else _at_port(address)
+
+
+def _at_path(address: str, *, is_owners: bool) -> Listener:
+    place = UnixSocket(address, OWNERS if is_owners else GROUPS)
+    with ExitStack() as undoing:
+        undoing.callback(place.close)
+        listening = _listening(address, sockets.AF_UNIX, place.to_bind.removeprefix(UNIX))
+        undoing.callback(listening.close)
+        place.show()
+        undoing.pop_all()
+    return Listener(address, listening, Where.OWNER if is_owners else Where.GROUP, place)
+
+
+def _at_port(address: str) -> Listener:
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, where = sockets.getaddrinfo(host.strip("[]") or None, int(port), type=sockets.SOCK_STREAM,
+                                               flags=sockets.AI_PASSIVE)[0]  # fmt: skip
+    except OSError as error:
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening = _listening(address, family, where)
+    side = Where.LOOPBACK if is_loopback(address) else Where.FAR
+    return Listener(f"{host}:{listening.getsockname()[1]}", listening, side)
+
+
+def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:
+    listening = sockets.socket(family, sockets.SOCK_STREAM)
+    try:
+        if family is not sockets.AF_UNIX:
+            listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo returns it
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,119 @@
+"""uvicorn's HTTP/1 connection with bounds on heads, idleness and callers that do not read.
+
+Guarantees: a head is complete within HEAD_S of the connection, or of the answer before it, else the connection ends. A
+caller that reads nothing for ``stall_s`` is cut off. Bytes behind a request that is being answered are few, and a
+caller that leaves meanwhile is noticed. Rest of a body that nobody wants is dropped for LINGER_S at most: cutting
+the connection off at once would lose the refusal. The bytes of a head are bounded by ``h11_max_incomplete_event_size``,
+those of bodies by ``routes.body_of``.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+    from agent.web.listening import Listener
+
+CONNECTION = "coserve.connection"  # key of the state in a scope
+HEAD_BYTES = 16 * 1024  # of a request's line and headers
+HEAD_S = 10.0
+STALL_S = 10.0  # unless the part of a request says otherwise
+LINGER_S = 1.0
+SURPLUS_BYTES = 64 * 1024  # behind a request, while it is answered
+
+quiet = logging.getLogger("agent.web.uvicorn")  # uvicorn warns of every request that is no HTTP
+quiet.setLevel(logging.ERROR)
+
+
+class BoundedProtocol(H11Protocol):
+    """Connection of a listener, which counted it when it came. ``is_owner``: see ``Listener.is_owner``."""
+
+    def __init__(self, config: Config, state: ServerState, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(config, state, {CONNECTION: self}, loop)
+        self.logger = quiet
+        self.listener = listener
+        self.is_owner = False
+        self.stall_s = STALL_S
+        self._is_idle = True
+        self._surplus_bytes = 0
+        self._due: asyncio.TimerHandle | None = None  # the head, or the end of what is dropped
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self.transport.set_write_buffer_limits(1)  # paused as long as bytes wait: TLS never resumes at 0
+        self.is_owner = self.listener.is_owner(transport.get_extra_info("socket"))
+        self._expect(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._count(is_idle=False)
+        self._expect(None)
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_answering:
+            self._surplus_bytes += len(data)
+            if self._surplus_bytes > SURPLUS_BYTES:
+                self.transport.abort()
+                return
+        super().data_received(data)
+        if self._is_answering:
+            self.flow.resume_reading()  # h11 has paused it; a caller that leaves is noticed by reading only
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._surplus_bytes, self.stall_s = 0, STALL_S
+            self._count(is_idle=False)
+            self._expect(None)
+
+    def send_400_response(self, msg: str) -> None:
+        with suppress(h11.LocalProtocolError):  # an answer is under way
+            super().send_400_response(msg)
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        if not self.transport.is_closing():
+            self._count(is_idle=True)
+            self._expect(HEAD_S if self.conn.their_state is h11.DONE else LINGER_S)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _expect(self, within_s: float | None) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = None if within_s is None else self.loop.call_later(within_s, self._end)
+
+    def _end(self) -> None:
+        if self.flow.write_paused:
+            self._expect(HEAD_S)  # the answer is still being read; a stall ends it
+        else:
+            self.transport.abort()
+
+    def _count(self, *, is_idle: bool) -> None:
+        self.listener.arrivals += is_idle - self._is_idle
+        self._is_idle = is_idle
