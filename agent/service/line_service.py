@@ -213,11 +213,12 @@ class LineService:
         from agent.api.calls.orders import Orders
         from agent.web.door import Door
         from agent.web.monitoring import Monitoring
+        from agent.web.pages.files import pages_part
         from agent.web.server import WebServer
         from agent.web.texts.endpoint import TextEndpoint
 
         api = self._config.api
-        parts = [TextEndpoint(Orders(self.desk)).part(), Monitoring(metrics).part()]  # the last one answers the rest
+        parts = [TextEndpoint(Orders(self.desk)).part(), Monitoring(metrics).part(), pages_part()]
         return WebServer(api, Door(parts, self._credentials.tokens, logged, api.limits), self._credentials.context())
 
     def _stop_api(self) -> None:
