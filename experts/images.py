@@ -205,6 +205,16 @@ def upright_map(stored: AnomalyMap, orientation: int) -> AnomalyMap:
     return replace(stored, height=values.shape[0], width=values.shape[1], values=values.tobytes())
 
 
+def upright_size(path: Path) -> tuple[int, int]:
+    """(height, width) of an image as viewers show it, by its header. Raises ImageUnreadable."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            width, height = image.size
+            return (width, height) if _orientation(image) >= SWAPPED else (height, width)
+    except BROKEN as error:
+        raise ImageUnreadable(path.name, f"its header cannot be read ({error or type(error).__name__})") from error
+
+
 def largest_file_bytes(max_pixels: int) -> int:
     return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
 

@@ -122,8 +122,11 @@ ROOMS = {
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.access", "agent.api.proto",
         "agent.api.calls", "agent.api.services",
     ),
+    "agent.web.station": (
+        "agent.web.door", "agent.web.openapi", "agent.web.operations", "agent.web.routes", "agent.web.single_flight",
+        "agent.api.access",
+    ),
     "agent.web.texts": ("agent.web.door", "agent.web.routes", "agent.api.calls"),
-    "agent.web.pages": ("agent.web.door", "agent.web.routes"),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
         "agent.sources.base", "agent.records", "agent.api.calls.desk", "agent.web.readings",
@@ -135,6 +138,11 @@ ROOMS = {
     "agent.service.desk": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
         "agent.records", "agent.api.calls", "agent.web.readings", "agent.service.inspections", "agent.service.texts",
+    ),
+    "agent.service.station": (
+        "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
+        "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.api.calls.desk",
+        "agent.web.station", "agent.service.desk",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",

@@ -238,6 +238,10 @@ class BoardLedger:
         boards = (board for board in self._boards.values() if board.serial == serial)
         return tuple(replace(board, images=dict(board.images)) for board in boards)
 
+    def open_runs(self) -> tuple[BoardRun, ...]:
+        """Snapshots of the boards that wait for images."""
+        return tuple(replace(run, images=dict(run.images)) for run in self._boards.values() if run.closed is None)
+
     def statistics(self) -> LedgerStatistics:
         closed = sum(board.closed is not None for board in self._boards.values())
         return LedgerStatistics(len(self._boards) - closed, closed)

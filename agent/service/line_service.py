@@ -13,12 +13,12 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from agent.api.access import logged
 from agent.api.calls.desk import ReloadView
 from agent.api.credentials import Credentials
 from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
+from agent.records.station.audit import AuditTrail, Deed
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
 from agent.service.desk.line_desk import LineDesk, LineParts
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
+    from agent.api.access import Caller
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
@@ -104,8 +105,9 @@ class LineService:
         )  # fmt: skip
         self.desk = LineDesk(parts)
         self._credentials = Credentials(config.api)
+        self._trail = AuditTrail(self.store, wall)
         self.api = self._api() if config.api.grpc else None
-        self.web = self._web(LineMetrics(parts, self._upkeep)) if config.api.http else None
+        self.web = self._web(parts) if config.api.http else None
         self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts to repack, by the Engine's names
@@ -206,20 +208,30 @@ class LineService:
     def _api(self) -> ApiServer:
         from agent.api.server import ApiServer
 
-        return ApiServer(self._config.api, self.desk, self._credentials, logged)
+        return ApiServer(self._config.api, self.desk, self._credentials, self._audit)
 
-    def _web(self, metrics: LineMetrics) -> WebServer:
+    def _web(self, parts: LineParts) -> WebServer:
         """Import the web server only for a line with an address, as with gRPC: saves time and memory."""
         from agent.api.calls.orders import Orders
+        from agent.service.station.line_station import LineStation
         from agent.web.door import Door
         from agent.web.monitoring import Monitoring
-        from agent.web.pages.files import pages_part
         from agent.web.server import WebServer
+        from agent.web.station.routes import StationRoutes
         from agent.web.texts.endpoint import TextEndpoint
 
         api = self._config.api
-        parts = [TextEndpoint(Orders(self.desk)).part(), Monitoring(metrics).part(), pages_part()]
-        return WebServer(api, Door(parts, self._credentials.tokens, logged, api.limits), self._credentials.context())
+        rooms = [
+            TextEndpoint(Orders(self.desk)).part(),
+            StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics)).part(),
+            Monitoring(LineMetrics(parts, self._upkeep)).part(),  # the last one answers the rest
+        ]
+        door = Door(rooms, self._credentials.tokens, self._audit, api.limits)
+        return WebServer(api, door, self._credentials.context())
+
+    def _audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
+        sha256 = self._config.catalog.sha256
+        self._trail.record(Deed(caller.name, caller.role.name.lower(), action, subject, outcome, sha256))
 
     def _stop_api(self) -> None:
         """Refuse new callers; waiting callers get their answers within the timeout."""

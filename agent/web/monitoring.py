@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,11 +20,11 @@ from starlette.responses import Response
 from agent.web.door import Part
 from agent.web.readings import Histogram, MetricKind
 from agent.web.routes import STATUS, Rule, route
+from agent.web.single_flight import SingleFlight
 from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from prometheus_client import Metric as Family
 
@@ -48,8 +47,8 @@ class Monitoring:
 
     def __init__(self, line: ObservedLine, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._condition = _SingleFlight(line.condition, "web-health")
-        self._metrics = _SingleFlight(line.metrics, "web-metrics")
+        self._condition = SingleFlight(line.condition, "web-health")
+        self._metrics = SingleFlight(line.metrics, "web-metrics")
         self._writing = DaemonThreads(1, "web-text")  # exposition takes a while
         self._process = ProcessCollector(PREFIX, registry=None)
 
@@ -85,25 +84,6 @@ class Monitoring:
         condition = await self._condition.answer(self._patience_s)
         wrong = condition.dead or condition.unready
         return _said(200, "ready") if wrong is None else _said(503, " ".join(wrong.split()))
-
-
-class _SingleFlight(Generic[Result]):
-    """One call to the line at a time, on its thread: concurrent callers share the answer."""
-
-    def __init__(self, ask: Callable[[], Result], name: str) -> None:
-        self._ask = ask
-        self.thread = DaemonThreads(1, name)
-        self._lock = threading.Lock()
-        self._under_way: Future[Result] | None = None
-
-    async def answer(self, timeout_s: float) -> Result:
-        """Raises TimeoutError, and the line's own errors."""
-        with self._lock:
-            if self._under_way is None or self._under_way.done():
-                self._under_way = self.thread.submit(self._ask)
-            under_way = self._under_way
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(asyncio.wrap_future(under_way))
 
 
 def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Response:

@@ -68,6 +68,15 @@ def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:
     return picture
 
 
+def heat_png(stored: bytes) -> bytes:
+    """Heat colours of a stored map, more opaque with a higher score, to be laid over its image. Raises ValueError."""
+    strength = np.asarray(_grey(map_of(stored)), np.float32)[..., None] / 255
+    colours = np.concatenate((WEAK + (STRONG - WEAK) * strength, 255 * STRONGEST * strength), axis=2)
+    buffer = io.BytesIO()
+    Image.fromarray(np.round(colours).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def _grey(shown: AnomalyMap) -> Image.Image:
     return Image.frombytes("L", (shown.width, shown.height), shown.values)
 

@@ -21,7 +21,7 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import datetime
     from pathlib import Path
 
@@ -145,8 +145,11 @@ class StationReader:
         return ResultPage(tuple(_listed(row) for row in rows), found[-1] if len(found) == query.limit else None)
 
     def listed(self, seq: int) -> ListedResult | None:
-        rows = read_rows(self.path, LISTED, (json.dumps([seq]),))
-        return _listed(rows[0]) if rows else None
+        return next(iter(self.numbered([seq])), None)
+
+    def numbered(self, numbers: Sequence[int]) -> tuple[ListedResult, ...]:
+        """Those of these results that are there, oldest first."""
+        return tuple(_listed(row) for row in reversed(read_rows(self.path, LISTED, (json.dumps(numbers),))))
 
     def board_page(self, query: BoardQuery) -> BoardPage:
         with closing(open_for_reading(self.path)) as connection:

@@ -77,13 +77,16 @@ class UsageDrift:
         copied._seen = self._seen.copy()
         return copied
 
-    def statistics(self) -> DriftStatistics:
-        """Compute the statistics. Slow: a fraction of a millisecond for hundreds of experts."""
-        steps = round(self._weight**2 / self._squares) if self._squares else 0
-        shares = [
+    def shares(self) -> list[ExpertDrift]:
+        """Share of each expert in all steps, as expected and as counted."""
+        return [
             ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen.get(expert, 0.0) / (self._weight or 1.0))
             for expert in dict.fromkeys([*self._expected, *self._seen])
         ]
+
+    def statistics(self) -> DriftStatistics:
+        """Compute the statistics. Slow: a fraction of a millisecond for hundreds of experts."""
+        steps, shares = round(self._weight**2 / self._squares) if self._squares else 0, self.shares()
         moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
         distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
         named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)

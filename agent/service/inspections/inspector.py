@@ -222,9 +222,12 @@ class Inspector:
             self._drift = UsageDrift(usage)
 
     def drift(self) -> DriftStatistics:
+        return self.usage().statistics()
+
+    def usage(self) -> UsageDrift:
+        """What was counted of the experts' usage until now."""
         with self._drift_guard:
-            sample = self._drift.sample()
-        return sample.statistics()
+            return self._drift.sample()
 
     def take_no_more(self) -> None:
         """Admit nothing more: waiting images remain for the next start."""

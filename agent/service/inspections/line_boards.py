@@ -126,6 +126,10 @@ class LineBoards:
         with self._guard:
             return self._ledger.runs(serial)
 
+    def open_runs(self) -> tuple[BoardRun, ...]:
+        with self._guard:
+            return self._ledger.open_runs()
+
     def statistics(self) -> LedgerStatistics:
         with self._guard:
             return self._ledger.statistics()

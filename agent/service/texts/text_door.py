@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
+    from agent.service.texts.text_under_way import TextGlance
     from agent.web.readings import Distribution
 
 STOP_LOOK_S = 0.01
@@ -62,6 +63,7 @@ class TextDoor:
         self._ended: Counter[str] = Counter()
         self._first_tokens = Durations()
         self._is_stopping = False
+        self._begun = 0
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
         if self._is_stopping or not self._inspector.takes:
@@ -94,6 +96,8 @@ class TextDoor:
         """Register a text; False once `stop` may have listed the texts under way."""
         with self._lock:
             if not self._is_stopping:
+                self._begun += 1
+                text.number = self._begun
                 self._under_way.add(text)
             return not self._is_stopping
 
@@ -118,6 +122,12 @@ class TextDoor:
         with self._lock:
             ended = {name: self._ended[name] for name in (*Ending, FAILED, CANCELLED)}
             return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())
+
+    def glances(self) -> list[TextGlance]:
+        """Texts under way, the longest first."""
+        with self._lock:
+            under_way = sorted(self._under_way, key=lambda text: text.number)
+        return [text.glance() for text in under_way]
 
     def stop(self, timeout_s: float) -> None:
         """Take no more texts; cancel those that have not ended after the timeout."""

@@ -34,6 +34,18 @@ FAILED = "failed"
 THOUGHT, THOUGHT_TOKENS = "<think>", 16  # start of a model's reasoning, and the last tokens of a prompt searched for it
 
 
+@dataclass(frozen=True, slots=True)
+class TextGlance:
+    """Text under way, at a glance. ``expert``: None until one writes; ``waited_s``: until its first output, or now."""
+
+    number: int
+    model: str
+    expert: str | None
+    waited_s: float
+    read_tokens: int
+    written_tokens: int
+
+
 @dataclass(eq=False)
 class TextUnderWay:
     """Implements ``TextTicket``. ``left``: called once, with the ending. ``leave``, ``withdraw``: set before use."""
@@ -47,6 +59,7 @@ class TextUnderWay:
     leave: Callable[[int], None] = lambda _: None
     withdraw: Callable[[], None] = lambda: None
     key: str = field(default_factory=lambda: f"{KEY_PREFIX}{uuid.uuid4().hex}")
+    number: int = 0  # of those of a run, in the order of their coming
     first_s: float | None = None
     since_s: float = field(init=False)
     _writes: str | None = None  # expert that has begun to write
@@ -62,6 +75,15 @@ class TextUnderWay:
         words = sum(len(str(value)) for message in self.order.messages for value in message.values())
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
+
+    def glance(self) -> TextGlance:
+        """For any thread."""
+        expert, until_s = self._writes, self.clock() if self.first_s is None else self.first_s
+        request = None if expert is None else self._requests.get(expert)
+        writer = None if request is None else request.writer
+        written = writer.written if isinstance(writer, TextWriter) else 0
+        read = 0 if request is None else len(request.generation.prompt)
+        return TextGlance(self.number, self.order.model, expert, until_s - self.since_s, read, written)
 
     def prepare(self, reached: Sequence[str]) -> None:
         """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""

@@ -86,17 +86,17 @@ class Inbox:
         self.root = root
         self.has_sidecars = has_sidecars
         self.work = root / WORK / owner
-        self._source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+        self.source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]  # of its keys
 
     def key(self, relpath: str, sighting: Sighting) -> str:
         """Key of one file's content in this folder; it survives claiming, crashes and restarts."""
-        return f"{self._source}/{relpath}@{_identity(sighting)}"
+        return f"{self.source}/{relpath}@{_identity(sighting)}"
 
     def relpath_of(self, key: str) -> str | None:
         """Path of the file with this image's key; None for a key of another folder."""
         source, _, rest = key.partition("/")
         relpath, at, _ = rest.rpartition("@")
-        return relpath if source == self._source and at else None
+        return relpath if source == self.source and at else None
 
     def is_sound(self, *, is_claimed: bool) -> bool:
         """True if the folder can be listed; ``is_claimed``: also its claims, which an empty mount point lacks."""

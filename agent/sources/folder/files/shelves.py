@@ -13,6 +13,7 @@ from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import image_key
 from experts.errors import SidecarUnfinished
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,15 @@ def image_file(config: LineConfig, key: str, judged_at: datetime, kept_as: str |
         if relpath is not None:
             return judged_file(folder.path, relpath, key.rpartition("@")[2], judged_at)
     return None
+
+
+def keeps_image(config: LineConfig, key: str, verdict: Verdict, kept_as: str | None) -> bool:
+    """Whether ``image_file`` may find a file, without looking for it."""
+    if kept_as is not None:
+        return True
+    key = image_key(key)
+    of_key = (each for each in config.intake.folders if Inbox(each.path, "").relpath_of(key) is not None)
+    return any(folder.after != "delete" or verdict is Verdict.UNKNOWN for folder in of_key)
 
 
 def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:

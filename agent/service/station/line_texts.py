@@ -1,0 +1,60 @@
+"""The line file of a running line: its text, a check of another one, promotion."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from agent.line_check import checked_line
+from agent.promotion import promote
+from agent.web.station import views
+from experts.document import parse_document
+from experts.errors import ConfigError, OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from agent.api.calls.desk import ReloadView
+    from agent.config import LineConfig
+
+
+def line_document(config: LineConfig) -> views.LineDocument:
+    """Raises OrderRefused for a file that cannot be read."""
+    file = config.document.file
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise OrderRefused(Refusing.NOT_NOW, f"{file}: cannot be read ({error.strerror})") from error
+    digest = hashlib.sha256(content).hexdigest()
+    text = content.decode("utf-8", "replace")
+    return views.LineDocument(str(file), text, digest, digest == config.catalog.sha256)
+
+
+def check_text(config: LineConfig, text: str) -> views.CheckedDocument:
+    """Mistakes of a text in place of the line file, which stays as it is."""
+    try:
+        checked_line(parse_document(config.document.file, text.encode()))
+    except ConfigError as error:
+        return views.CheckedDocument(tuple(_problem(each) for each in error.problems))
+    return views.CheckedDocument(())
+
+
+def swapped(config: LineConfig, expert: str) -> tuple[str, tuple[str, ...]]:
+    """Raises OrderRefused; then the file is unchanged."""
+    try:
+        return promote(config.document.file, expert)
+    except ConfigError as error:
+        raise OrderRefused(Refusing.NOT_FOUND, str(error), field="expert") from error
+    except OSError as error:
+        raise OrderRefused(Refusing.NOT_NOW, f"the line file cannot be written: {error.strerror}") from error
+
+
+def reloaded_document(view: ReloadView) -> views.ReloadedDocument:
+    return views.ReloadedDocument(
+        view.is_applied, view.problems, view.added, view.replaced, view.removed, view.needs_restart
+    )
+
+
+def _problem(error: ConfigError) -> views.LineProblem:
+    place = error.place
+    if place is None:
+        return views.LineProblem(None, None, None, error.message)
+    return views.LineProblem(place.line, place.column, place.key, error.message)

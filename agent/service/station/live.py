@@ -1,0 +1,101 @@
+"""Latest results and boards of a line, and totals of its shift.
+
+Guarantees: what is shown is on the disk. The disk is read only after something was stored since the last look.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from agent.records.results import Result
+from agent.records.station.pages import ResultQuery, RunningTotals, StationReader
+from agent.records.station.reviews import Finding
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import datetime
+
+    from agent.records.boards import BoardVerdict
+    from agent.records.result_reader import ResultReader
+    from agent.records.results import BoardRow, Recorded
+    from agent.records.station.pages import ListedResult, Totals
+    from agent.records.station.reviews import ReviewReader
+
+BOARDS = 24
+CASES = ResultQuery(verdicts=(Verdict.NG, Verdict.UNKNOWN), limit=12)
+IMAGES = 1000  # whose waits are summed up
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFigures:
+    """``cases``, ``boards``: newest first. ``takt_s``: median of these boards."""
+
+    totals: Totals
+    findings: Mapping[str, int]
+    cases: tuple[ListedResult, ...]
+    boards: tuple[BoardRow, ...]
+    takt_s: float | None
+
+
+class Live:
+    """``figures`` for one thread at a time, all else for any. ``clock``: monotonic seconds."""
+
+    def __init__(self, reader: ResultReader, reviews: ReviewReader, clock: Callable[[], float]) -> None:
+        self._reader = reader
+        self._pages = StationReader(reader.path)
+        self._totals = RunningTotals(reader.path)
+        self._reviews = reviews
+        self._clock = clock
+        self._known: tuple[tuple[datetime, int], LiveFigures] | None = None
+        self._lock = threading.Lock()  # guards all fields below
+        self._changes = 0
+        self._waits_s: deque[float] = deque(maxlen=IMAGES)
+        self._last_s: float | None = None
+
+    def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
+        with self._lock:
+            self._changes += 1
+            if isinstance(stored, Result):
+                self._waits_s.append(stored.seconds)
+                self._last_s = self._clock()
+
+    def reviewed(self) -> None:
+        """A review was made or undone."""
+        with self._lock:
+            self._changes += 1
+
+    @property
+    def last_age_s(self) -> float | None:
+        """Seconds since the last result of this run; None before it."""
+        with self._lock:
+            return None if self._last_s is None else self._clock() - self._last_s
+
+    def waits_s(self) -> list[float]:
+        """Seconds from arrival to verdict of the latest images, the shortest first."""
+        with self._lock:
+            return sorted(self._waits_s)
+
+    def figures(self, since: datetime) -> LiveFigures:
+        """Figures of the shift that began at ``since``. Raises sqlite3.Error and OSError if the disk is not read."""
+        with self._lock:
+            about = (since, self._changes)
+        if self._known is None or self._known[0] != about:
+            self._known = about, self._read(since)
+        return self._known[1]
+
+    def _read(self, since: datetime) -> LiveFigures:
+        boards = self._reader.boards(limit=BOARDS)[::-1]
+        by_expert = self._reviews.counts(since).values()
+        takts = [row.takt_s for row in boards if row.takt_s is not None]
+        return LiveFigures(
+            self._totals.since(since),
+            {str(finding): sum(each[finding] for each in by_expert) for finding in Finding},
+            self._pages.page(CASES).results,
+            boards,
+            median(takts) if takts else None,
+        )

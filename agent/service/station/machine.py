@@ -1,0 +1,186 @@
+"""Experts, executors, memories and texts of a line, as `/api` shows them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from agent.core.performance import worker_of
+from agent.deployment.line_change import line_name
+from agent.records.station.reviews import Finding
+from agent.service.desk.line_desk import standing_of
+from agent.service.station.rates import Rates
+from agent.service.station.stored import EVER
+from agent.web.station import views
+from experts.document import suggestion
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.pool import PoolStatistics
+    from agent.deployment.build import Agent
+    from agent.records.station.reviews import ReviewReader
+    from agent.runtime.flight_record import Eviction
+    from agent.runtime.loop import LoopStatistics
+    from agent.service.desk.line_desk import LineParts
+
+EVICTIONS = 20
+TOKENS_S = 10.0
+
+
+class Machine:
+    """For any thread."""
+
+    def __init__(self, parts: LineParts, reviews: ReviewReader) -> None:
+        self._line = parts
+        self._reviews = reviews
+        self._looking = threading.Lock()  # guards the rates
+        self._tokens = Rates(TOKENS_S)
+
+    def experts(self) -> views.ExpertsDocument:
+        return views.ExpertsDocument(tuple(views.ExpertView(**each) for each in self._experts()))
+
+    def expert(self, name: str) -> views.ExpertDetail:
+        agent = self._line.inspector.agent
+        listed = agent.config.catalog.experts
+        if name not in listed:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no expert {name!r} - {suggestion(name, listed)}", field="id")
+        (values,) = self._experts(name)
+        record, now = agent.loop.record, (datetime.now(UTC), time.monotonic())
+        seen = record.seen(agent.expert(name))
+        evictions = [each for each in record.evictions() if line_name(each.expert) == name]
+        return views.ExpertDetail(
+            **values,
+            labels=tuple(listed[name].answers),
+            task=None if listed[name].task is None else str(listed[name].task),
+            latency=_latencies(agent, name),
+            drift=round(values["usage_seen"] - values["usage_profiled"], 6),
+            reviews={str(one): count for one, count in self._findings(name).items()},
+            seen=views.SeenView(seen.images, seen.batches, seen.p50_s, seen.p99_s),
+            evictions_recent=tuple(_eviction(each, *now) for each in reversed(evictions[-EVICTIONS:])),
+        )
+
+    def engine(self, last_s: float) -> views.EngineDocument:
+        agent = self._line.inspector.agent
+        loop, at = agent.loop.statistics(), datetime.now(UTC)
+        timeline = agent.loop.record.timeline(last_s)
+        ran, came = defaultdict[int, list[views.Span]](list), defaultdict[str, list[views.Span]](list)
+        for batch in timeline.batches:
+            span = _span(batch.began_s, batch.ended_s, timeline.at_s)
+            ran[batch.executor].append((*span, line_name(batch.expert), batch.requests))
+        for load in timeline.loads:
+            span = _span(load.began_s, load.ended_s, timeline.at_s)
+            came[f"{load.source} to {load.pool}"].append((*span, line_name(load.expert), load.size_bytes))
+        executors = tuple(
+            views.ExecutorSpans(each.executor, each.processor, worker_of(each.processor), tuple(ran[each.executor]))
+            for each in loop.engine.queues
+        )
+        links = tuple(views.LinkSpans(name, tuple(spans)) for name, spans in sorted(came.items()))
+        memories = tuple(_memory(pool, agent) for pool in loop.engine.pools)
+        return views.EngineDocument(at, last_s, executors, links, memories)
+
+    def texts(self) -> views.TextsDocument:
+        line = self._line
+        tokens = sum(one.written_tokens for one in line.inspector.agent.loop.statistics().executors)
+        with self._looking:
+            per_s = self._tokens.per_s({"tokens": float(tokens)}, time.monotonic())["tokens"]
+        first = line.texts.statistics().first_token_s
+        shown = max(first.counts.values())
+        return views.TextsDocument(
+            tuple(
+                views.TextModelRow(one.name, one.experts, one.context_tokens, one.is_ready, one.reason)
+                for one in line.texts.models()
+            ),
+            tuple(
+                views.TextRow(
+                    one.number, one.model, one.expert, round(one.waited_s, 3), one.read_tokens, one.written_tokens
+                )
+                for one in line.texts.glances()
+            ),
+            round(per_s, 1),
+            first.sum_s / shown if shown else None,
+        )  # fmt: skip
+
+    def _experts(self, only: str | None = None) -> Sequence[dict[str, Any]]:
+        agent = self._line.inspector.agent
+        loop, config = agent.loop.statistics(), agent.config
+        standing, graph = standing_of(agent, loop.engine), config.catalog.graph
+        shares = {line_name(share.expert): share for share in self._line.inspector.usage().shares()}
+        loads, evictions = Counter[str](), Counter[str]()
+        for (expert, _), count in loop.transfers.of_experts.items():
+            loads[line_name(expert)] += count
+        evictions.update(line_name(each.expert) for each in agent.loop.record.evictions())
+        reviews = self._reviews.counts(EVER)
+        routes = [*config.catalog.components, *config.catalog.texts]
+        reached = {route: graph.experts_of(route) for route in config.catalog.components}
+        reached |= {route: texts.experts for route, texts in config.catalog.texts.items()}
+        return [
+            {
+                "id": name,
+                "components": tuple(route for route in routes if name in reached[route]),
+                "architecture": expert.architecture,
+                "memories": _memories_of(agent, loop, name),
+                "usage_profiled": round(shares[name].expected, 6) if name in shares else 0.0,
+                "usage_seen": round(shares[name].seen, 6) if name in shares else 0.0,
+                "loads": loads[name],
+                "evictions": evictions[name],
+                "standing": standing.get(name),
+                "false_calls": reviews.get(name, {}).get(Finding.FALSE_CALL, 0),
+                "reviewed": sum(reviews.get(name, {}).values()),
+            }
+            for name, expert in config.catalog.experts.items()
+            if only in (None, name)
+        ]
+
+    def _findings(self, expert: str) -> Mapping[Finding, int]:
+        return self._reviews.counts(EVER).get(expert, dict.fromkeys(Finding, 0))
+
+
+def _memories_of(agent: Agent, loop: LoopStatistics, expert: str) -> tuple[str, ...]:
+    columns = agent.setup.matrix.experts.values()
+    copies = {row.copy for column in columns if (row := column.get(agent.expert(expert))) is not None}
+    return tuple(pool.name for pool in loop.engine.pools if copies & set(pool.resident))
+
+
+def _latencies(agent: Agent, expert: str) -> dict[str, views.LatencyView]:
+    columns = agent.setup.matrix.experts.items()
+    rows = {processor: row for processor, column in columns if (row := column.get(agent.expert(expert))) is not None}
+    return {
+        processor: views.LatencyView(
+            row.performance.latency_s(1),
+            row.performance.max_batch,
+            row.performance.latency_s(row.performance.max_batch),
+            dict(row.load_s),
+        )
+        for processor, row in rows.items()
+    }
+
+
+def _memory(pool: PoolStatistics, agent: Agent) -> views.MemoryDetail:
+    held = tuple(
+        views.Resident(line_name(copy.expert.id), copy.footprint.total_bytes)
+        for name in pool.resident
+        if (copy := agent.copies.get(name)) is not None
+    )
+    return views.MemoryDetail(
+        pool.name, pool.used_bytes, pool.expert_bytes, held, pool.lease_used_bytes, pool.lease_bytes
+    )
+
+
+def _eviction(seen: Eviction, now: datetime, now_s: float) -> views.EvictionView:
+    return views.EvictionView(
+        now - timedelta(seconds=now_s - seen.at_s),
+        seen.pool,
+        seen.stage,
+        seen.claim,
+        line_name(seen.for_expert) or None,
+        tuple(line_name(candidate) for candidate in seen.candidates),
+    )
+
+
+def _span(began_s: float, ended_s: float | None, at_s: float) -> tuple[float, float]:
+    return round(began_s - at_s, 4), round((at_s if ended_s is None else ended_s) - at_s, 4)

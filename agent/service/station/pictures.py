@@ -1,0 +1,136 @@
+"""Images of results as a browser shows them: upright, cut, and no larger than asked.
+
+Guarantees: one image at a time is read, on a thread of low priority, so that judging goes on; a broken, missing or too
+large file is NOT_FOUND with the reason, a share that hangs is NOT_NOW. Thumbnails stay in bounded memory.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from agent.runtime.machine.threads import give_way
+from agent.sources.folder.files.shelves import image_file
+from agent.web.station.views import Picture
+from experts.daemon_threads import DaemonThreads
+from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
+from experts.expert import Orientation
+from experts.images import DEFAULT_MAX_PIXELS, decode_image, upright_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import TypeVar
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from agent.config import LineConfig
+    from agent.records.results import ResultRow
+
+    Made = TypeVar("Made")
+
+PATIENCE_S = 4.0
+WIDTH = 1600  # unless another is asked
+THUMBNAIL = 160
+LOSSLESS_PIXELS = 256 * 256  # a small part is shown without loss
+QUALITY = 88
+THUMBNAILS_BYTES = 16 * 1024 * 1024
+FRAME_PIXELS = 16_000_000  # of the frame that is kept for its next part
+
+
+class Pictures:
+    """For any thread. Call ``stop`` at the end."""
+
+    def __init__(self, config: Callable[[], LineConfig]) -> None:
+        self._config = config
+        self._thread = DaemonThreads(1, "pictures", give_way)
+        # below: on that thread only
+        self._thumbnails: OrderedDict[tuple[int, str], Picture] = OrderedDict()
+        self._thumbnails_bytes = 0
+        self._frame: tuple[Path, NDArray[np.uint8]] | None = None
+
+    def part(self, row: ResultRow, width: int | None) -> Picture:
+        """The part's image. Raises OrderRefused, as all below do."""
+        return self._made(lambda: _encoded(self._pixels(row, width or WIDTH), width or WIDTH))
+
+    def frame(self, row: ResultRow, width: int | None) -> Picture:
+        """The whole image that a part was cut from."""
+        return self._made(lambda: _encoded(self._whole(self._path(row), width or WIDTH), width or WIDTH))
+
+    def thumbnail(self, row: ResultRow) -> Picture:
+        return self._made(lambda: self._thumbnail(row))
+
+    def size(self, row: ResultRow) -> tuple[int, int] | None:
+        """(height, width) of the part's image, by its file's header; None without a readable file."""
+        box = row.result.subject.box
+        if box is not None:
+            return box[3] - box[1], box[2] - box[0]
+        try:
+            return self._made(lambda: upright_size(self._path(row)))
+        except OrderRefused:
+            return None
+
+    def stop(self) -> None:
+        self._thread.stop(0.0)
+
+    def _made(self, make: Callable[[], Made]) -> Made:
+        try:
+            return self._thread.submit(make).result(PATIENCE_S)
+        except TimeoutError:
+            raise OrderRefused(Refusing.NOT_NOW, "the disk of the image, or the box, is busy: ask again", 5.0) from None
+        except (ImageError, OSError, MemoryError) as error:
+            raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
+
+    def _thumbnail(self, row: ResultRow) -> Picture:
+        about = (row.seq, row.result.subject.key)
+        picture = self._thumbnails.pop(about, None)
+        if picture is None:
+            picture = _encoded(self._pixels(row, THUMBNAIL), THUMBNAIL)
+            self._thumbnails_bytes += len(picture.content)
+        self._thumbnails[about] = picture
+        while self._thumbnails_bytes > THUMBNAILS_BYTES:
+            self._thumbnails_bytes -= len(self._thumbnails.popitem(last=False)[1].content)
+        return picture
+
+    def _path(self, row: ResultRow) -> Path:
+        result = row.result
+        path = image_file(self._config(), result.subject.key, result.finished_at, result.kept_as)
+        if path is None:
+            kept = "it was not kept, or is no longer there" if result.kept_as is None else "it is no longer there"
+            raise OrderRefused(Refusing.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
+        return path
+
+    def _pixels(self, row: ResultRow, width: int) -> NDArray[np.uint8]:
+        path, box = self._path(row), row.result.subject.box
+        if box is None:
+            return self._whole(path, width)
+        if self._frame is None or self._frame[0] != path:
+            self._frame = None  # before the next one needs room
+            self._frame = (path, self._whole(path, None))
+        left, top, right, bottom = box
+        pixels = self._frame[1][top:bottom, left:right]
+        if not pixels.size:
+            raise ImageUnreadable(path.name, f"its part {list(box)} is outside of it")
+        if self._frame[1].size > 3 * FRAME_PIXELS:
+            self._frame = None
+        return pixels
+
+    def _whole(self, path: Path, width: int | None) -> NDArray[np.uint8]:
+        """Upright pixels; of a JPEG not many more than ``width`` needs."""
+        least = None if width is None else (width, width)
+        return decode_image(path, path.name, DEFAULT_MAX_PIXELS, least=least).turned(Orientation.EXIF)
+
+
+def _encoded(pixels: NDArray[np.uint8], most: int) -> Picture:
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((most, most), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    buffer = io.BytesIO()
+    if picture.width * picture.height <= LOSSLESS_PIXELS:
+        picture.save(buffer, "PNG")
+        return Picture(buffer.getvalue(), "image/png")
+    picture.save(buffer, "JPEG", quality=QUALITY)
+    return Picture(buffer.getvalue(), "image/jpeg")

@@ -1,0 +1,166 @@
+"""State of a line for its page: one document of one moment.
+
+Guarantees: what is always moving is rounded, so that the document of an idle line stays the same, to the byte. Nothing
+is read from the disk but reviews, after one was made or undone, and figures of a shift that has just begun.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from agent.core.performance import worker_of
+from agent.deployment.line_change import line_name
+from agent.records.station.shifts import Shifts
+from agent.service.desk.line_desk import standing_of
+from agent.service.station.live import BOARDS, Live
+from agent.service.station.rates import Rates
+from agent.service.station.shown import result_view, tile_of_row, tile_of_run
+from agent.web.station import views
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.records.delivery.deliveries import DeliveryStatistics
+    from agent.runtime.loop import LoopStatistics
+    from agent.service.desk.line_desk import LineParts
+    from agent.service.station.live import LiveFigures
+
+    Receivers = Callable[[], Sequence[DeliveryStatistics]]
+
+BUSY_S, SWITCHES_S = 10.0, 60.0
+IDLE_S = 30.0  # without a verdict
+P99 = 0.99
+BARS = 8
+
+
+class LineState:
+    """For one thread at a time, but ``reviewed``."""
+
+    def __init__(self, parts: LineParts, receivers: Receivers, live: Live) -> None:
+        self._line = parts
+        self._receivers = receivers
+        self._live = live
+        self._recent, self._switches = Rates(BUSY_S), Rates(SWITCHES_S)
+
+    def view(self) -> views.StateView:
+        line, agent = self._line, self._line.inspector.agent
+        loop = agent.loop.statistics()
+        config, now_s = agent.config, time.monotonic()
+        since = Shifts(config.records.shifts).began_at(datetime.now(UTC))
+        figures = self._live.figures(since)
+        recent = self._recent.per_s(self._counters(loop), now_s)
+        return views.StateView(
+            line=config.line,
+            version=version("coserve"),
+            config_sha256=config.catalog.sha256,
+            phase=line.phase(),
+            judging=self._judging(loop),
+            shift=views.ShiftView(
+                since, _each(figures.totals.verdicts), _each(figures.totals.boards), _rounded(figures.takt_s),
+                _takt_target_s(config, figures), figures.findings,
+                tuple(views.ParetoBar(*bar) for bar in figures.totals.bad[:BARS]),
+            ),
+            alarms=tuple(views.AlarmView(None, alarm, alarm, None) for alarm in line.alarms()),
+            boards=self._boards(figures),
+            cases=tuple(result_view(case, config) for case in figures.cases),
+            sources=self._sources(recent),
+            receivers=tuple(
+                views.ReceiverView(each.receiver, each.waiting, each.alarm)
+                for each in self._receivers()
+            ),
+            executors=_executors(loop, recent),
+            memories=tuple(
+                views.MemoryView(
+                    pool.name, pool.used_bytes, pool.expert_bytes, len(pool.resident), pool.lease_used_bytes,
+                    pool.lease_bytes,
+                )
+                for pool in loop.engine.pools
+            ),
+            loads=self._loads(loop, now_s),
+            texts=self._texts(recent),
+            standing=tuple(views.StandingView(*each) for each in standing_of(agent, loop.engine).items()),
+        )  # fmt: skip
+
+    def _judging(self, loop: LoopStatistics) -> views.JudgingView:
+        line, alarm = self._line, self._line.store.statistics().alarm
+        if (phase := line.phase()) is not None:
+            return views.JudgingView("STOPPED", phase)
+        if (crash := line.inspector.crash) is not None:
+            return views.JudgingView("FAILING", str(crash))
+        if alarm is not None:
+            return views.JudgingView("FAILING", f"results are not stored: {alarm}")
+        age_s = self._live.last_age_s
+        is_recent = age_s is not None and age_s < IDLE_S
+        return views.JudgingView("JUDGING" if loop.requests_in_flight or is_recent else "IDLE")
+
+    def _counters(self, loop: LoopStatistics) -> dict[str, float]:
+        counters = {f"source {source.name}": float(source.received) for source in self._line.sources()}
+        counters |= {f"busy {one.executor}": one.busy_s for one in loop.executors}
+        return counters | {"tokens": float(sum(one.written_tokens for one in loop.executors))}
+
+    def _boards(self, figures: LiveFigures) -> tuple[views.BoardTile, ...]:
+        runs = sorted(self._line.boards.open_runs(), key=lambda run: run.opened_at, reverse=True)
+        return (*map(tile_of_run, runs), *map(tile_of_row, figures.boards))[:BOARDS]
+
+    def _sources(self, recent: Mapping[str, float]) -> tuple[views.SourceView, ...]:
+        return tuple(
+            views.SourceView(
+                one.name, one.kind, one.state, one.alarm, one.received, one.waiting,
+                round(recent[f"source {one.name}"], 1) if f"source {one.name}" in recent else 0.0, one.dropped,
+            )
+            for one in self._line.sources()
+        )  # fmt: skip
+
+    def _loads(self, loop: LoopStatistics, now_s: float) -> views.LoadsView:
+        engine = loop.engine
+        per_s = self._switches.per_s({"switches": float(engine.switches)}, now_s)["switches"]
+        return views.LoadsView(
+            engine.switches, round(60 * per_s, 1), engine.evictions, engine.bytes_read, _p99(self._live.waits_s())
+        )
+
+    def _texts(self, recent: Mapping[str, float]) -> views.WritingView | None:
+        if not any(expert.takes_texts for expert in self._line.inspector.agent.config.catalog.experts.values()):
+            return None
+        texts = self._line.texts.statistics()
+        return views.WritingView(texts.under_way, sum(texts.ended.values()), round(recent["tokens"], 1))
+
+
+def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views.ExecutorView, ...]:
+    return tuple(
+        views.ExecutorView(
+            queue.executor,
+            queue.processor,
+            worker_of(queue.processor),
+            queue.requests,
+            None if queue.expert is None else line_name(queue.expert),
+            round(queue.length_s, 3),
+            round(min(recent.get(f"busy {queue.executor}", 0.0), 1.0), 2),
+        )
+        for queue in loop.engine.queues
+    )
+
+
+def _takt_target_s(config: LineConfig, figures: LiveFigures) -> float | None:
+    """Of the newest board's type, or of the line's only one."""
+    newest = [row.board.board_type for row in figures.boards[:1]] or list(config.boards)
+    section = config.boards.get(newest[0]) if len(newest) == 1 else None
+    return None if section is None else section.takt_s
+
+
+def _p99(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return round(values[min(int(P99 * len(values)), len(values) - 1)], 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _each(counts: Mapping[Verdict, int]) -> dict[Verdict, int]:
+    return {verdict: counts.get(verdict, 0) for verdict in Verdict}

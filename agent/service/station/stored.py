@@ -1,0 +1,123 @@
+"""Stored results, boards and reviews of a line, as `/api` shows them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from agent.records.result_reader import LARGEST_SEQ
+from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
+from agent.records.station.reviews import Finding, ReviewQuery, ReviewReader
+from agent.records.station.reworks import reworks_of
+from agent.service.station.shown import result_view, review_view, steps_of, tile_of_row, values_of
+from agent.sources.folder.files.inbox import Inbox
+from agent.web.station import views
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.config import LineConfig
+    from agent.records.results import BoardRow
+    from agent.service.desk.line_desk import LineParts
+    from agent.service.station.pictures import Pictures
+    from agent.web.station import questions as asked
+
+EVER = datetime(1970, 1, 1, tzinfo=UTC)
+MACHINE = {str(verdict): verdict for verdict in Verdict}
+
+
+class Stored:
+    """For any thread."""
+
+    def __init__(self, parts: LineParts, pictures: Pictures, config: Callable[[], LineConfig]) -> None:
+        self._store = parts.store
+        self._path = parts.store.path
+        self._pages = StationReader(parts.store.path)
+        self._pictures = pictures
+        self._config = config
+        self.reviews_read = ReviewReader(parts.store.path)
+
+    def results(self, query: asked.ResultsAsked) -> views.ResultsDocument:
+        found = self._pages.page(
+            ResultQuery(
+                tuple(Verdict) if query.verdict is None else (MACHINE[query.verdict],), query.component, query.expert,
+                query.label, query.board, self._source(query.source), query.since, query.until, query.reviewed,
+                None if query.finding is None else Finding(query.finding), query.before, query.limit,
+            )
+        )  # fmt: skip
+        return views.ResultsDocument(tuple(result_view(one, self._config()) for one in found.results), found.next)
+
+    def result(self, seq: int) -> views.ResultDetail:
+        listed, reviews = self.listed(seq), self.reviews_read.of_result(seq)
+        result = listed.row.result
+        return views.ResultDetail(
+            **values_of(listed, self._config()),
+            steps=steps_of(result, [each.step for each in self._store.maps(seq)]),
+            box=result.subject.box,
+            size=self._pictures.size(listed.row),
+            config_sha256=result.config_sha256,
+            reviews=tuple(map(review_view, reviews)),
+            timeline=result.detail.get("course"),
+        )
+
+    def _source(self, name: str | None) -> str | None:
+        """As keys begin: a folder's with its digest."""
+        digests = {str(folder.path): Inbox(folder.path, "").source for folder in self._config().intake.folders}
+        return None if name is None else digests.get(name, name)
+
+    def listed(self, seq: int) -> ListedResult:
+        """Raises OrderRefused for an unknown number."""
+        found = self._pages.listed(seq)
+        if found is None:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no result {seq}", field="seq")
+        return found
+
+    def map_of(self, seq: int, step: int) -> bytes:
+        kept = {each.step: each.png for each in self._store.maps(self.listed(seq).row.seq)}
+        if step not in kept:
+            raise OrderRefused(Refusing.NOT_FOUND, f"result {seq} has no anomaly map of step {step}", field="step")
+        return kept[step]
+
+    def boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
+        verdict = None if query.verdict is None else MACHINE[query.verdict]
+        found = self._pages.board_page(
+            BoardQuery(query.serial, verdict, query.board_type, query.since, query.until, query.before, query.limit)
+        )
+        return views.BoardsDocument(tuple(map(tile_of_row, found.boards)), found.next)
+
+    def board(self, number: int) -> views.BoardDetail:
+        found = self._pages.board(number)
+        if found is None:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board {number}", field="number")
+        board, config = found.board, self._config()
+        parts = tuple(
+            views.PartView(**values_of(part, config), box=part.row.result.subject.box) for part in self._parts(found)
+        )
+        layout = config.layouts.get(board.board_type)
+        framed = [part.seq for part in parts if part.box is not None and part.has_image]
+        tile = tile_of_row(found)
+        reworks = reworks_of(self._path, board.serial, board.board_type)
+        return views.BoardDetail(
+            **{name: getattr(tile, name) for name in views.BoardTile.__slots__},
+            parts=parts,
+            size=None if layout is None or not framed else layout.size,
+            frame=framed[0] if framed else None,
+            reworks=tuple(views.ReworkView(each.who, each.reason, each.at) for each in reworks),
+        )
+
+    def _parts(self, found: BoardRow) -> Sequence[ListedResult]:
+        """Parts of this run: from the result that opened it to the one that opened the next."""
+        board = found.board
+        rows = self._store.of_board(board.serial, board.board_type, EVER)
+        runs = {each.board.opened_at for each in self._store.boards_of(board.serial)}
+        openers = [row.seq for row in rows if row.result.finished_at in runs]
+        first = next((row.seq for row in rows if row.result.finished_at == board.opened_at), 0)
+        end = next((seq for seq in openers if seq > first), LARGEST_SEQ)
+        return self._pages.numbered([row.seq for row in rows if first <= row.seq < end])
+
+    def reviews(self, query: asked.ReviewsAsked) -> views.ReviewsDocument:
+        wanted = ReviewQuery(query.since, query.until, query.who, query.expert, before=query.before, limit=query.limit)
+        found = tuple(review_view(each.review) for each in self.reviews_read.page(wanted))
+        return views.ReviewsDocument(found, found[-1].number if len(found) == query.limit else None)

@@ -1,1 +1,0 @@
-"""The station's pages: static files that ask `/api`."""

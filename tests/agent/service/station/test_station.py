@@ -1,0 +1,354 @@
+"""The station of a running line over HTTP: its state, stored rows, pictures, and what a person changes."""
+
+import http.client
+import io
+import json
+from contextlib import closing
+from datetime import datetime
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.agent.service.fake_line import PATIENCE_S, FakeLine, asked, picture
+from tests.lines import order as order_of
+from tests.waiting import until
+
+TOKENS = {"watcher": "read", "operator": "operate", "master": "admin"}
+
+
+class Web:
+    """A caller of `/api` of a served line. ``who``: whose token is sent."""
+
+    def __init__(self, service, who=None):
+        self.host, _, self.port = service.web.addresses[0].rpartition(":")
+        self.who = who
+
+    def __call__(self, path, body=None, method=None, **headers):
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self.who is not None:
+            headers["authorization"] = f"Bearer secret-of-{self.who}"
+        if body is not None:
+            headers["content-type"] = "application/json"
+        with closing(http.client.HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)) as caller:
+            sent = None if body is None else json.dumps(body)
+            caller.request(method or ("GET" if body is None else "POST"), path, sent, headers)
+            answer = caller.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+
+    def json(self, path, body=None, status=200, **options):
+        found, _, content = self(path, body, **options)
+        assert found == status, content
+        return json.loads(content)
+
+    def error(self, path, body=None, status=400, **options):
+        return self.json(path, body, status, **options)["error"]
+
+
+def with_door(line):
+    for name in TOKENS:
+        (line.folder / name).write_text(f"secret-of-{name}")
+    tokens = {name: {"role": role, "file": f"./{name}"} for name, role in TOKENS.items()}
+    line.document["api"] = {"http": "127.0.0.1:0", "grpc": [], "tokens": tokens}
+    return line
+
+
+@pytest.fixture
+def line(line):
+    return with_door(line)
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory):
+    """A line that judged: S1 from a folder, whole and NG; B2 by a caller, still open; a frame F1 of a whole board."""
+    line = with_door(FakeLine(tmp_path_factory.mktemp("busy")))
+    line.watch()
+    line.fake(0, label="bad")
+    line.document["records"] = {"images": "all"}
+    with line.served() as service:
+        for name in ("S1_c0_R1.png", "S1_c1_R2.png"):
+            line.drop(name)
+        until(lambda: service.judged == 2)
+        asked(service, order_of(picture(), component="c0", board="B2", ref="R1", key="k1"))
+        frame = np.zeros((16, 32, 3), np.uint8)
+        frame[:, 16:] = 200
+        asked(service, order_of(frame, board="F1", board_type="main", key="k2"))
+        until(lambda: not service.store.statistics().pending and len(line.boards) == 2)
+        yield service, line
+
+
+def state(web):
+    return web.json("/api/state")["state"]
+
+
+def test_the_state_tells_what_the_line_judges_and_with_what(busy):
+    web = Web(busy[0])
+    document = web.json("/api/state")
+    now = document["state"]
+    assert (now["line"], now["phase"], now["judging"]) == ("test", None, {"state": "JUDGING", "reason": None})
+    assert now["shift"]["verdicts"] == {"OK": 2, "NG": 3, "UNKNOWN": 0}
+    assert now["shift"]["boards"] == {"OK": 0, "NG": 2, "UNKNOWN": 0}
+    assert now["shift"]["takt_target_s"] == 3600
+    assert now["shift"]["pareto"] == [{"component": "c0", "label": "bad", "images": 3}]
+    tiles = [(tile["serial"], tile["number"], tile["verdict"], tile["missing"]) for tile in now["boards"]]
+    assert tiles == [("B2", None, None, 1), ("F1", 2, "NG", 0), ("S1", 1, "NG", 0)]
+    assert {case["verdict"] for case in now["cases"]} == {"NG"}
+    assert [(source["kind"], source["received"]) for source in now["sources"]] == [("folder", 2)]
+    assert now["executors"][0]["processor"] == "cpu"
+    assert now["memories"][0]["experts"] == 2
+    assert now["loads"]["wait_p99_s"] > 0
+    assert (now["texts"], now["standing"], now["alarms"]) == (None, [], [])
+    assert datetime.fromisoformat(document["ages"]["at"]).utcoffset() is not None
+    assert document["ages"]["uptime_s"] > 0
+
+
+def test_an_unchanged_state_is_answered_without_a_body_and_a_changed_one_with_it(line):
+    with line.served() as service:
+        web = Web(service)
+        state(web)  # a first look knows no rates
+        _, headers, _ = web("/api/state")
+        status, again, body = web("/api/state", if_none_match=f'"other", {headers["etag"]}')
+        assert (status, again["etag"], body) == (304, headers["etag"], b"")
+        asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
+        until(lambda: web("/api/state", if_none_match=headers["etag"])[0] == 200)
+        assert state(web)["boards"][0]["serial"] == "B2"
+
+
+def test_an_idle_line_a_failing_one_and_one_that_stops_are_told_apart(line):
+    with line.served() as service:
+        web = Web(service)
+        assert state(web)["judging"] == {"state": "IDLE", "reason": None}
+        with line.full_disk():
+            order = order_of(picture(), component="c0")
+            service.desk.order(order, _Nobody())
+            until(lambda: state(web)["judging"]["state"] == "FAILING")
+            assert state(web)["judging"]["reason"] == "results are not stored: database is locked"
+        until(lambda: state(web)["judging"]["state"] == "JUDGING")
+        service._phase = "it stops"  # as while it stops, which takes milliseconds here
+        until(lambda: state(web)["judging"] == {"state": "STOPPED", "reason": "it stops"})
+
+
+class _Nobody:
+    def accepted(self): ...
+
+    def judged(self, parts): ...
+
+    def refused(self, refusal): ...
+
+
+def test_results_are_filtered_and_come_in_pages(busy):
+    web = Web(busy[0])
+    everything = web.json("/api/results")
+    seqs = [one["seq"] for one in everything["results"]]
+    assert (seqs, everything["next"]) == ([5, 4, 3, 2, 1], None)
+    pages, before = [], ""
+    while before is not None:
+        page = web.json(f"/api/results?limit=2{before and f'&before={before}'}")
+        pages.append([one["seq"] for one in page["results"]])
+        before = page["next"]
+    assert pages == [[5, 4], [3, 2], [1]]
+    folder = str(busy[1].inbox)
+    for query, count in {
+        "verdict=NG": 3, "component=c1": 2, "expert=cls/f0": 3, "label=bad": 3, "board=F1": 2, "source=api": 3,
+        f"source={folder}": 2, "since=2026-01-01T00:00:00Z": 5, "until=2026-01-01T00:00:00%2B02:00": 0,
+        "reviewed=false": 5, "finding=agree": 0, "verdict=NG&component=c1": 0,
+    }.items():  # fmt: skip
+        assert len(web.json(f"/api/results?{query}")["results"]) == count, query
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"), ("limit=201", "limit"), ("limit=1_0", "limit"), ("limit=1&limit=2", "limit"),
+        ("before=x", "before"), ("verdict=ok", "verdict"), ("reviewed=1", "reviewed"), ("sinse=2026", "sinse"),
+        ("since=2026-01-01", "since"), ("since=2026-01-01T00:00:00", "since"), ("since=2026-13-01T00:00:00Z", "since"),
+        ("component=", "component"), (f"label={'x' * 201}", "label"),
+    ],
+)  # fmt: skip
+def test_a_wrong_parameter_is_refused_by_name(busy, query, field):
+    error = Web(busy[0]).error(f"/api/results?{query}")
+    assert (error["reason"], error["field"]) == ("INVALID", field)
+
+
+def test_a_result_tells_its_steps_its_course_and_its_image(busy):
+    web = Web(busy[0])
+    (of_folder,) = web.json("/api/results?board=S1&component=c0")["results"]
+    found = web.json(f"/api/results/{of_folder['seq']}")
+    assert [(step["expert"], step["label"], step["boxes"]) for step in found["steps"]] == [("cls/f0", "bad", [])]
+    assert (found["size"], found["box"], found["has_image"], found["reviews"]) == ([8, 8], None, True, [])
+    assert [step["expert"] for step in found["timeline"]["steps"]] == ["cls/f0"]
+    assert web.error("/api/results/99", status=404) == {
+        "reason": "NOT_FOUND", "message": "no result 99", "field": "seq",
+    }  # fmt: skip
+    assert web.error("/api/results/x")["field"] == "seq"
+
+
+def shown(web, path):
+    status, headers, content = web(path)
+    assert status == 200, content
+    assert headers["content-type"] in {"image/png", "image/jpeg"}
+    return Image.open(io.BytesIO(content))
+
+
+def test_images_are_shown_cut_whole_and_small(busy):
+    web = Web(busy[0])
+    (of_folder,) = web.json("/api/results?board=S1&component=c0")["results"]
+    assert shown(web, f"/api/results/{of_folder['seq']}/image").getpixel((0, 0)) == (10, 200, 30)
+    (part,) = web.json("/api/results?board=F1&component=c1")["results"]
+    cut = shown(web, f"/api/results/{part['seq']}/image")
+    assert (cut.size, cut.getpixel((0, 0))) == ((16, 16), (200, 200, 200))
+    assert shown(web, f"/api/results/{part['seq']}/frame").size == (32, 16)
+    assert shown(web, f"/api/results/{part['seq']}/frame?width=16").size == (16, 8)
+    for _ in range(2):
+        assert shown(web, f"/api/results/{part['seq']}/thumbnail").size == (16, 16)
+    assert web.error(f"/api/results/{part['seq']}/image?width=9999")["field"] == "width"
+    assert web.error(f"/api/results/{part['seq']}/maps/0", status=404)["field"] == "step"
+
+
+def test_an_image_is_turned_as_its_exif_says_and_a_gone_or_broken_one_says_why(line):
+    line.watch()
+    turned = io.BytesIO()
+    stored = Image.new("RGB", (8, 4), (250, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored.save(turned, "JPEG", exif=exif)
+    with line.served() as service:
+        web = Web(service)
+        line.drop("S1_c0_R1.png", turned.getvalue())
+        until(lambda: line.shelf("done") + line.shelf("ng") + line.shelf("failed"))
+        assert shown(web, "/api/results/1/image").size == (4, 8)
+        assert web.json("/api/results/1")["size"] == [8, 4]
+        (file,) = [each for each in line.inbox.rglob("S1_*") if each.is_file()]
+        file.unlink()
+        assert "no longer there" in web.error("/api/results/1/image", status=404)["message"]
+        assert web.json("/api/results/1")["size"] is None
+
+
+def test_a_board_tells_its_parts_and_the_frame_that_shows_them(busy):
+    web = Web(busy[0])
+    page = web.json("/api/boards")
+    assert [(board["number"], board["serial"]) for board in page["boards"]] == [(2, "F1"), (1, "S1")]
+    assert [board["number"] for board in web.json("/api/boards?serial=S1&verdict=NG")["boards"]] == [1]
+    framed, plain = web.json("/api/boards/2"), web.json("/api/boards/1")
+    assert [(part["ref"], part["box"]) for part in framed["parts"]] == [("R1", [0, 0, 16, 16]), ("R2", [16, 0, 32, 16])]
+    assert (framed["size"], plain["size"], plain["frame"]) == ([16, 32], None, None)
+    assert shown(web, f"/api/results/{framed['frame']}/frame").size == (32, 16)
+    assert web.error("/api/boards/99", status=404)["field"] == "number"
+
+
+def test_a_review_stands_beside_the_verdict_is_counted_and_undone(line):
+    line.fake(0, label="bad")
+    with line.served() as service:
+        asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
+        web, reader = Web(service, "operator"), Web(service)
+        made = web.json("/api/reviews", {"result": 1, "verdict": "OK", "reason": "dust"}, 201)
+        assert (made["finding"], made["who"], made["reason"]) == ("false_call", "operator", "dust")
+        found = reader.json("/api/results/1")
+        assert (found["verdict"], found["review"], found["reviews"]) == ("NG", made, [made])
+        until(lambda: state(reader)["shift"]["reviews"]["false_call"] == 1)
+        assert state(reader)["cases"][0]["review"] == made
+        assert reader.json("/api/reviews?who=operator")["reviews"] == [made]
+        assert reader.json("/api/expert?id=cls/f0")["reviews"]["false_call"] == 1
+        undone = web.json(f"/api/reviews/{made['number']}", method="DELETE")
+        assert undone["undone_by"] == "operator"
+        assert reader.json("/api/results/1")["review"] is None
+        until(lambda: state(reader)["shift"]["reviews"]["false_call"] == 0)
+        assert web.error("/api/reviews", {"result": 99, "verdict": "OK"}, 404)["field"] == "result"
+        assert web.error("/api/reviews", {"result": 1, "verdict": "UNKNOWN"})["field"] == "verdict"
+        assert web.error("/api/reviews", {"result": "1", "verdict": "OK"})["field"] == "result"
+
+
+def test_who_changed_what_is_audited_with_what_was_refused(line):
+    with line.served() as service:
+        asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
+        operator = Web(service, "operator")
+        operator.json("/api/reviews", {"result": 1, "verdict": "NG"}, 201)
+        operator.error("/api/trigger", {"camera": "none"}, 404)
+
+        def rows():
+            return operator.json("/api/audit")["entries"]
+
+        until(lambda: len(rows()) == 2)
+        told = [(row["who"], row["role"], row["action"], row["subject"]) for row in rows()]
+        assert told == [
+            ("operator", "operate", "trigger", "camera none"), ("operator", "operate", "review", "result 1: NG"),
+        ]  # fmt: skip
+        assert [row["outcome"].partition(":")[0] for row in rows()] == ["NOT_FOUND", "done"]
+
+
+def test_a_reader_s_token_and_nobody_s_change_nothing(line):
+    changes = {
+        "POST /api/reviews": {"result": 1, "verdict": "OK"},
+        "DELETE /api/reviews/1": None,
+        "POST /api/boards/rework": {"serial": "B2", "board_type": "main"},
+        "POST /api/trigger": {"camera": "top"},
+        "POST /api/line/check": {"text": ""},
+        "POST /api/reload": None,
+        "POST /api/experts/promote": {"expert": "cls/f0"},
+        "GET /api/line": None,
+        "GET /api/audit": None,
+    }
+    with line.served() as service:
+        for where, body in changes.items():
+            method, path = where.split()
+            assert Web(service, "watcher").error(path, body, 403, method=method)["reason"] == "FORBIDDEN"
+            assert Web(service).error(path, body, 401, method=method)["reason"] == "UNAUTHENTICATED"
+        for path, body in (("/api/reload", None), ("/api/experts/promote", {"expert": "cls/f0"})):
+            assert Web(service, "operator").error(path, body, 403, method="POST")["reason"] == "FORBIDDEN"
+
+
+def test_a_reworked_board_says_who_asked_for_it(line):
+    line.watch()
+    with line.served() as service:
+        web = Web(service, "operator")
+        for name in ("S1_c0_R1.png", "S1_c1_R2.png"):
+            line.drop(name)
+        until(lambda: line.boards)
+        made = web.json("/api/boards/rework", {"serial": "S1", "board_type": "main", "reason": "resoldered"}, 201)
+        assert (made["who"], made["reason"]) == ("operator", "resoldered")
+        assert web.json("/api/boards/1")["reworks"] == [made]
+
+
+def test_the_line_file_is_shown_checked_and_served_anew(line):
+    with line.served() as service:
+        web = Web(service, "master")
+        shown_line = web.json("/api/line")
+        assert (shown_line["is_served"], shown_line["file"]) == (True, str(line.folder / "line.yaml"))
+        assert web.json("/api/line/check", {"text": shown_line["text"]})["problems"] == []
+        (problem,) = web.json("/api/line/check", {"text": shown_line["text"] + "\nnonsense: 1\n"})["problems"]
+        assert problem["key"] == "nonsense"
+        assert problem["line"] > 10
+        line.add_expert(2)
+        (line.folder / "line.yaml").write_bytes(line.config.document.content)
+        assert web.json("/api/line")["is_served"] is False
+        assert web.json("/api/reload", method="POST")["added"] == ["cls/f2"]
+        assert [each["id"] for each in web.json("/api/experts")["experts"]] == ["cls/f0", "cls/f1", "cls/f2"]
+
+
+def test_an_expert_and_its_shadow_change_places(line):
+    line.add_expert(2, has_route=False)
+    line.document["experts"]["cls/f0"]["shadow"] = "cls/f2"
+    line.fake(2, B_s=0.001)
+    with line.served() as service:
+        web = Web(service, "master")
+        done = web.json("/api/experts/promote", {"expert": "cls/f0"})
+        assert (done["shadow"], done["keys"], done["reload"]["is_applied"]) == ("cls/f2", ["weights"], True)
+        assert web.json("/api/line")["is_served"] is True
+        assert web.error("/api/experts/promote", {"expert": "cls/f1"}, 404)["field"] == "expert"
+
+
+def test_experts_executors_texts_and_reasons_are_told(busy):
+    web = Web(busy[0])
+    found = web.json("/api/expert?id=cls/f0")
+    assert (found["components"], found["memories"], found["seen"]["images"]) == (["c0"], ["host"], 3)
+    assert found["latency"]["cpu"]["one_s"] > 0
+    assert found["drift"] == pytest.approx(found["usage_seen"] - found["usage_profiled"])
+    engine = web.json("/api/engine?last=600")
+    assert sum(span[3] for span in engine["executors"][0]["spans"]) == 5
+    assert all(begin <= end <= 0 for begin, end, *_ in engine["executors"][0]["spans"])
+    assert {held["id"] for held in engine["memories"][0]["experts"]} == {"cls/f0", "cls/f1"}
+    assert web.json("/api/texts")["models"] == []
+    explained = web.json("/api/explain?subject=1")
+    assert explained["sentences"]
+    assert web.error("/api/explain?subject=nobody", status=404)["reason"] == "NOT_FOUND"
+    assert web.error("/api/expert?id=cls/none", status=404)["field"] == "id"
