@@ -127,6 +127,7 @@ ROOMS = {
         "agent.api.access",
     ),
     "agent.web.texts": ("agent.web.door", "agent.web.routes", "agent.api.calls"),
+    "agent.web.pages": ("agent.web.door", "agent.web.routes"),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
         "agent.sources.base", "agent.records", "agent.api.calls.desk", "agent.web.readings",

@@ -216,6 +216,7 @@ class LineService:
         from agent.service.station.line_station import LineStation
         from agent.web.door import Door
         from agent.web.monitoring import Monitoring
+        from agent.web.pages.files import pages_part
         from agent.web.server import WebServer
         from agent.web.station.routes import StationRoutes
         from agent.web.texts.endpoint import TextEndpoint
@@ -224,7 +225,8 @@ class LineService:
         rooms = [
             TextEndpoint(Orders(self.desk)).part(),
             StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics)).part(),
-            Monitoring(LineMetrics(parts, self._upkeep)).part(),  # the last one answers the rest
+            Monitoring(LineMetrics(parts, self._upkeep)).part(),
+            pages_part(),  # the last one answers the rest
         ]
         door = Door(rooms, self._credentials.tokens, self._audit, api.limits)
         return WebServer(api, door, self._credentials.context())

@@ -1,0 +1,1 @@
+"""The station's pages: static files that ask `/api`."""

@@ -1,0 +1,55 @@
+"""The station's pages as static files: one document for all pages, a style sheet, a module, an icon.
+
+Guarantees: a browser that obeys their Content-Security-Policy fetches nothing from elsewhere, runs no inline script and
+shows them in no frame. They hold nothing of the line, so they need no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from agent.web.door import Part
+from agent.web.routes import Rule, json_refused, route
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
+
+    from agent.web.routes import Call
+
+DOCUMENT = "index.html"
+PAGES = ("/", "/board/{number:int}", "/expert/{id:path}", "/engine", "/texts", "/review", "/line")
+FILES = {
+    DOCUMENT: "text/html; charset=utf-8",
+    "station.css": "text/css; charset=utf-8",
+    "station.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # asked again after an update of the agent, and then 304
+}
+
+
+def pages_part() -> Part:
+    """For the end of the door's parts: its root is that of every path."""
+    paths = [*((path, DOCUMENT) for path in PAGES), *((f"/{name}", name) for name in FILES if name != DOCUMENT)]
+    return Part(("/",), [_file_at(path, name) for path, name in paths])
+
+
+def _file_at(path: str, name: str) -> Route:
+    content = Path(__file__).with_name(name).read_bytes()
+    headers = {**HEADERS, "etag": f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'}
+
+    async def answer(call: Call) -> Response:
+        if call.request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=FILES[name])
+
+    return route("GET", path, answer, Rule(json_refused, is_open=True))
