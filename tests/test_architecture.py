@@ -106,7 +106,8 @@ ROOMS = {
         "agent.api.calls", "agent.api.services", "agent.api.proto",
     ),
     "agent.web.inference": (
-        "agent.web.routes", "agent.api.access", "agent.api.calls", "agent.api.services", "agent.api.proto",
+        "agent.line_file", "agent.web.door", "agent.web.routes", "agent.api.access", "agent.api.calls",
+        "agent.api.services", "agent.api.proto",
     ),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.truth": ("agent.config", "agent.records"),

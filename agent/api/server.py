@@ -107,7 +107,7 @@ class ApiServer:
 
     async def _start(self) -> tuple[str, ...]:
         inspecting = inspection.InspectionService(self._orders, self._door)
-        inferring = inference.InferenceService(self._orders, self._door, self._config.limits, self._statistics)
+        inferring = inference.GrpcInferenceService(self._orders, self._config.limits, self._statistics, self._door)
         for address in self._config.grpc:
             self._served.append(served := self._bound(address))
             inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ReloadView
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from agent.api.access import Caller
     from agent.api.server import ApiServer
+    from agent.api.services.statistics import CallStatistics
     from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.subject import SourceStatus
@@ -208,13 +210,21 @@ class LineService:
     def _api(self) -> ApiServer:
         from agent.api.server import ApiServer
 
-        return ApiServer(self._config.api, self.desk, self._credentials, self._audit)
+        return ApiServer(self._config.api, self.desk, self._credentials, self._audit, self._call_statistics)
+
+    @cached_property
+    def _call_statistics(self) -> CallStatistics:
+        """Of gRPC and HTTP together."""
+        from agent.api.services.statistics import CallStatistics
+
+        return CallStatistics()
 
     def _web(self, parts: LineParts) -> WebServer:
         """Import the web server only for a line with an address, as with gRPC: saves time and memory."""
         from agent.api.calls.orders import Orders
         from agent.service.station.line_station import LineStation
         from agent.web.door import Door
+        from agent.web.inference.endpoint import InferenceEndpoint
         from agent.web.monitoring import Monitoring
         from agent.web.pages.files import pages_part
         from agent.web.server import WebServer
@@ -224,6 +234,7 @@ class LineService:
         api = self._config.api
         rooms = [
             TextEndpoint(Orders(self.desk)).part(),
+            InferenceEndpoint(Orders(self.desk), api.limits, self._call_statistics).part(),
             StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics)).part(),
             Monitoring(LineMetrics(parts, self._upkeep)).part(),
             pages_part(),  # the last one answers the rest

@@ -44,12 +44,11 @@ MAX_MESSAGE = "max_message_bytes"
 
 
 class InferenceService:
-    """Methods by the protocol's names. The door turns raised refusals into answers."""
+    """Methods by the protocol's names, for each wire. Its door turns raised refusals into answers."""
 
-    def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection, statistics: CallStatistics) -> None:
+    def __init__(self, orders: Orders, limits: ApiLimitsSection, statistics: CallStatistics) -> None:
         self._orders = orders
         self._desk = orders.desk
-        self._door = door
         self._limits = limits
         self._statistics = statistics
 
@@ -130,16 +129,6 @@ class InferenceService:
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> Awaitable[pb.ModelInferResponse]:
-        return self.infer(request, room.leave)
-
-    async def ModelStreamInfer(
-        self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
-    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
-            async for answer in answers:
-                yield answer
-
     async def infer(self, request: pb.ModelInferRequest, on_taken: Callable[[], None]) -> pb.ModelInferResponse:
         """Raises OrderRefused."""
         _check_version(request.model_version)
@@ -164,6 +153,24 @@ class InferenceService:
         if name not in models:
             raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - RepositoryIndex lists them")
         return models[name]
+
+
+class GrpcInferenceService(InferenceService):
+    """All methods over gRPC."""
+
+    def __init__(self, orders: Orders, limits: ApiLimitsSection, statistics: CallStatistics, door: Door) -> None:
+        super().__init__(orders, limits, statistics)
+        self._door = door
+
+    def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> Awaitable[pb.ModelInferResponse]:
+        return self.infer(request, room.leave)
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
+            async for answer in answers:
+                yield answer
 
 
 def _orders_of(request: pb.ModelInferRequest, inputs: InferInputs) -> list[ImageOrder]:

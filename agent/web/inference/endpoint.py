@@ -16,20 +16,22 @@ from starlette.responses import JSONResponse, Response
 
 from agent.api.access import Role
 from agent.api.calls.messages import text
-from agent.api.calls.orders import first_of
 from agent.api.proto import inference_pb2 as pb
+from agent.api.services.inference import InferenceService
+from agent.web.door import Part
 from agent.web.inference.bodies import index_request, infer_answer, infer_request, load_request, plain
 from agent.web.routes import STATUS, Rule, route
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from starlette.requests import Request
     from starlette.routing import Route
 
-    from agent.api.services.inference import InferenceService
+    from agent.api.calls.orders import Orders
+    from agent.api.services.statistics import CallStatistics
+    from agent.line_file.api import ApiLimitsSection
     from agent.web.routes import Call
+    from experts.errors import OrderRefused
 
     Answer = Callable[[Call], Awaitable[Response]]
 
@@ -37,19 +39,26 @@ V2 = "/v2"
 MODEL, STORED = f"{V2}/models/{{model:path}}", f"{V2}/repository/models/{{model:path}}"
 FEW_BYTES = 2**16  # of a body without a tensor
 OPEN_BODIES = 4  # inflated, and not yet counted by the desk
+REQUESTS = 256  # of each address
+STALL_S = 30.0
 
 
 class InferenceEndpoint:
-    """Routes of /v2, over the methods of gRPC."""
+    """The part of the door for inference, over the methods of gRPC."""
 
-    def __init__(self, service: InferenceService, message_bytes: int) -> None:
-        self._service = service
-        self._message_bytes = message_bytes
+    def __init__(self, orders: Orders, limits: ApiLimitsSection, statistics: CallStatistics) -> None:
+        self._service = InferenceService(orders, limits, statistics)
+        self._stop = orders.stop
+        self._limits = limits
         self._open_bodies = asyncio.Semaphore(OPEN_BODIES)
 
-    def routes(self) -> list[Route]:
+    def part(self) -> Part:
+        requests = min(self._limits.requests, REQUESTS)
+        return Part((V2,), self._routes(), _refusal, requests, STALL_S, self._stop)
+
+    def _routes(self) -> list[Route]:
         ask, tell = Rule(refused), Rule(refused, body_bytes=FEW_BYTES)
-        infer = Rule(refused, body_bytes=self._message_bytes)
+        infer = Rule(refused, body_bytes=self._limits.message)
         load, unload = (Rule(refused, Role.ADMIN, f"{each} model", FEW_BYTES) for each in ("load", "unload"))
         return [
             route("GET", f"{V2}/health/live", self._live, ask),
@@ -64,7 +73,6 @@ class InferenceEndpoint:
             *_of_model("GET", "/config", self._config, ask),
             *_of_model("GET", "/stats", self._statistics, ask),
             *_of_model("GET", "", self._metadata, ask),
-            *(route(method, f"{V2}/{{rest:path}}", _unknown, infer) for method in ("GET", "POST")),
         ]
 
     async def _live(self, call: Call) -> Response:
@@ -105,17 +113,16 @@ class InferenceEndpoint:
 
     async def _infer(self, call: Call) -> Response:
         with ExitStack() as opened:
+            opened.callback(call.room.leave)
             await self._open_bodies.acquire()
             opened.callback(self._open_bodies.release)
-            request, is_binary = infer_request(call.body, call.request.headers, self._message_bytes)
+            request, is_binary = infer_request(call.body, call.request.headers, self._limits.message)
             call.body = b""
             named = _named(call)
             request.model_name, request.model_version = named["name"], named.get("version", "")
-            answering = asyncio.ensure_future(self._service.infer(request, opened.close))
-            del request
-            await first_of(answering, _gone(call.request))
-            await asyncio.wait([answering])
-            return Response() if answering.cancelled() else infer_answer(answering.result(), is_binary)
+            answering = self._service.infer(request, opened.close)
+            del request  # so that waiting images have one copy in memory
+            return infer_answer(await answering, is_binary)
 
 
 def _of_model(method: str, what: str, answer: Answer, rule: Rule) -> list[Route]:
@@ -133,16 +140,8 @@ def _readiness(response: pb.ServerReadyResponse | pb.ModelReadyResponse) -> Resp
     return JSONResponse(plain(response), 200 if response.ready else 503)
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _unknown(call: Call) -> Response:
-    raise OrderRefused(
-        Refusing.NOT_FOUND,
-        f"{call.request.method} {call.request.url.path[:200]} is not served - docs/api.md has a list",
-    )
+def _refusal(status: int, reason: str) -> Response:
+    return JSONResponse({"error": reason}, status)
 
 
 def refused(refusal: OrderRefused) -> Response:

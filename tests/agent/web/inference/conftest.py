@@ -3,12 +3,10 @@
 import pytest
 
 from agent.api.access import Caller, Role, Tokens
-from agent.api.calls.door import Door as GrpcDoor
 from agent.api.calls.orders import Orders
-from agent.api.services.inference import InferenceService
 from agent.api.services.statistics import CallStatistics
 from agent.line_file.api import ApiSection
-from agent.web.door import Door, Part
+from agent.web.door import Door
 from agent.web.inference.endpoint import InferenceEndpoint
 from agent.web.server import WebServer
 
@@ -33,10 +31,8 @@ class Served(Tokens):
 @pytest.fixture
 def served(desk):
     api = ApiSection(http=["127.0.0.1:0"], limits={"message": "1MiB", "requests": 100})
-    orders = Orders(desk)
-    service = InferenceService(orders, GrpcDoor(api.limits), api.limits, CallStatistics())
     here = Served(desk)
-    part = Part(("/v2",), InferenceEndpoint(service, MESSAGE_BYTES).routes(), stop=orders.stop)
+    part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).part()
     server = WebServer(api, Door([part], here, here.audit, api.limits))
     server.start()
     (here.address,) = server.addresses

@@ -17,7 +17,9 @@ OUTPUTS = ("VERDICT", "LABEL", "SCORE")
 def request(model, image, board=None, wanted=()):
     tensor = InferInput("IMAGE", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([image], dtype=object), binary_data=True)
-    return InferRequest(model, [tensor], parameters={"board": board} if board else None, request_outputs=wanted)
+    return InferRequest(
+        model, [tensor], parameters={"board": board, "ref": "R1"} if board else None, request_outputs=wanted
+    )
 
 
 def values(response):
