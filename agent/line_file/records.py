@@ -109,10 +109,11 @@ class WebhookSection(Section):
 class OutboxSection(Section):
     """Receivers of stored verdicts, retried until they acknowledge."""
 
-    events: tuple[Literal["board", "ng", "result"], ...] = Field(
-        ("board", "ng"),
+    events: tuple[Literal["board", "ng", "result", "alarm"], ...] = Field(
+        ("board", "ng", "alarm"),
         min_length=1,
-        description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image)",
+        description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image), alarm "
+        "(raised or cleared)",
     )
     limit: Annotated[int, Field(strict=True, ge=100, le=10_000_000)] = Field(
         100_000,

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from agent.records.boards import BoardVerdict
-    from agent.records.results import BoardRow, ResultRow
+    from agent.records.results import AlarmRow, BoardRow, ResultRow
 
 SCHEMA = 1
-BOARD, NG, RESULT = "board", "ng", "result"  # events
+BOARD, NG, RESULT, ALARM = "board", "ng", "result", "alarm"  # events
 INSERT = """
     INSERT INTO outbox (receiver, id, event, board, payload) VALUES (:receiver, :id, :event, :board, :payload)
     ON CONFLICT (receiver, id) DO NOTHING RETURNING number
@@ -91,6 +91,12 @@ class Outbox:
             payload = board_payload(row) | _judged_by(database, row.board)
             self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.board.serial, payload)
 
+    def alarm_stored(self, database: Database, row: AlarmRow) -> None:
+        """Called for an alarm that was raised or cleared, inside a transaction."""
+        if ALARM in self._events:
+            payload = alarm_payload(row)
+            self._put(database, f"alarm-{row.number}-{payload['state']}", ALARM, None, payload)
+
     def committed(self) -> None:
         for wake in self._when_committed:
             wake()
@@ -133,9 +139,12 @@ class OutboxReader:
         return [Message(*row) for row in read_rows(self.path, sql, (receiver, limit))]
 
     def oldest(self, receiver: str) -> datetime | None:
-        """Verdict time of the oldest message to a receiver; None without a message."""
+        """Time of the oldest message's verdict or alarm; None without a message."""
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
-        return datetime.fromisoformat(first[0].get("finished_at") or first[0]["closed_at"]) if first else None
+        times = (
+            [first[0].get(name) for name in ("finished_at", "closed_at", "cleared_at", "raised_at")] if first else []
+        )
+        return next((datetime.fromisoformat(time) for time in times if time), None)
 
     def standing(self, receiver: str) -> OutboxCounts:
         sql = "SELECT waiting, given_way FROM outbox_receivers WHERE receiver = ?"
@@ -191,6 +200,17 @@ def board_payload(row: BoardRow) -> dict[str, object]:
         "takt_s": row.takt_s,
         "missing": dict(board.missing),
         "counts": {str(verdict): count for verdict, count in board.counts.items()},
+    }
+
+
+def alarm_payload(row: AlarmRow) -> dict[str, object]:
+    return {
+        "number": row.number,
+        "name": row.name,
+        "message": row.message,
+        "state": "raised" if row.cleared_at is None else "cleared",
+        "raised_at": _iso(row.raised_at),
+        "cleared_at": None if row.cleared_at is None else _iso(row.cleared_at),
     }
 
 

@@ -1,4 +1,4 @@
-"""Frozen records of stored results and boards, and of their store."""
+"""Frozen records of stored results, boards and alarms, and of their store."""
 
 from __future__ import annotations
 
@@ -76,6 +76,17 @@ class StoredPage:
     last_board: int
     results: tuple[ResultRow, ...]
     boards: tuple[tuple[int, BoardRow], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmRow:
+    """``number``: None until it is stored. ``cleared_at``: None while the alarm is there."""
+
+    number: int | None
+    name: str
+    message: str
+    raised_at: datetime
+    cleared_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,19 @@ from agent.api.credentials import Credentials
 from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
+from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail, Deed
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
+from agent.service.alarms import (
+    LOOK_S,
+    AlarmWatch,
+    Clocks,
+    budget_alarms,
+    loss_alarms,
+    source_alarms,
+    standing_alarms,
+)
 from agent.service.desk.line_desk import LineDesk, LineParts
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
@@ -50,6 +60,7 @@ if TYPE_CHECKING:
     from agent.api.services.statistics import CallStatistics
     from agent.config import LineConfig
     from agent.deployment.build import Agent
+    from agent.service.inspections.drift import DriftStatistics
     from agent.subject import SourceStatus
     from agent.web.server import WebServer
 
@@ -64,6 +75,7 @@ STORE_CLOSE_S = 1.5  # and as long again for a commit in progress
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and have not moved yet; other files stay in place
 HOUSEKEEPER_STOP_S = 0.5
 KEEPER_STOP_S = 1.0
+STORE_ALARMS = {"store": "results are not stored: {}", "store/log": "results: {}", "store/damage": "results: {}"}
 
 
 class LineService:
@@ -103,7 +115,7 @@ class LineService:
         parts = LineParts(
             self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts,
             self._tally, self._source_views, self._trigger, self._reload, self._alarms,
-            phase=lambda: self._phase,
+            phase=lambda: self._phase, open_alarms=lambda: self.alarms.open,
         )  # fmt: skip
         self.desk = LineDesk(parts)
         self._credentials = Credentials(config.api)
@@ -114,8 +126,10 @@ class LineService:
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts to repack, by the Engine's names
         self._menders = DaemonThreads(1, "mend")
-        self._stale: dict[str, str] = {}  # experts whose source differs, by the Engine's names -> alarm
+        self._stale: dict[str, Alarm] = {}  # experts whose source differs, by the Engine's names
         self.agent.loop.watch_weights(self._mend, self._distrust)
+        self.alarms = AlarmWatch(self._watched_alarms, self.store, self._upkeep.outbox, Clocks(clock, wall))
+        self._watcher = Housekeeper({"alarms": self._watch_alarms}, "alarms", LOOK_S)  # waits for loop and disk
         self._housekeeper = Housekeeper(
             {
                 "boards": self.boards.expire,
@@ -158,6 +172,7 @@ class LineService:
         for source in self.sources:
             source.start()
         self._housekeeper.start()
+        self._watcher.start()
         self._phase = None
         watched = ", ".join(view.name for view in self._source_views())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
@@ -165,6 +180,7 @@ class LineService:
     def stop(self) -> dict[str, Any]:
         """Finish and store taken images, then end; returns counts. Raises AgentCrashed, last, after a crash."""
         self._phase = "it stops: the next one will take work"
+        self._watcher.stop(0.0)
         for source in self.sources:
             source.stop(0.0)  # sources end while callers get their answers
         self._stop_api()
@@ -319,7 +335,7 @@ class LineService:
         name = line_name(expert)
         reason = "its weights file has other bytes than it was packed from: reload, and it is packed again"
         log.error("packed_weights_stale expert=%s reason=%s", name, reason)
-        self._stale[expert] = f"expert {name}: {reason}"
+        self._stale[expert] = Alarm(f"expert/{name}", f"expert {name}: {reason}")
         self.agent.loop.quarantine(expert, reason)
 
     def _pack_anew(self, expert: str) -> None:
@@ -345,21 +361,35 @@ class LineService:
             finally:
                 self._damaged.discard(expert)
 
-    def _alarms(self) -> list[str]:
+    def _alarms(self) -> list[Alarm]:
+        """Alarms that are there now, without those of experts that do not serve, which a status lists by name."""
+        agent, listed = self.agent, self._config.catalog.experts
         store = self.store.statistics()
+        of_store = {"store": store.alarm, "store/log": store.log_alarm, "store/damage": store.damage_alarm}
         failing = {**self._housekeeper.failing, **self._doorkeeper.failing}
+        calls = self._upkeep.false_calls.alarms
         return [
             *self._device_alarms,
-            *self.agent.alarms,
-            *_losses(self.agent),
-            *(alarm for expert, alarm in self._stale.items() if expert in self.agent.setup.graph.experts),
-            *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
-            *(f"results: {alarm}" for alarm in (store.log_alarm, store.damage_alarm) if alarm is not None),
+            *(Alarm("setup", alarm) for alarm in agent.alarms),
+            *loss_alarms(agent),
+            *budget_alarms(agent),
+            *(alarm for expert, alarm in self._stale.items() if expert in agent.setup.graph.experts),
+            *(Alarm(name, STORE_ALARMS[name].format(alarm)) for name, alarm in of_store.items() if alarm is not None),
             *self._upkeep.alarms(),
-            *(alarm for name, alarm in self._upkeep.false_calls.alarms.items() if name in self._config.catalog.experts),
-            *(f"{view.name}: {view.alarm}" for view in self._source_views() if view.alarm is not None),
-            *(f"{duty}: {reason}" for duty, reason in failing.items()),
+            *(Alarm(f"false_calls/{name}", alarm) for name, alarm in calls.items() if name in listed),
+            *self._drift_alarms(),
+            *source_alarms(self._source_views()),
+            *(Alarm(f"duty/{duty}", f"{duty}: {reason}") for duty, reason in failing.items()),
         ]
+
+    def _watched_alarms(self) -> list[Alarm]:
+        alarms = self._alarms()
+        named = {alarm.name for alarm in alarms}
+        return [*alarms, *(alarm for alarm in standing_alarms(self.agent) if alarm.name not in named)]
+
+    def _watch_alarms(self) -> None:
+        if self._phase is None:  # what ends with the agent is no fault
+            self.alarms.step()
 
     # -- by time: on the housekeeper's thread --
 
@@ -371,30 +401,29 @@ class LineService:
         found = self._drift_alarm.due_warning(self._clock(), self.inspector.drift)
         if found is not None:
             log.warning(
-                "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are used otherwise than expected; "
-                "learn how: coserve profile %s --usage-from %s%s",
-                found.distance, found.chance, found.steps, ",".join(moved.expert for moved in found.experts),
-                self._config.document.file, self._config.results_file,
-                " --simulate" if self.agent.stored is None else "",
+                "usage_drift distance=%.2f chance=%.2f steps=%d %s",
+                found.distance, found.chance, found.steps, self._told(found),
             )  # fmt: skip
 
+    def _drift_alarms(self) -> Iterator[Alarm]:
+        found = self._drift_alarm.found
+        if found is not None:
+            yield Alarm("drift", f"usage: {self._told(found)}")
 
-def _losses(agent: Agent) -> Iterator[str]:
-    """Alarms for lost workers and devices."""
-    for name, reason in agent.loop.lost.items():
-        if name in agent.setup.workers:
-            yield f"worker {name} is lost, and starts again: {reason}"
-        else:
-            yield f"{name} is lost until the agent starts again, and other executors do its work: {reason}"
+    def _told(self, drift: DriftStatistics) -> str:
+        experts = ",".join(moved.expert for moved in drift.experts)
+        learning = f"coserve profile {self._config.document.file} --usage-from {self._config.results_file}"
+        simulated = " --simulate" if self.agent.stored is None else ""
+        return f"experts={experts}: experts are used otherwise than expected; learn how: {learning}{simulated}"
 
 
-def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
+def _device_alarms(config: LineConfig, agent: Agent) -> list[Alarm]:
     """Alarm for a GPU that should serve and does not: its driver was missing at boot, or is broken."""
     if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
         return []
     alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
     log.error("gpu_not_used %s", alarm)
-    return [alarm]
+    return [Alarm("device", alarm)]
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

@@ -15,13 +15,14 @@ from agent.records.result_writer import ResultStore
 from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
 from agent.records.retention.sweeper import Sweeper
+from agent.records.station.alarms import Alarm
 from agent.service.false_calls import FalseCallWatch
 from agent.service.housekeeping import Housekeeper
 from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import datetime
 
     from agent.config import LineConfig
@@ -37,7 +38,7 @@ class Upkeep:
 
     def __init__(self, config: LineConfig, is_needed: Callable[[str], bool], wall: Callable[[], datetime]) -> None:
         receivers = line_receivers(config)
-        outbox = line_outbox(config, receivers)
+        self.outbox = outbox = line_outbox(config, receivers)
         self.store = ResultStore(config.results_file, followers=[outbox])
         archive = ImageArchive(config.state / "images", config.records.images)
         self.images = ImageKeeper(archive)
@@ -61,14 +62,16 @@ class Upkeep:
         for keeper in self._keepers.values():
             keeper.start()
 
-    def alarms(self) -> list[str]:
+    def alarms(self) -> Iterator[Alarm]:
         parts = [
-            ("images are not kept", self.images.statistics().alarm),
-            ("images are not removed", self._sweeper.alarm),
+            ("images", "images are not kept", self.images.statistics().alarm),
+            ("disk", "images are not removed", self._sweeper.alarm),
         ]
-        late = [(f"{each.receiver} gets no verdicts", each.alarm) for each in self.deliveries.statistics()]
-        alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *late) if alarm is not None]
-        return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
+        receivers = self.deliveries.statistics()
+        late = [(f"receiver/{each.receiver}", f"{each.receiver} gets no verdicts", each.alarm) for each in receivers]
+        yield from (Alarm(name, f"{what}: {alarm}") for name, what, alarm in (*parts, *late) if alarm is not None)
+        for duty, keeper in self._keepers.items():
+            yield from (Alarm(f"duty/{duty}", trouble) for trouble in _troubles(duty, keeper))
 
     def stop(self) -> None:
         """Stop exports, removal and delivery; messages wait for the next start."""

@@ -5,6 +5,7 @@ Topics, below TOPIC/LINE:
     board/SERIAL/verdict      a board's verdict
     component/ng              an image that is NG or UNKNOWN
     component/result          any image
+    alarm                     an alarm that was raised or cleared
 
 In a serial `/`, `+`, `#`, `%` and control characters are percent-encoded: each serial is one level of its topic.
 """
@@ -22,7 +23,7 @@ from aiomqtt import Client, MqttCodeError, MqttError, Will
 
 from agent.config import read_secret
 from agent.records.delivery.receiver import tls_context
-from agent.records.outbox import BOARD
+from agent.records.outbox import ALARM, BOARD
 from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ async def _until_lost(client: Client) -> NoReturn:
 def _topic(message: Message) -> str:
     if message.event == BOARD:
         return f"board/{level(message.board or '')}/verdict"
-    return f"component/{message.event}"
+    return ALARM if message.event == ALARM else f"component/{message.event}"
 
 
 def _reason(error: MqttError) -> str:

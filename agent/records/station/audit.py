@@ -62,7 +62,7 @@ class AuditTrail:
         self._wall = wall
 
     def record(self, deed: Deed) -> None:
-        deed = Deed(*(_storable(text) for text in astuple(deed)))
+        deed = Deed(*(storable(text) for text in astuple(deed)))
         log.info(
             "audited who=%s role=%s action=%s subject=%r outcome=%r",
             deed.who, deed.role, deed.action, deed.subject, deed.outcome,
@@ -87,6 +87,7 @@ def audit_page(path: Path, before: int | None = None, limit: int = 50) -> tuple[
     )
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
+    """Any text as a row can hold it, LONGEST_TEXT characters at most."""
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 3]}..."

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from agent.core.state import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
+    from agent.records.results import AlarmRow
+    from agent.records.station.alarms import Alarm
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
@@ -70,7 +72,8 @@ DIGITS = 18  # of a result's number: more are no number of SQLite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineParts:
-    """Parts of a served line that its desk and metrics read. ``phase``: intended reason to take no work, or None."""
+    """Parts of a served line that its desk and metrics read. ``phase``: intended reason to take no work, or None.
+    ``alarms``: there now; ``open_alarms``: raised and not cleared."""
 
     inspector: Inspector
     admission: Admission
@@ -83,8 +86,9 @@ class LineParts:
     sources: Callable[[], Sequence[SourceStatus]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
-    alarms: Callable[[], Sequence[str]]
+    alarms: Callable[[], Sequence[Alarm]]
     phase: Callable[[], str | None]
+    open_alarms: Callable[[], Sequence[AlarmRow]]
 
 
 class LineDesk:
@@ -180,7 +184,7 @@ class LineDesk:
             pools=tuple(_pool_view(pool) for pool in engine.pools),
             sources=tuple(self._line.sources()),
             standing=standing_of(agent, engine),
-            alarms=tuple(self._line.alarms()),
+            alarms=tuple(alarm.message for alarm in self._line.alarms()),
             texts=_texts_view(self._line.texts.statistics(), statistics.executors),
             shadows=self._line.inspector.shadow_counts(),
         )

@@ -22,6 +22,8 @@ FORGETTING_STEPS = 20_000  # a fast line's day or less; of as many draws among 3
 LEAST_DISTANCE = 0.1
 CHANCE_FACTOR = 3.0  # steps of one route come together, so they vary up to sqrt(2) times as much as single draws
 WARNING_INTERVAL_S = 3600.0
+AGAIN_S = 10.0  # between two measurements of a drift
+STAYS = 0.8  # of the threshold: a drift is over below it
 NAMED_EXPERTS = 3
 
 
@@ -94,16 +96,20 @@ class UsageDrift:
 
 
 class DriftAlarm:
-    """Warns of drifted usage: at once, then every hour."""
+    """Warns of drifted usage: at once, then every hour. ``found``: the drift, until usage is as expected again."""
 
     def __init__(self) -> None:
-        self._warned_s: float | None = None
+        self.found: DriftStatistics | None = None
+        self._warned_s = self._measured_s = -math.inf
 
     def due_warning(self, now_s: float, measure: Callable[[], DriftStatistics]) -> DriftStatistics | None:
         """Warning to log now, or None. ``now_s``: monotonic; ``measure`` is slow, and called only when due."""
-        if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
+        if self.found is not None and now_s - self._measured_s < AGAIN_S:
             return None
-        if not (found := measure()).has_drifted:
+        found, self._measured_s = measure(), now_s
+        stays = self.found is not None and found.distance > STAYS * found.threshold
+        self.found = found if found.has_drifted or stays else None
+        if not found.has_drifted or now_s - self._warned_s < WARNING_INTERVAL_S:
             return None
         self._warned_s = now_s
         return found

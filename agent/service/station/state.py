@@ -65,7 +65,9 @@ class LineState:
                 _takt_target_s(config, figures), figures.findings,
                 tuple(views.ParetoBar(*bar) for bar in figures.totals.bad[:BARS]),
             ),
-            alarms=tuple(views.AlarmView(None, alarm, alarm, None) for alarm in line.alarms()),
+            alarms=tuple(
+                views.AlarmView(each.number, each.name, each.message, each.raised_at) for each in line.open_alarms()
+            ),
             boards=self._boards(figures),
             cases=tuple(result_view(case, config) for case in figures.cases),
             sources=self._sources(recent),

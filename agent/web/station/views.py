@@ -49,10 +49,12 @@ class ShiftView:
 
 @dataclass(frozen=True, slots=True)
 class AlarmView:
+    """``number``: null until it is stored."""
+
     number: int | None
     name: str
     message: str
-    raised_at: datetime | None
+    raised_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

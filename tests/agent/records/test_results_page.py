@@ -17,6 +17,7 @@ from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
+from agent.records.results import AlarmRow
 from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import settled
@@ -39,9 +40,11 @@ def test_its_sections_are_valid(tmp_path):
 
 def test_its_messages_have_the_keys_that_messages_have(tmp_path):
     board = BoardVerdict("B1", "main", Verdict.NG, AT, AT, {}, {})
-    with closing(ResultStore(tmp_path / "r.db", followers=[Outbox("demo", ["mqtt"], ["board", "ng"], 10)])) as store:
+    outbox = Outbox("demo", ["mqtt"], ["board", "ng", "alarm"], 10)
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
         store.record_board(board)
         store.record(RESULT)
+        store.write(lambda database: outbox.alarm_stored(database, AlarmRow(1, "camera/belt", "OFFLINE", AT, AT)))
     told = [json.loads(message.payload) for message in OutboxReader(tmp_path / "r.db").waiting("mqtt", 10)]
     shown = [json.loads(block) for block in blocks("json")]
     assert [list(each) for each in shown] == [list(each) for each in told]
@@ -77,9 +80,9 @@ def test_its_receiver_takes_each_message_once(program):
     assert receiver.stdout is not None
     port = int(receiver.stdout.readline())
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        for id_, block in (("1", 0), ("1", 0), ("2", 1)):
+        for id_, block in (("1", 0), ("1", 0), ("2", 1), ("3", 2)):
             connection.request("POST", "/", blocks("json")[block].encode(), {"Idempotency-Key": id_})
             assert connection.getresponse().read() == b""
     receiver.kill()
     told, _ = receiver.communicate()
-    assert told == "board PCB-0042 NG\nng PCB-0042 NG\n"
+    assert told == "board PCB-0042 NG\nng PCB-0042 NG\nalarm camera/belt cleared\n"

@@ -428,6 +428,12 @@ def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeyp
         assert (drift.steps, drift.distance, drift.has_drifted) == (20, 0.5, True)
         now[0] = 3600.0
         until(lambda: caplog.text.count("usage_drift") == 2)
+
+        def alarms():
+            now[0] += 1.0
+            return [row.name for row in service.alarms.open]
+
+        until(lambda: alarms() == ["drift"])
     learning = f"coserve profile {line.folder / 'line.yaml'} --usage-from {line.folder / 'state' / 'results.db'}"
     assert f"experts=cls/f0,cls/f1: experts are used otherwise than expected; learn how: {learning}" in caplog.text
 
