@@ -152,7 +152,7 @@ ROOMS = {
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras",
+        "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras", "agent.web.client",
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",

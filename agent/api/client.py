@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from agent.api.calls.messages import part_of, status_of, text_event_of, text_request
+from agent.api.calls.messages import part_of, status_of
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
@@ -26,7 +26,7 @@ from experts.errors import AgentUnreachable, OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from agent.api.calls.desk import StatusView, TextEvent, TextOrder, VerdictView
+    from agent.api.calls.desk import StatusView, VerdictView
 
 MESSAGE_BYTES = 64 * 2**20
 AT_ONCE = 16  # images sent before the first answer
@@ -60,7 +60,6 @@ class AgentClient:
             credentials = grpc.ssl_channel_credentials(access.authority or None, access.key, access.certificate)
             self._channel = grpc.secure_channel(address, credentials, options)
         self._agent = inspection_pb2_grpc.InspectionStub(self._channel)
-        self._texts = inspection_pb2_grpc.TextsStub(self._channel)
         self._metadata = () if access.token is None else (("authorization", f"Bearer {access.token}"),)
 
     def __enter__(self) -> AgentClient:
@@ -95,17 +94,6 @@ class AgentClient:
         with self._explained():
             request = pb.ExplainRequest(subject=subject)
             return list(self._agent.Explain(request, timeout=ANSWER_S, metadata=self._metadata).sentences)
-
-    def generate(self, order: TextOrder) -> Iterator[TextEvent]:
-        """Pieces of a text as they are written, then its end. Raises OrderRefused; closing the iterator cancels."""
-        replies = self._texts.Generate(text_request(order), metadata=self._metadata)
-        try:
-            with self._explained():
-                for reply in replies:
-                    if reply.WhichOneof("told") is not None:  # a refused call has empty metadata
-                        yield text_event_of(reply)
-        finally:
-            replies.cancel()
 
     def _sent(self, request: pb.InspectRequest) -> Call:
         return self._agent.Inspect.future(request, timeout=INSPECT_S, metadata=self._metadata)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICES = (*inspection.SERVICES, inference.SERVICE)
+SERVICES = (inspection.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers in transit when all calls have ended
 KEEPALIVE_MS = 10_000  # until a silent caller is probed, as its calls count against the limits
 KEEPALIVE_ANSWER_MS = 20_000
@@ -66,7 +66,6 @@ class ApiServer:
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
-        self._texts = Orders(desk)
         self._statistics = statistics or CallStatistics()
         self._door = Door(config.limits, audit)
         self._health = health.Health(SERVICES)
@@ -80,7 +79,7 @@ class ApiServer:
 
     @property
     def orders_under_way(self) -> int:
-        return self._orders.under_way + self._texts.under_way
+        return self._orders.under_way
 
     def start(self) -> None:
         """Start serving. Raises AddressUnusable, and then serves no address."""
@@ -101,7 +100,6 @@ class ApiServer:
         self._thread.join()
         self._loop.close()
         self._orders.stop()
-        self._texts.stop()
         log.info("api_stopped all_answered=%s", is_idle)
         return is_idle
 
@@ -111,7 +109,6 @@ class ApiServer:
         for address in self._config.grpc:
             self._served.append(served := self._bound(address))
             inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)
-            inspection_pb2_grpc.add_TextsServicer_to_server(inspection.TextService(self._texts), served.server)
             inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inferring, served.server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, served.server)
             if is_loopback(served.address):

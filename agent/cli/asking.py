@@ -67,8 +67,8 @@ def generate(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running agent write a text. Uses the line's first gRPC address."""
-    from agent.commands.asking import AgentAccess, chat_messages, closing_line, for_terminal, generated, order_for
+    """Have a running agent write a text. Uses the line's first HTTP address."""
+    from agent.commands.asking import AgentAccess, chat_messages, closing_line, for_terminal, generated, text_call
     from agent.config import read_line
 
     is_shown = streams and not as_json
@@ -84,8 +84,8 @@ def generate(
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         words = sys.stdin.read() if prompt == "-" else prompt
         text = words if is_prompt else chat_messages(words, system)
-        order = order_for(model, text, max_tokens, deadline, tuple(stop or ()), sampling)
-        row = generated(config, AgentAccess(target, ca, token_file, certificate, key), order, show)
+        call = text_call(model, text, max_tokens, deadline, tuple(stop or ()), sampling)
+        row = generated(config, AgentAccess(target, ca, token_file, certificate, key), call, show)
     if as_json:
         print(json.dumps(row))
         return

@@ -5,26 +5,28 @@ Guarantees: a model's text cannot act on a terminal: control characters are show
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from agent.api.calls.desk import TextEnd, TextOrder
 from agent.api.client import Access, AgentClient
 from agent.config import read_secret
 from agent.line_file.api import UNIX
-from experts.errors import ConfigError, GenerationInvalid, OrderRefused, Refusing
+from experts.errors import ConfigError
 from experts.expert import Anomaly, Verdict
-from experts.llm.serving.generation import Ending, Sampling
+from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from agent.api.calls.desk import AnomalyView, StatusView, VerdictView
     from agent.config import LineConfig
+    from agent.web.client import WebClient
 
 
 KEPT = frozenset("\n\t")
+THINK, THOUGHT_OVER = "<think>", "</think>"
 ENDINGS = {
     Ending.STOP: "the model ended the text",
     Ending.LENGTH: "the length limit was reached",
@@ -114,32 +116,37 @@ def chat_messages(words: str, system: str | None) -> Messages:
     return tuple({"role": role, "content": content} for role, content in (*opening, ("user", words)))
 
 
-def order_for(
+def text_call(
     model: str, text: str | Messages, most_tokens: int | None, deadline_s: float | None, stop: tuple[str, ...],
     sampling: dict[str, Any],
-) -> TextOrder:  # fmt: skip
-    """Order for the continuation of a prompt, or for the answer to messages. Raises OrderRefused."""
-    try:
-        given = frozenset(name for name, value in sampling.items() if value is not None)
-        drawn = Sampling(**{name: value for name, value in sampling.items() if value is not None})
-    except GenerationInvalid as error:
-        raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
-    prompt, messages = (text, ()) if isinstance(text, str) else (None, text)
-    return TextOrder(model, prompt, messages, most_tokens, drawn, stop, deadline_s, given)
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Path and body of a call for the continuation of a prompt, or for the answer to messages."""
+    path, asked = ("/v1/completions", "prompt") if isinstance(text, str) else ("/v1/chat/completions", "messages")
+    given = {"max_tokens": most_tokens, "stop": list(stop) or None, **sampling}
+    ours = {} if deadline_s is None else {"deadline_s": deadline_s}
+    body = {name: value for name, value in given.items() if value is not None}
+    return path, {"model": model, asked: text, "stream": True, "coserve": ours, **body}
 
 
 def generated(
-    config: LineConfig | None, access: AgentAccess, order: TextOrder, show: Callable[[str], None]
+    config: LineConfig | None, access: AgentAccess, call: tuple[str, dict[str, Any]], show: Callable[[str], None]
 ) -> dict[str, Any]:
     """End and whole text; ``show`` gets each piece as it comes. Raises ConfigError, AgentUnreachable, OrderRefused."""
-    text = ""
-    with _client(config, access) as client:
-        for part in client.generate(order):
-            if isinstance(part, TextEnd):
-                return _text_row(text, part)
-            text += part.text
-            show(part.text)
-    raise OrderRefused(Refusing.NOT_NOW, "the agent stopped in the middle of the text - try again")
+    text, row, is_thought = "", dict[str, Any](), False
+    for event in web_client(config, access).events(*call):
+        row |= event.get("coserve", {})
+        for choice in event["choices"]:
+            part = choice.get("delta", choice)
+            thought, piece = part.get("reasoning_content"), part.get("text") or part.get("content") or ""
+            if thought:
+                piece = thought if is_thought else f"{THINK}{thought}"
+            elif piece and is_thought:
+                piece = f"{THOUGHT_OVER}\n{piece}"
+            is_thought = bool(thought) or (is_thought and not piece)
+            text += piece
+            show(piece)
+    rounded = {name: row[name] and round(row[name], 6) for name in ("seconds", "queue_s", "first_token_s")}
+    return {"text": text, **row, **rounded}
 
 
 def for_terminal(text: str) -> str:
@@ -156,21 +163,40 @@ def closing_line(row: dict[str, Any]) -> str:
     )
 
 
-def _text_row(text: str, end: TextEnd) -> dict[str, Any]:
-    row = {"text": text, **asdict(replace(end, failure=None)), "ending": end.ending and str(end.ending)}
-    del row["failure"]
-    for name in ("seconds", "queue_s", "first_token_s"):
-        row[name] = None if row[name] is None else round(row[name], 6)
-    return row
+def web_client(config: LineConfig | None, access: AgentAccess) -> WebClient:
+    """Client of the line's first HTTP address, or of the target."""
+    from agent.web.client import HttpAccess, WebClient
+
+    target = _target(config, access, "http")
+    if target.startswith(UNIX):
+        return WebClient(target)
+    given = _access(config, access)
+    return WebClient(target, HttpAccess(given.token, None if given.authority is None else _context(access, given)))
+
+
+def _context(files: AgentAccess, given: Access) -> ssl.SSLContext:
+    import ssl
+
+    try:
+        authority = None if not given.authority else given.authority.decode("ascii", "replace")
+        context = ssl.create_default_context(cadata=authority)
+        if files.certificate is not None:
+            context.load_cert_chain(files.certificate, files.key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(f"--ca, --certificate or --key: {error.reason} - name files in PEM") from error
+    return context
 
 
 def _client(config: LineConfig | None, access: AgentAccess) -> AgentClient:
-    target = access.target
-    if not target:
-        if config is None or not config.api.grpc:
-            raise ConfigError("the line file has no address of an agent - add api: {grpc: ...}, or use --target")
-        target = config.api.grpc[0]
+    target = _target(config, access, "grpc")
     return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, access))
+
+
+def _target(config: LineConfig | None, access: AgentAccess, wire: Literal["grpc", "http"]) -> str:
+    addresses: Sequence[str] = () if config is None else getattr(config.api, wire)
+    if not access.target and not addresses:
+        raise ConfigError(f"the line file has no address of an agent - add api: {{{wire}: ...}}, or use --target")
+    return access.target or addresses[0]
 
 
 def _access(config: LineConfig | None, files: AgentAccess) -> Access:

@@ -51,7 +51,6 @@ FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 WATCHING = "/WatchResults"
-TEXTS = "/coserve.v1.Texts/"
 
 VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5  # protobuf's encoding, "Message Structure"
 FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
@@ -81,7 +80,6 @@ class _Kind(StrEnum):
     """Kinds of calls, by cost."""
 
     IMAGE = "image"
-    TEXT = "text"
     STREAM = "stream"
     WATCHER = "watcher"
     QUESTION = "question"
@@ -106,7 +104,6 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self._budget = Budget(messages * self._message_bytes)
         self._at_most = {
             _Kind.IMAGE: limits.requests,
-            _Kind.TEXT: limits.requests,
             _Kind.STREAM: min(messages - 2, STREAMS),  # spares a call's message, and a message without an image
             _Kind.WATCHER: WATCHERS,
             _Kind.QUESTION: QUESTIONS,
@@ -181,14 +178,14 @@ class _Guarded:
         """The answer; None for a refused call."""
         answer = None
         async with _refusing(context, self._method), self._door.entered(self._kind) as room:
-            given = await self._given(context, room)
             action = ACTIONS.get(self._method.rpartition("/")[2])
-            if action is None:
-                answer = await self._call(given, room)
+            if action is None:  # no reference to the message stays here: a waiting image has one copy in memory
+                answer = await self._call(await self._given(context, room), room)
             else:
-                subject = getattr(given, action.subject, "")
+                request = await self._given(context, room)
+                subject = getattr(request, action.subject, "")
                 with audited(self._door.audit, action.name, lambda: subject):
-                    answer = await self._call(given, room)
+                    answer = await self._call(request, room)
         return answer  # a refused call has none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
@@ -254,8 +251,6 @@ class _Messages:
 def _kind_of(method: str, is_stream: bool) -> _Kind:
     if method.startswith(ALWAYS_OPEN):
         return _Kind.CHECK
-    if method.startswith(TEXTS):
-        return _Kind.TEXT
     if method.endswith(WATCHING):
         return _Kind.WATCHER
     return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION

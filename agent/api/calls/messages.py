@@ -24,19 +24,13 @@ from agent.api.calls.desk import (
     ReloadView,
     ShadowsView,
     StatusView,
-    TextEnd,
-    TextOrder,
-    TextPiece,
     TextsView,
-    TokenView,
     VerdictView,
 )  # fmt: skip
-from agent.api.calls.orders import invalid
 from agent.api.proto import inspection_pb2 as pb
 from agent.subject import CALLER_PREFIX, CALLERS, SourceStatus, Subject
-from experts.errors import GenerationInvalid, OrderRefused, Refusing
+from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict
-from experts.llm.serving.generation import Ending, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -44,14 +38,9 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from numpy.typing import NDArray
 
-    from agent.api.calls.desk import TextEvent
-
 VERDICTS = {Verdict.UNKNOWN: pb.VERDICT_UNKNOWN, Verdict.OK: pb.VERDICT_OK, Verdict.NG: pb.VERDICT_NG}
 VERDICT_OF: Mapping[Any, Verdict] = {number: verdict for verdict, number in VERDICTS.items()}
-ENDINGS = {Ending.STOP: pb.ENDING_STOP, Ending.LENGTH: pb.ENDING_LENGTH, Ending.DEADLINE: pb.ENDING_DEADLINE}
-ENDING_OF = {number: ending for ending, number in ENDINGS.items()}
 OF_SUBJECT = ("key", "expert", "board", "board_type", "ref", "arrived_at")
-PROMPTS = ("prompt", "prompt_tokens", "messages")
 
 Kind = TypeVar("Kind", bound=Message)
 
@@ -120,56 +109,6 @@ def reload_message(reload: ReloadView) -> pb.ReloadReply:
     return _message(pb.ReloadReply, reload)
 
 
-def text_order_of(request: pb.GenerateRequest) -> TextOrder:
-    """Order of a request. Raises OrderRefused."""
-    prompts = [field.name for field, _ in request.ListFields() if field.name in PROMPTS]
-    if len(prompts) > 1:
-        raise invalid(prompts[1], f"{' and '.join(prompts)} are given - send one of them")
-    values = _values(request)
-    tokens = values["prompt_tokens"]
-    return TextOrder(
-        model=request.model,
-        prompt=None if "messages" in prompts else values["prompt"] if tokens is None else tokens,
-        messages=values["messages"],
-        most_tokens=values["max_tokens"],
-        sampling=values["sampling"] or Sampling(),
-        stop=values["stop"],
-        deadline_s=values["deadline_s"],
-        given=frozenset(field.name for field, _ in request.sampling.ListFields()),
-    )
-
-
-def text_request(order: TextOrder) -> pb.GenerateRequest:
-    usual, chosen = Sampling(), {name: getattr(order.sampling, name) for name in Sampling.__slots__}
-    sampling = {name: value for name, value in chosen.items() if value != getattr(usual, name) or name in order.given}
-    prompt: dict[str, Any] = {"prompt": order.prompt}
-    if isinstance(order.prompt, tuple):
-        prompt = {"prompt_tokens": {"ids": order.prompt}}
-    return pb.GenerateRequest(
-        model=order.model,
-        messages=[pb.ChatMessage(**message) for message in order.messages],
-        max_tokens=order.most_tokens,
-        sampling=pb.SamplingSettings(**sampling),
-        stop=order.stop,
-        deadline_s=order.deadline_s,
-        **prompt,
-    )
-
-
-def text_reply(event: TextEvent) -> pb.GenerateReply:
-    """Message of a piece or of the end."""
-    if isinstance(event, TextPiece):
-        return pb.GenerateReply(piece=_message(pb.TextPiece, event))
-    ending = pb.ENDING_UNKNOWN if event.ending is None else ENDINGS[event.ending]
-    return pb.GenerateReply(end=_message(pb.TextEnd, event, ending=ending))
-
-
-def text_event_of(reply: pb.GenerateReply) -> TextEvent:
-    if reply.HasField("piece"):
-        return TextPiece(**_values(reply.piece))
-    return TextEnd(**_values(reply.end) | {"ending": ENDING_OF.get(reply.end.ending)})
-
-
 def _message(kind: type[Kind], *views: object, **ours: object) -> Kind:
     """Message of fields with equal names in the view; ``ours``: further fields."""
     values: dict[str, Any] = {}
@@ -216,17 +155,6 @@ def _noun(value: Any) -> Any:  # noqa: ANN401  # a field of any message
     return value if isinstance(value, str | bytes | int | float) else tuple(_noun(each) for each in value)
 
 
-def _sampling(**settings: Any) -> Sampling:  # noqa: ANN401  # a message's fields
-    try:
-        return Sampling(**{name: value for name, value in settings.items() if value is not None})
-    except GenerationInvalid as error:
-        raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
-
-
-def _chat_message(role: str, content: str, name: str) -> dict[str, str]:
-    return {"role": role, "content": content} | ({"name": name} if name else {})
-
-
 def _counts(counts: Mapping[Verdict, int]) -> dict[str, int]:
     return {verdict.lower(): counts.get(verdict, 0) for verdict in Verdict}
 
@@ -240,8 +168,4 @@ NOUNS: dict[str, Callable[..., object]] = {
     "Source": SourceStatus,
     "TextCounts": TextsView,
     "ShadowCounts": ShadowsView,
-    "Token": TokenView,
-    "Tokens": lambda ids: ids,
-    "ChatMessage": _chat_message,
-    "SamplingSettings": _sampling,
 }

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: 2b4a211de0a61e0dd79033119ec55768abccc8c8bc37c04ef06ad44aa47bf063
+# sha256 of the source: bbcfa58484e556db185aa3bfc65f6523c2d4fef9e85de487d5307eb20bcc6233
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -15,20 +15,9 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_UNKNOWN: _ClassVar[Verdict]
     VERDICT_OK: _ClassVar[Verdict]
     VERDICT_NG: _ClassVar[Verdict]
-
-class Ending(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ENDING_UNKNOWN: _ClassVar[Ending]
-    ENDING_STOP: _ClassVar[Ending]
-    ENDING_LENGTH: _ClassVar[Ending]
-    ENDING_DEADLINE: _ClassVar[Ending]
 VERDICT_UNKNOWN: Verdict
 VERDICT_OK: Verdict
 VERDICT_NG: Verdict
-ENDING_UNKNOWN: Ending
-ENDING_STOP: Ending
-ENDING_LENGTH: Ending
-ENDING_DEADLINE: Ending
 
 class Pixels(_message.Message):
     __slots__ = ("height", "width", "rgb")
@@ -447,113 +436,3 @@ class ReloadReply(_message.Message):
     removed: _containers.RepeatedScalarFieldContainer[str]
     needs_restart: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, is_applied: bool = ..., problems: _Optional[_Iterable[str]] = ..., added: _Optional[_Iterable[str]] = ..., replaced: _Optional[_Iterable[str]] = ..., removed: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "prompt_tokens", "messages", "max_tokens", "sampling", "stop", "deadline_s")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    prompt: str
-    prompt_tokens: Tokens
-    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    max_tokens: int
-    sampling: SamplingSettings
-    stop: _containers.RepeatedScalarFieldContainer[str]
-    deadline_s: float
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_tokens: _Optional[_Union[Tokens, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
-
-class Tokens(_message.Message):
-    __slots__ = ("ids",)
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "name")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    content: str
-    name: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
-
-class SamplingSettings(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
-
-class GenerateReply(_message.Message):
-    __slots__ = ("piece", "end")
-    PIECE_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    piece: TextPiece
-    end: TextEnd
-    def __init__(self, piece: _Optional[_Union[TextPiece, _Mapping]] = ..., end: _Optional[_Union[TextEnd, _Mapping]] = ...) -> None: ...
-
-class TextPiece(_message.Message):
-    __slots__ = ("expert", "text", "tokens")
-    EXPERT_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    expert: str
-    text: str
-    tokens: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, expert: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
-
-class Token(_message.Message):
-    __slots__ = ("text", "content", "logprob", "alternatives")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    content: bytes
-    logprob: float
-    alternatives: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, text: _Optional[str] = ..., content: _Optional[bytes] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
-
-class TextEnd(_message.Message):
-    __slots__ = ("ending", "expert", "read_tokens", "written_tokens", "seconds", "queue_s", "first_token_s", "label", "score")
-    ENDING_FIELD_NUMBER: _ClassVar[int]
-    EXPERT_FIELD_NUMBER: _ClassVar[int]
-    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    ending: Ending
-    expert: str
-    read_tokens: int
-    written_tokens: int
-    seconds: float
-    queue_s: float
-    first_token_s: float
-    label: str
-    score: float
-    def __init__(self, ending: _Optional[_Union[Ending, str]] = ..., expert: _Optional[str] = ..., read_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., label: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""coserve.v1: Inspection and Texts, the desk's own protocol."""
+"""coserve.v1.Inspection, the desk's own protocol."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from agent.api.calls.messages import (
     reload_message,
     status_message,
     text,
-    text_order_of,
-    text_reply,
 )
 from agent.api.calls.orders import check_names
 from agent.api.calls.streams import OrderStream
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from agent.api.calls.door import Door
     from agent.api.calls.orders import Orders
 
-SERVICES = tuple(pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Inspection", "Texts"))
+SERVICE = pb.DESCRIPTOR.services_by_name["Inspection"].full_name
 
 
 class InspectionService:
@@ -94,18 +92,6 @@ class InspectionService:
     async def Reload(self, request: pb.ReloadRequest, room: Room) -> pb.ReloadReply:
         async with self._reloading:
             return reload_message(await self._orders.ask(self._desk.reload))
-
-
-class TextService:
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
-
-    async def Generate(self, request: pb.GenerateRequest, room: Room) -> AsyncIterator[pb.GenerateReply]:
-        """Write a text; a caller that gives up cancels it."""
-        check_names(model=request.model)
-        async with self._orders.written(text_order_of(request)) as written, aclosing(written) as events:
-            async for event in events:
-                yield text_reply(event)
 
 
 def _event_message(event: Event, place: ResultsCursor) -> pb.WatchEvent:

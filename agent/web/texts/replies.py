@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -85,7 +86,8 @@ class TextReply:
             content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **parts}}
         choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
         name = "chat.completion" if self.is_chat else "text_completion"
-        return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
+        values = {**self._head(name, end), "choices": [choice], "usage": _usage(end)}
+        return answer(200, values | self._more(end))
 
     def events(self, one: TextEvent) -> Iterator[bytes]:
         """Events of a stream: of a piece, or of the end."""
@@ -108,7 +110,7 @@ class TextReply:
         for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
             yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)})
+        yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)}, self._more(end))
         if self.call.includes_usage:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
@@ -121,9 +123,13 @@ class TextReply:
     def _chunk(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
         usage = {"usage": None} if self.call.includes_usage else {}
-        return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage})
+        return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage, **more})
+
+    def _more(self, end: TextEnd) -> dict[str, Any]:
+        told = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
+        return {"coserve": told} if self.call.tells_more else {}
 
     def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
         model = self._model or (end and end.expert) or self.call.order.model

@@ -8,8 +8,8 @@ strict: a number in quotes is refused.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,12 +38,14 @@ PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat templat
 
 @dataclass(frozen=True, slots=True)
 class TextCall:
-    """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability."""
+    """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability; ``tells_more``:
+    with the end as the desk tells it."""
 
     order: TextOrder
     is_streamed: bool
     includes_usage: bool
     shows_logprobs: bool
+    tells_more: bool = False
 
 
 class _Section(BaseModel):
@@ -53,6 +55,13 @@ class _Section(BaseModel):
 class _StreamOptions(_Section):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers: ignored
+
+
+class _Ours(_Section):
+    """Field of our own, in `extra_body`: then the end of the answer has more than OpenAI's. ``deadline_s``: from now
+    on; the text written so far is the answer."""
+
+    deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class _Text(_Section):
@@ -71,6 +80,7 @@ class _Text(_Section):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    coserve: _Ours | None = None
 
 
 class _Completion(_Text):
@@ -122,7 +132,7 @@ Kind = TypeVar("Kind", bound=_Text)
 def completion_of(body: bytes) -> TextCall:
     """A body of /v1/completions. Raises OrderRefused."""
     sent = _read(body, _Completion)
-    most_tokens = sent.max_tokens or USUAL_COMPLETION_TOKENS
+    most_tokens = sent.max_tokens or (USUAL_COMPLETION_TOKENS if sent.coserve is None else None)
     return _text_call(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
 
 
@@ -148,7 +158,10 @@ def _text_call(sent: _Text, logprobs: int | None, **fields: Any) -> TextCall:  #
         raise invalid("stream_options", "is given without stream: true")
     stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
     order = TextOrder(sent.model, sampling=sampling, stop=stop, given=_given(sent), **fields)
-    return TextCall(order, bool(sent.stream), bool(options and options.include_usage), logprobs is not None)
+    if sent.coserve is not None:
+        order = replace(order, deadline_s=sent.coserve.deadline_s)
+    includes_usage = bool(options and options.include_usage)
+    return TextCall(order, bool(sent.stream), includes_usage, logprobs is not None, sent.coserve is not None)
 
 
 def _read(body: bytes, kind: type[Kind]) -> Kind:
@@ -181,7 +194,7 @@ def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
     for part in where:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not path or part in {*_Message.model_fields, *_StreamOptions.model_fields}:
+        elif not path or part in {*_Message.model_fields, *_StreamOptions.model_fields, *_Ours.model_fields}:
             path += f".{part}" if path else part
     return path
 

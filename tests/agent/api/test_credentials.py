@@ -148,7 +148,7 @@ class TestTheToken:
         with grpc.insecure_channel(serve(token=token).addresses[1]) as channel:
             of_services = ("grpc.health.v1.Health/Watch", "inference.GRPCInferenceService/ServerLive",
                            "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")  # fmt: skip
-            for method in ("coserve.v1.Inspection/InspectStream", "coserve.v1.Texts/Generate", *of_services):
+            for method in ("coserve.v1.Inspection/InspectStream", *of_services):
                 with pytest.raises(grpc.RpcError) as error:
                     list(channel.stream_stream(f"/{method}")(iter([b""]), timeout=DEADLINE_S))
                 assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, method

@@ -2,6 +2,11 @@
 
 import pytest
 
+from agent.api.access import logged
+from agent.api.calls.orders import Orders
+from agent.web.door import Door
+from agent.web.server import WebServer
+from agent.web.texts.endpoint import TextEndpoint
 from tests.agent.api.conftest import section, server_of
 from tests.agent.api.fake_desk import FakeDesk
 
@@ -25,10 +30,14 @@ def line(tmp_path, desk):
     """The line file of a running agent, which answers at its first address and at another one."""
     (tmp_path / "token").write_text("s3cret\n")
     keys = {"grpc": ["unix:./state/coserve.sock", "127.0.0.1:0"], "token": {"file": "token"}}
-    server = server_of(section(tmp_path, **keys), desk)
+    api = section(tmp_path, **keys, http=["unix:./state/coserve-web.sock", "127.0.0.1:0"])
+    server = server_of(api, desk)
     server.start()
+    web = WebServer(api, Door([TextEndpoint(Orders(desk)).part()], server.credentials.tokens, logged, api.limits))
+    web.start()
     file = tmp_path / "line.yaml"
     file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))
-    desk.tcp = server.addresses[1]
+    desk.tcp, desk.http = server.addresses[1], web.addresses[1]
     yield file
+    web.stop()
     server.stop(0.0)

@@ -16,22 +16,14 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TEXT = "".join(PROSE)
 
 
-def run(snippet, **addresses):
-    for documented, address in addresses.items():
-        snippet = snippet.replace({"http": "127.0.0.1:8462", "grpc": "127.0.0.1:8461"}[documented], address)
-    exec(snippet, {})
+def run(snippet, address):
+    exec(snippet.replace("127.0.0.1:8462", address), {})
 
 
 def test_openais_client_prints_the_text(serve_texts, desk, capsys):
     (snippet,) = (each for each in SNIPPETS if "openai" in each)
-    run(snippet, http=serve_texts()[0])
+    run(snippet, serve_texts()[0])
     assert (capsys.readouterr().out, desk.text_orders[0].most_tokens) == (f"{TEXT}\n", 200)
-
-
-def test_grpc_prints_the_text_and_how_it_ended(server, desk, capsys):
-    (snippet,) = (each for each in SNIPPETS if "grpc" in each)
-    run(snippet, grpc=server.addresses[1])
-    assert (capsys.readouterr().out, desk.text_orders[0].deadline_s) == (f"{TEXT}\nllm/code ENDING_STOP\n", 30)
 
 
 def test_what_the_shell_sends_is_taken_and_what_is_wrong_refused_as_the_page_has_it(serve_texts):
@@ -48,4 +40,4 @@ def test_the_line_file_is_one(tmp_path):
     (tmp_path / "line.yaml").write_text(document)
     config = read_line(tmp_path / "line.yaml", {})
     assert set(config.catalog.texts) == {"helpdesk"}
-    assert yaml.safe_load(document)["api"]["http"] == ["127.0.0.1:8462"]
+    assert yaml.safe_load(document)["api"]["http"] == ["unix:./state/coserve-web.sock", "127.0.0.1:8462"]

@@ -98,6 +98,21 @@ class TestAnswers:
             assert [event.choices[0].finish_reason for event in events] == ["stop"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_asks_in_our_words_is_told_more_of_the_end(client, desk, stream):
+    desk.holds = True  # the text never begins
+    answer = ask_chat(client, stream=stream, extra_body={"coserve": {"deadline_s": 0.01}})
+    last = list(answer)[-1] if stream else answer
+    assert (last.choices[0].finish_reason, last.coserve["ending"], last.coserve["written_tokens"]) == (
+        "length", "deadline", 0,
+    )  # fmt: skip
+    desk.wait_for(lambda desk: desk.cancelled_texts)
+    desk.holds = False
+    client.completions.create(model="llm/code", prompt="x", extra_body={"coserve": {}})
+    assert [order.deadline_s for order in desk.text_orders] == [0.01, None]
+    assert desk.text_orders[-1].most_tokens is None
+
+
 class TestLogprobs:
     def test_what_is_impossible_has_a_number_all_the_same(self, begun):
         asked, text = begun(logprobs=True)
@@ -159,6 +174,7 @@ class TestRefusals:
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"logit_bias": {"5": 1}}, "logit_bias"), ({"stream_options": {"include_usage": True}}, "stream_options"),
             ({"extra_body": {"temperatur": 1}}, "temperatur"), ({"extra_body": {"top_k": -1}}, "top_k"),
+            ({"extra_body": {"coserve": {"deadline_s": 0}}}, "coserve.deadline_s"),
             ({"extra_body": {"min_p": 2}}, "min_p"), ({"model": ""}, "model"),
             ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
             ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"), ({"prompt": ["a", "b"]}, "prompt"),
