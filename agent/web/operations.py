@@ -30,7 +30,7 @@ NO_STORE = {"cache-control": "no-store"}
 
 
 class Asked(BaseModel):
-    """Parameters of a path and a query, or a body of JSON."""
+    """Parameters of a path and a query, or a body of JSON; here none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -79,7 +79,7 @@ class Operation:
     path: str
     summary: str
     answer: Any
-    asked: type[Asked]
+    asked: type[Asked] = Asked
     body: type[BaseModel] | None = None
     status: int = 200
     failures: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Station of a running line (`agent.web.station.station`): its state, stored rows, pictures, and what a person changes.
+"""Station of a running line (`agent.web.station.served`): what it answers to each operation of `/api`.
 
 Guarantees: answers about results are stored. A refusal leaves no trace but in the audit.
 """
@@ -7,47 +7,70 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
-from agent.service.station.line_texts import check_text, line_document, reloaded_document, swapped
+from agent.service.station.line_texts import check_text, line_document, swapped
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
 from agent.service.station.shown import review_view
 from agent.service.station.state import LineState
-from agent.service.station.stored import MACHINE, Stored
-from agent.web.station import views
+from agent.service.station.stored import Stored
+from agent.web.station import served, views
 from experts.errors import OrderRefused, Refusing
-from experts.thresholds.map_pictures import heat_png
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from agent.api.calls.desk import Desk
     from agent.config import LineConfig
     from agent.service.desk.line_desk import LineParts
     from agent.service.station.state import Receivers
+    from agent.web.operations import Operation
     from agent.web.station import questions as asked
 
 
 class LineStation:
-    """Implements ``Station``. Call ``stop`` at the end."""
+    """Implements ``Station``."""
 
     def __init__(self, parts: LineParts, desk: Desk, receivers: Receivers) -> None:
         self._line = parts
         self._desk = desk
         self._started_s = time.monotonic()
         self._pictures = Pictures(self._config)
-        self._stored = Stored(parts, self._pictures, self._config)
-        self._live = Live(parts.store, self._stored.reviews_read, time.monotonic)
+        stored = Stored(parts.store, self._pictures, self._config)
+        self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)
-        self._machine = Machine(parts, self._stored.reviews_read)
+        machine = Machine(parts, stored.reviews_read)
+        reads: dict[Operation, Callable[[Any], object]] = {
+            served.RESULTS: stored.results, served.RESULT: stored.result, served.IMAGE: stored.image,
+            served.THUMBNAIL: stored.thumbnail, served.FRAME: stored.frame, served.HEAT: stored.heat,
+            served.BOARDS: stored.boards, served.BOARD: stored.board, served.REVIEWS: stored.reviews,
+            served.EXPERTS: machine.experts, served.EXPERT: machine.expert, served.ENGINE: machine.engine,
+            served.TEXTS: machine.texts, served.EXPLAIN: self._explain, served.AUDIT: self._audit,
+            served.LINE: lambda _: line_document(self._config()),
+        }  # fmt: skip
+        self.reads: dict[Operation, Callable[[Any], object]] = {
+            operation: _read_by(answer) for operation, answer in reads.items()
+        }
+        self.changes: dict[Operation, Callable[[str, Any], object]] = {
+            served.REVIEW: self._review, served.UNDO: self._undo, served.REWORK: self._rework,
+            served.TRIGGER: self._trigger, served.RELOAD: lambda *_: desk.reload(), served.PROMOTE: self._promote,
+            served.CHECK: lambda _, given: check_text(self._config(), given.text),
+        }  # fmt: skip
+
+    def state(self) -> views.StateView:
+        view: views.StateView = _read_by(lambda _: self._state.view())(None)
+        return view
+
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
 
     def stop(self) -> None:
         self._pictures.stop()
@@ -55,64 +78,29 @@ class LineStation:
     def _config(self) -> LineConfig:
         return self._line.inspector.agent.config
 
-    def state(self) -> views.StateView:
-        with _reading():
-            return self._state.view()
+    def _explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
+        found = self._desk.explanation(query.subject)
+        return views.ExplainDocument(found.subject, tuple(found.sentences), found.course)
 
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._started_s
+    def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
+        rows = [
+            views.AuditRow(
+                each.number, each.at, each.deed.who, each.deed.role, each.deed.action, each.deed.subject,
+                each.deed.outcome, each.deed.config_sha256,
+            )
+            for each in audit_page(self._line.store.path, query.before, query.limit)
+        ]  # fmt: skip
+        return views.AuditDocument(tuple(rows), rows[-1].number if len(rows) == query.limit else None)
 
-    def results(self, query: asked.ResultsAsked) -> views.ResultsDocument:
-        with _reading():
-            return self._stored.results(query)
+    # -- what a person changes --
 
-    def result(self, query: asked.OfResult) -> views.ResultDetail:
-        with _reading():
-            return self._stored.result(query.seq)
-
-    def image(self, query: asked.ImageAsked) -> views.Picture:
-        with _reading():
-            return self._pictures.part(self._stored.listed(query.seq).row, query.width)
-
-    def thumbnail(self, query: asked.OfResult) -> views.Picture:
-        with _reading():
-            return self._pictures.thumbnail(self._stored.listed(query.seq).row)
-
-    def frame(self, query: asked.ImageAsked) -> views.Picture:
-        with _reading():
-            return self._pictures.frame(self._stored.listed(query.seq).row, query.width)
-
-    def heat(self, query: asked.MapAsked) -> views.Picture:
-        with _reading():
-            stored = self._stored.map_of(query.seq, query.step)
-        try:
-            return views.Picture(heat_png(stored), "image/png")
-        except ValueError as error:
-            raise OrderRefused(Refusing.NOT_FOUND, f"the map cannot be shown: {error}", field="step") from error
-
-    def boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
-        with _reading():
-            return self._stored.boards(query)
-
-    def board(self, query: asked.OfNumber) -> views.BoardDetail:
-        with _reading():
-            return self._stored.board(query.number)
-
-    def rework(self, who: str, given: asked.ReworkGiven) -> views.ReworkView:
-        made = self._line.boards.rework(given.serial, given.board_type, who, given.reason)
-        return views.ReworkView(made.who, made.reason, made.at)
-
-    def reviews(self, query: asked.ReviewsAsked) -> views.ReviewsDocument:
-        with _reading():
-            return self._stored.reviews(query)
-
-    def review(self, who: str, given: asked.ReviewGiven) -> views.ReviewView:
-        said = SecondVerdict(given.result, MACHINE[given.verdict], who, given.label, given.reason)
+    def _review(self, who: str, given: asked.ReviewGiven) -> views.ReviewView:
+        said = SecondVerdict(given.result, Verdict(given.verdict), who, given.label, given.reason)
         made = self._reviews().add(said)
         self._live.reviewed()
         return review_view(made)
 
-    def undo_review(self, who: str, query: asked.OfNumber) -> views.ReviewView:
+    def _undo(self, who: str, query: asked.OfNumber) -> views.ReviewView:
         undone = self._reviews().undo(query.number, who)
         self._live.reviewed()
         return review_view(undone)
@@ -121,58 +109,25 @@ class LineStation:
         """By the shifts that are served now."""
         return Reviews(self._line.store, Shifts(self._config().records.shifts), lambda: datetime.now(UTC))
 
-    def experts(self) -> views.ExpertsDocument:
-        with _reading():
-            return self._machine.experts()
+    def _rework(self, who: str, given: asked.ReworkGiven) -> views.ReworkView:
+        made = self._line.boards.rework(given.serial, given.board_type, who, given.reason)
+        return views.ReworkView(made.who, made.reason, made.at)
 
-    def expert(self, query: asked.OfExpert) -> views.ExpertDetail:
-        with _reading():
-            return self._machine.expert(query.id)
-
-    def promote(self, given: asked.PromoteGiven) -> views.PromotedDocument:
-        shadow, keys = swapped(self._config(), given.expert)
-        return views.PromotedDocument(given.expert, shadow, keys, self.reload())
-
-    def engine(self, query: asked.EngineAsked) -> views.EngineDocument:
-        return self._machine.engine(query.last)
-
-    def texts(self) -> views.TextsDocument:
-        return self._machine.texts()
-
-    def explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
-        with _reading():
-            found = self._desk.explanation(query.subject)
-        return views.ExplainDocument(found.subject, tuple(found.sentences), found.course)
-
-    def line_text(self) -> views.LineDocument:
-        return line_document(self._config())
-
-    def check_line(self, given: asked.LineText) -> views.CheckedDocument:
-        return check_text(self._config(), given.text)
-
-    def reload(self) -> views.ReloadedDocument:
-        return reloaded_document(self._desk.reload())
-
-    def trigger(self, given: asked.TriggerGiven) -> views.TriggeredDocument:
+    def _trigger(self, _: str, given: asked.TriggerGiven) -> views.TriggeredDocument:
         return views.TriggeredDocument(self._desk.trigger(given.camera, given.board, given.board_type, given.key))
 
-    def audit(self, query: asked.PageAsked) -> views.AuditDocument:
-        with _reading():
-            found = audit_page(self._line.store.path, query.before, query.limit)
-        rows = tuple(
-            views.AuditRow(
-                each.number, each.at, each.deed.who, each.deed.role, each.deed.action, each.deed.subject,
-                each.deed.outcome, each.deed.config_sha256,
-            )
-            for each in found
-        )  # fmt: skip
-        return views.AuditDocument(rows, rows[-1].number if len(rows) == query.limit else None)
+    def _promote(self, _: str, given: asked.PromoteGiven) -> views.PromotedDocument:
+        shadow, keys = swapped(self._config(), given.expert)
+        return views.PromotedDocument(given.expert, shadow, keys, self._desk.reload())
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Context: a results file that cannot be read is a refusal, as its writer has an alarm of its own."""
-    try:
-        yield
-    except (sqlite3.Error, FileNotFoundError) as error:
-        raise OrderRefused(Refusing.NOT_NOW, f"results cannot be read: {error}", 5.0) from error
+def _read_by(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The answer; a results file that cannot be read is a refusal, as its writer has an alarm of its own."""
+
+    def read(query: Any) -> Any:  # noqa: ANN401  # as ``answer``
+        try:
+            return answer(query)
+        except (sqlite3.Error, FileNotFoundError) as error:
+            raise OrderRefused(Refusing.NOT_NOW, f"results cannot be read: {error}", 5.0) from error
+
+    return read

@@ -12,7 +12,6 @@ from experts.document import parse_document
 from experts.errors import ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from agent.api.calls.desk import ReloadView
     from agent.config import LineConfig
 
 
@@ -45,12 +44,6 @@ def swapped(config: LineConfig, expert: str) -> tuple[str, tuple[str, ...]]:
         raise OrderRefused(Refusing.NOT_FOUND, str(error), field="expert") from error
     except OSError as error:
         raise OrderRefused(Refusing.NOT_NOW, f"the line file cannot be written: {error.strerror}") from error
-
-
-def reloaded_document(view: ReloadView) -> views.ReloadedDocument:
-    return views.ReloadedDocument(
-        view.is_applied, view.problems, view.added, view.replaced, view.removed, view.needs_restart
-    )
 
 
 def _problem(error: ConfigError) -> views.LineProblem:

@@ -19,7 +19,7 @@ from experts.document import suggestion
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from agent.core.pool import PoolStatistics
     from agent.deployment.build import Agent
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agent.runtime.flight_record import Eviction
     from agent.runtime.loop import LoopStatistics
     from agent.service.desk.line_desk import LineParts
+    from agent.web.station import questions as asked
 
 EVICTIONS = 20
 TOKENS_S = 10.0
@@ -41,11 +42,11 @@ class Machine:
         self._looking = threading.Lock()  # guards the rates
         self._tokens = Rates(TOKENS_S)
 
-    def experts(self) -> views.ExpertsDocument:
+    def experts(self, _: object) -> views.ExpertsDocument:
         return views.ExpertsDocument(tuple(views.ExpertView(**each) for each in self._experts()))
 
-    def expert(self, name: str) -> views.ExpertDetail:
-        agent = self._line.inspector.agent
+    def expert(self, query: asked.OfExpert) -> views.ExpertDetail:
+        agent, name = self._line.inspector.agent, query.id
         listed = agent.config.catalog.experts
         if name not in listed:
             raise OrderRefused(Refusing.NOT_FOUND, f"no expert {name!r} - {suggestion(name, listed)}", field="id")
@@ -59,15 +60,18 @@ class Machine:
             task=None if listed[name].task is None else str(listed[name].task),
             latency=_latencies(agent, name),
             drift=round(values["usage_seen"] - values["usage_profiled"], 6),
-            reviews={str(one): count for one, count in self._findings(name).items()},
+            reviews={
+                str(one): count
+                for one, count in self._reviews.counts(EVER).get(name, dict.fromkeys(Finding, 0)).items()
+            },
             seen=views.SeenView(seen.images, seen.batches, seen.p50_s, seen.p99_s),
             evictions_recent=tuple(_eviction(each, *now) for each in reversed(evictions[-EVICTIONS:])),
         )
 
-    def engine(self, last_s: float) -> views.EngineDocument:
+    def engine(self, query: asked.EngineAsked) -> views.EngineDocument:
         agent = self._line.inspector.agent
         loop, at = agent.loop.statistics(), datetime.now(UTC)
-        timeline = agent.loop.record.timeline(last_s)
+        timeline = agent.loop.record.timeline(query.last)
         ran, came = defaultdict[int, list[views.Span]](list), defaultdict[str, list[views.Span]](list)
         for batch in timeline.batches:
             span = _span(batch.began_s, batch.ended_s, timeline.at_s)
@@ -81,9 +85,9 @@ class Machine:
         )
         links = tuple(views.LinkSpans(name, tuple(spans)) for name, spans in sorted(came.items()))
         memories = tuple(_memory(pool, agent) for pool in loop.engine.pools)
-        return views.EngineDocument(at, last_s, executors, links, memories)
+        return views.EngineDocument(at, query.last, executors, links, memories)
 
-    def texts(self) -> views.TextsDocument:
+    def texts(self, _: object) -> views.TextsDocument:
         line = self._line
         tokens = sum(one.written_tokens for one in line.inspector.agent.loop.statistics().executors)
         with self._looking:
@@ -91,10 +95,7 @@ class Machine:
         first = line.texts.statistics().first_token_s
         shown = max(first.counts.values())
         return views.TextsDocument(
-            tuple(
-                views.TextModelRow(one.name, one.experts, one.context_tokens, one.is_ready, one.reason)
-                for one in line.texts.models()
-            ),
+            tuple(line.texts.models()),
             tuple(
                 views.TextRow(
                     one.number, one.model, one.expert, round(one.waited_s, 3), one.read_tokens, one.written_tokens
@@ -135,9 +136,6 @@ class Machine:
             for name, expert in config.catalog.experts.items()
             if only in (None, name)
         ]
-
-    def _findings(self, expert: str) -> Mapping[Finding, int]:
-        return self._reviews.counts(EVER).get(expert, dict.fromkeys(Finding, 0))
 
 
 def _memories_of(agent: Agent, loop: LoopStatistics, expert: str) -> tuple[str, ...]:

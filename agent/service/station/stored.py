@@ -7,50 +7,47 @@ from typing import TYPE_CHECKING
 
 from agent.records.result_reader import LARGEST_SEQ
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
-from agent.records.station.reviews import Finding, ReviewQuery, ReviewReader
+from agent.records.station.reviews import ReviewQuery, ReviewReader
 from agent.records.station.reworks import reworks_of
 from agent.service.station.shown import result_view, review_view, steps_of, tile_of_row, values_of
 from agent.sources.folder.files.inbox import Inbox
 from agent.web.station import views
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
+from experts.thresholds.map_pictures import heat_png
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agent.config import LineConfig
+    from agent.records.result_writer import ResultStore
     from agent.records.results import BoardRow
-    from agent.service.desk.line_desk import LineParts
     from agent.service.station.pictures import Pictures
     from agent.web.station import questions as asked
 
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
-MACHINE = {str(verdict): verdict for verdict in Verdict}
 
 
 class Stored:
     """For any thread."""
 
-    def __init__(self, parts: LineParts, pictures: Pictures, config: Callable[[], LineConfig]) -> None:
-        self._store = parts.store
-        self._path = parts.store.path
-        self._pages = StationReader(parts.store.path)
+    def __init__(self, store: ResultStore, pictures: Pictures, config: Callable[[], LineConfig]) -> None:
+        self._store = store
+        self._path = store.path
+        self._pages = StationReader(store.path)
         self._pictures = pictures
         self._config = config
-        self.reviews_read = ReviewReader(parts.store.path)
+        self.reviews_read = ReviewReader(store.path)
 
     def results(self, query: asked.ResultsAsked) -> views.ResultsDocument:
-        found = self._pages.page(
-            ResultQuery(
-                tuple(Verdict) if query.verdict is None else (MACHINE[query.verdict],), query.component, query.expert,
-                query.label, query.board, self._source(query.source), query.since, query.until, query.reviewed,
-                None if query.finding is None else Finding(query.finding), query.before, query.limit,
-            )
-        )  # fmt: skip
+        verdicts = tuple(Verdict) if query.verdict is None else (Verdict(query.verdict),)
+        given = query.model_dump(exclude={"verdict"}) | {"source": self._source(query.source)}
+        found = self._pages.page(ResultQuery(verdicts, **given))
         return views.ResultsDocument(tuple(result_view(one, self._config()) for one in found.results), found.next)
 
-    def result(self, seq: int) -> views.ResultDetail:
-        listed, reviews = self.listed(seq), self.reviews_read.of_result(seq)
+    def result(self, query: asked.OfResult) -> views.ResultDetail:
+        seq = query.seq
+        listed, reviews = self._listed(seq), self.reviews_read.of_result(seq)
         result = listed.row.result
         return views.ResultDetail(
             **values_of(listed, self._config()),
@@ -67,27 +64,38 @@ class Stored:
         digests = {str(folder.path): Inbox(folder.path, "").source for folder in self._config().intake.folders}
         return None if name is None else digests.get(name, name)
 
-    def listed(self, seq: int) -> ListedResult:
+    def _listed(self, seq: int) -> ListedResult:
         """Raises OrderRefused for an unknown number."""
         found = self._pages.listed(seq)
         if found is None:
             raise OrderRefused(Refusing.NOT_FOUND, f"no result {seq}", field="seq")
         return found
 
-    def map_of(self, seq: int, step: int) -> bytes:
-        kept = {each.step: each.png for each in self._store.maps(self.listed(seq).row.seq)}
-        if step not in kept:
-            raise OrderRefused(Refusing.NOT_FOUND, f"result {seq} has no anomaly map of step {step}", field="step")
-        return kept[step]
+    def image(self, query: asked.ImageAsked) -> views.Picture:
+        return self._pictures.part(self._listed(query.seq).row, query.width)
+
+    def thumbnail(self, query: asked.OfResult) -> views.Picture:
+        return self._pictures.thumbnail(self._listed(query.seq).row)
+
+    def frame(self, query: asked.ImageAsked) -> views.Picture:
+        return self._pictures.frame(self._listed(query.seq).row, query.width)
+
+    def heat(self, query: asked.MapAsked) -> views.Picture:
+        kept = {each.step: each.png for each in self._store.maps(self._listed(query.seq).row.seq)}
+        try:
+            return views.Picture(heat_png(kept[query.step]), "image/png")
+        except KeyError:
+            reason = f"result {query.seq} has no anomaly map of step {query.step}"
+            raise OrderRefused(Refusing.NOT_FOUND, reason, field="step") from None
+        except ValueError as error:
+            raise OrderRefused(Refusing.NOT_FOUND, f"the map cannot be shown: {error}", field="step") from error
 
     def boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
-        verdict = None if query.verdict is None else MACHINE[query.verdict]
-        found = self._pages.board_page(
-            BoardQuery(query.serial, verdict, query.board_type, query.since, query.until, query.before, query.limit)
-        )
+        found = self._pages.board_page(BoardQuery(**query.model_dump()))
         return views.BoardsDocument(tuple(map(tile_of_row, found.boards)), found.next)
 
-    def board(self, number: int) -> views.BoardDetail:
+    def board(self, query: asked.OfNumber) -> views.BoardDetail:
+        number = query.number
         found = self._pages.board(number)
         if found is None:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board {number}", field="number")
@@ -118,6 +126,6 @@ class Stored:
         return self._pages.numbered([row.seq for row in rows if first <= row.seq < end])
 
     def reviews(self, query: asked.ReviewsAsked) -> views.ReviewsDocument:
-        wanted = ReviewQuery(query.since, query.until, query.who, query.expert, before=query.before, limit=query.limit)
+        wanted = ReviewQuery(**query.model_dump())
         found = tuple(review_view(each.review) for each in self.reviews_read.page(wanted))
         return views.ReviewsDocument(found, found[-1].number if len(found) == query.limit else None)

@@ -13,10 +13,6 @@ Machine = Literal["OK", "NG", "UNKNOWN"]
 Found = Literal["agree", "false_call", "missed_defect", "decided"]
 
 
-class Nothing(Asked):
-    """No parameters."""
-
-
 class Period(Asked):
     """From ``since``, before ``until``."""
 

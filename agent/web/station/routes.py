@@ -32,12 +32,14 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from pydantic import BaseModel
     from starlette.routing import Route
 
     from agent.web.operations import Operation
     from agent.web.routes import Call
-    from agent.web.station.served import Changing, Read
-    from agent.web.station.station import Station
+    from agent.web.station.served import Station
+
+    Answering = Callable[[Call], Awaitable[Response]]
 
 FRESH_S = 0.5
 PATIENCE_S = 5.0
@@ -75,9 +77,9 @@ class StationRoutes:
         self._routes = [
             _route(STATE, self._answer_state),
             _route(OPENAPI, self._answer_document),
-            *(_route(each.operation, self._reader(each)) for each in READS),
-            *(_route(each.operation, self._shower(each)) for each in SHOWN),
-            *(_route(each.operation, self._changer(each)) for each in CHANGES),
+            *(_route(operation, self._reader(operation)) for operation in READS),
+            *(_route(operation, self._shower(operation)) for operation in SHOWN),
+            *(_route(operation, self._changer(operation)) for operation in CHANGES),
         ]
 
     def part(self) -> Part:
@@ -88,35 +90,34 @@ class StationRoutes:
         for threads in (self._state.thread, self._reading, self._changing):
             threads.stop(0.0)
 
-    def _reader(self, read: Read) -> Callable[[Call], Awaitable[Response]]:
-        adapter: TypeAdapter[Any] = TypeAdapter(read.operation.answer)
+    def _reader(self, operation: Operation) -> Answering:
+        adapter: TypeAdapter[Any] = TypeAdapter(operation.answer)
 
         async def answer(call: Call) -> Response:
-            query = asked_of(read.operation.asked, call.request)
-            ask = partial(read.answer, self._station, query)
+            ask = partial(self._station.reads[operation], asked_of(operation.asked, call.request))
             return json_answer(await self._told(self._reading, lambda: adapter.dump_json(ask(), by_alias=True)))
 
         return answer
 
-    def _shower(self, read: Read) -> Callable[[Call], Awaitable[Response]]:
+    def _shower(self, operation: Operation) -> Answering:
         async def answer(call: Call) -> Response:
-            query = asked_of(read.operation.asked, call.request)
-            found = await self._told(self._reading, partial(read.answer, self._station, query))
+            ask = partial(self._station.reads[operation], asked_of(operation.asked, call.request))
+            found = await self._told(self._reading, ask)
             assert isinstance(found, views.Picture)
             return Response(found.content, headers=KEPT, media_type=found.kind)
 
         return answer
 
-    def _changer(self, changing: Changing) -> Callable[[Call], Awaitable[Response]]:
-        operation = changing.operation
+    def _changer(self, operation: Operation) -> Answering:
         adapter: TypeAdapter[Any] = TypeAdapter(operation.answer)
 
         async def answer(call: Call) -> Response:
-            given: Any = asked_of(operation.asked, call.request)
+            given: BaseModel = asked_of(operation.asked, call.request)
             if operation.body is not None:
                 given = body_of_json(operation.body, call.request, call.body)
-            call.about = changing.about(given)
-            ask = partial(changing.change, self._station, call.caller.name, given)
+            if operation.action is not None:
+                call.about = ", ".join(f"{name} {value}" for name, value in given if value is not None)
+            ask = partial(self._station.changes[operation], call.caller.name, given)
             content = await self._told(self._changing, lambda: adapter.dump_json(ask(), by_alias=True), CHANGE_S)
             return json_answer(content, operation.status)
 
@@ -131,7 +132,7 @@ class StationRoutes:
             raise _hangs(patience_s) from None
 
     async def _answer_state(self, call: Call) -> Response:
-        asked_of(asked.Nothing, call.request)
+        asked_of(STATE.asked, call.request)
         try:
             told = await self._state.answer(self._patience_s)
         except TimeoutError:
@@ -144,7 +145,7 @@ class StationRoutes:
         return json_answer(b'{"state":%b,"ages":%b}' % (told.state, ages), headers=headers)
 
     async def _answer_document(self, call: Call) -> Response:
-        asked_of(asked.Nothing, call.request)
+        asked_of(STATE.asked, call.request)
         make = partial(document, self._operations, version("coserve"))
         return json_answer(json.dumps(await self._told(self._reading, make)).encode())
 
@@ -154,7 +155,7 @@ class StationRoutes:
         return _Told(state, f'"{hashlib.blake2b(state, digest_size=12).hexdigest()}"', at)
 
 
-def _route(operation: Operation, answer: Callable[[Call], Awaitable[Response]]) -> Route:
+def _route(operation: Operation, answer: Answering) -> Route:
     largest = 1024 if operation.body is None else BODY_BYTES
     largest = LINE_FILE_BYTES if operation.body is asked.LineText else largest
     return route(

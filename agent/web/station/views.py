@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from agent.api.calls.desk import ReloadView, TextModelView
 from experts.expert import Verdict
 
 Finding = Literal["agree", "false_call", "missed_defect", "decided"]
@@ -427,17 +428,6 @@ class EngineDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class TextModelRow:
-    """``reason``: why it is not ready."""
-
-    name: str
-    experts: tuple[str, ...]
-    context_tokens: int | None
-    is_ready: bool
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class TextRow:
     number: int
     model: str
@@ -451,7 +441,7 @@ class TextRow:
 class TextsDocument:
     """``first_token_s``: mean since the start."""
 
-    models: tuple[TextModelRow, ...]
+    models: tuple[TextModelView, ...]
     under_way: tuple[TextRow, ...]
     tokens_per_s: float
     first_token_s: float | None
@@ -488,25 +478,13 @@ class CheckedDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadedDocument:
-    """``problems``: why nothing has changed; ``needs_restart``: keys that take effect at the next start."""
-
-    is_applied: bool
-    problems: tuple[str, ...]
-    added: tuple[str, ...]
-    replaced: tuple[str, ...]
-    removed: tuple[str, ...]
-    needs_restart: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PromotedDocument:
     """``shadow``: now holds what served; ``keys``: that differed."""
 
     expert: str
     shadow: str
     keys: tuple[str, ...]
-    reload: ReloadedDocument
+    reload: ReloadView
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,8 @@ def test_who_changed_what_is_audited_with_what_was_refused(line):
         until(lambda: len(rows()) == 2)
         told = [(row["who"], row["role"], row["action"], row["subject"]) for row in rows()]
         assert told == [
-            ("operator", "operate", "trigger", "camera none"), ("operator", "operate", "review", "result 1: NG"),
+            ("operator", "operate", "trigger", "camera none"),
+            ("operator", "operate", "review", "result 1, verdict NG"),
         ]  # fmt: skip
         assert [row["outcome"].partition(":")[0] for row in rows()] == ["NOT_FOUND", "done"]
 
