@@ -123,6 +123,7 @@ def test_an_idle_line_a_failing_one_and_one_that_stops_are_told_apart(line):
             service.desk.order(order, _Nobody())
             until(lambda: state(web)["judging"]["state"] == "FAILING")
             assert state(web)["judging"]["reason"] == "results are not stored: database is locked"
+            until(lambda: [alarm["name"] for alarm in state(web)["alarms"]] == ["store"])
         until(lambda: state(web)["judging"]["state"] == "JUDGING")
         service._phase = "it stops"  # as while it stops, which takes milliseconds here
         until(lambda: state(web)["judging"] == {"state": "STOPPED", "reason": "it stops"})
