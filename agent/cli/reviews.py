@@ -1,4 +1,4 @@
-"""`coserve review`: people's verdicts on results, listed, and exported as data for training."""
+"""`coserve review`: people's verdicts on results, given, listed, and exported as data for training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent.cli.arguments import AsJson, LineFile
+from agent.cli.arguments import AsJson, Authority, Certificate, Key, LineFile, Target, TokenFile
 from agent.cli.endings import explained, say
 from agent.cli.records import time_of
 
@@ -18,12 +18,38 @@ if TYPE_CHECKING:
 RATES = ("precision", "recall", "escapes", "false_calls")
 MORE_ESCAPES = "WARNING: {expert} lets more defects escape than before, by the images that people reviewed"
 
-review_app = typer.Typer(help="People's verdicts on results: list them, export their images.", no_args_is_help=True)
+review_app = typer.Typer(help="People's verdicts on results: give, list, export.", no_args_is_help=True)
 
 Since = Annotated[str | None, typer.Option(help="only reviews from this ISO 8601 time on; without an offset, local")]
 Until = Annotated[str | None, typer.Option(help="only reviews before this time")]
 Judging = Annotated[str | None, typer.Option("--expert", metavar="ID", help="only images that this expert judged")]
 Component = Annotated[str | None, typer.Option(help="only images of this component type")]
+
+
+@review_app.command("add")
+def add(
+    line: LineFile,
+    seq: Annotated[int, typer.Argument(metavar="SEQ", help="number of the result", show_default=False)],
+    is_ok: Annotated[bool, typer.Option("--ok/--ng", help="what the part is", show_default=False)],
+    label: Annotated[str | None, typer.Option(help="the defect's name")] = None,
+    reason: Annotated[str | None, typer.Option(help="why, for those who read it later")] = None,
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a part is, beside the machine's verdict, to the running agent. A second review replaces the first."""
+    from agent.commands.asking import AgentAccess, web_client
+    from agent.config import read_line
+
+    said = {"result": seq, "verdict": "OK" if is_ok else "NG", "label": label, "reason": reason}
+    with explained():
+        access = AgentAccess(target, ca, token_file, certificate, key)
+        row = web_client(read_line(line), access).call("POST", "/api/reviews", said)
+    found = row["finding"].replace("_", " ")
+    say(as_json, row, [f"review {row['number']} of result {seq}: {found}, by {row['who']}"])
 
 
 @review_app.command("list")

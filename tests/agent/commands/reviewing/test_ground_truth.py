@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import closing
-from datetime import UTC, datetime, time
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,9 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.records.result_writer import ResultStore
 from agent.records.shadow_answers import read_comparison
-from agent.records.station.reviews import Reviews, SecondVerdict
-from agent.records.station.shifts import Shifts
-from experts.expert import Verdict
 from tests.agent.commands.rejudging.conftest import ServedLine
 from tests.agent.service.fake_line import picture
 from tests.waiting import until
-
-OK, NG = Verdict.OK, Verdict.NG
 
 
 def coserve(*words):
@@ -37,12 +31,9 @@ def counts(figures):
 
 
 def review(line, said):
-    """``said``: the person's verdict by the ref of the image."""
+    """The answers of the running agent; ``said``: the person's verdict by the ref of the image."""
     seqs = {row.result.subject.ref: row.seq for row in line.results.query()}
-    with closing(ResultStore(line.config.results_file)) as store:
-        reviews = Reviews(store, Shifts((time(6),), UTC), lambda: datetime.now(UTC))
-        for ref, verdict in said.items():
-            reviews.add(SecondVerdict(seqs[ref], verdict, "ann"))
+    return [told("review", "add", line.file, seqs[ref], f"--{verdict}") for ref, verdict in said.items()]
 
 
 @pytest.fixture
@@ -59,8 +50,23 @@ def line(tmp_path):
     with line.served():
         until(lambda: line.unfiled() == 0)
         until(lambda: (found := read_comparison(line.config.results_file, "cls/f0", "cls/f2")) and found.images == 6)
-    review(line, {"R0": OK, "R1": OK, "R2": OK, "R3": NG, "R4": NG})
+        line.reviews = review(line, {"R0": "ok", "R1": "ok", "R2": "ok", "R3": "ng", "R4": "ng"})
     return line
+
+
+def test_a_review_is_given_to_the_running_agent_by_the_one_who_asks(line):
+    assert [row["finding"] for row in line.reviews] == ["false_call"] * 3 + ["agree"] * 2
+    assert {row["who"] for row in line.reviews} == {"owner"}
+    with line.served():
+        last = line.reviews[-1]["result"]
+        done = coserve("review", "add", line.file, last, "--ng", "--label", "Riß", "--reason", "seen")
+        assert done.stdout == f"review 6 of result {last}: agree, by owner\n"
+        refused = CliRunner().invoke(app, ["review", "add", str(line.file), "99", "--ok"])
+        assert (refused.exit_code, "no result 99" in refused.stderr) == (1, True)
+    (latest,) = [row for row in told("review", "list", line.file)["reviews"] if row["seq"] == last]
+    assert (latest["number"], latest["label"], latest["reason"]) == (6, "Riß", "seen")
+    gone = CliRunner().invoke(app, ["review", "add", str(line.file), "1", "--ok"])
+    assert (gone.exit_code, "is the agent running" in gone.stderr) == (1, True)
 
 
 def test_a_false_call_is_exported_and_counts_for_the_version_that_would_not_have_made_it(line):
