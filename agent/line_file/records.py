@@ -7,7 +7,7 @@ from datetime import time
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from agent.line_file.values import Seconds, SecretSection
 from experts.catalog import FilePath, Section, Size
@@ -32,10 +32,15 @@ def _web_url(text: str) -> str:
 
 
 def _time_of_day(value: object) -> time:
-    found = re.fullmatch(r"([01]\d|2[0-3]):([0-5]\d)", str(value))
-    if found is None:
+    if not re.fullmatch(TIME_OF_DAY, str(value)):
         raise ValueError(f"{value!r} is not a time of day - write it as '06:00'")
-    return time(int(found[1]), int(found[2]))
+    return time.fromisoformat(str(value))
+
+
+TIME_OF_DAY = r"([01]\d|2[0-3]):[0-5]\d"
+TimeOfDay = Annotated[
+    time, BeforeValidator(_time_of_day), WithJsonSchema({"type": "string", "pattern": f"^{TIME_OF_DAY}$"})
+]
 
 
 class KeepSection(Section):
@@ -65,7 +70,7 @@ class RecordsSection(Section):
     )
     keep: KeepSection = Field(KeepSection(), description="retention; default for ever")
     export: ExportSection | None = Field(None, description="files of all results, one an hour")
-    shifts: tuple[Annotated[time, BeforeValidator(_time_of_day)], ...] = Field(
+    shifts: tuple[TimeOfDay, ...] = Field(
         (time(6), time(14), time(22)),
         min_length=1,
         description="local times at which a shift begins; a review can be undone in its shift",

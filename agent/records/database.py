@@ -1,7 +1,7 @@
 """SQLite file of a line: durable (WAL, every commit synced), migrated, refused on a network share.
 
-A damaged file is put aside, never deleted, and a new file replaces it. Readable accepted requests and undelivered
-messages are copied. The new file has a new identity, because its numbers restart.
+A damaged file is put aside, never deleted, and a new file replaces it. Readable accepted requests, undelivered
+messages, alarms and the audit are copied. The new file has a new identity, because its numbers restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BUSY_TIMEOUT_S = 5.0
 CHECK_S = 2.0  # integrity check at a start: enough for 2 GB
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox")
+OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox", "alarms", "audit")
 ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_images) RETURNING key"
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 LOCK_NAME = "agent.lock"
@@ -269,7 +269,7 @@ def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) 
 
 
 def _take_over(damaged: Path, database: Database) -> list[str]:
-    """Copy the journal and the outbox. Returns keys of accepted requests whose image cannot be read."""
+    """Copy the tables of OWED. Returns keys of accepted requests whose image cannot be read."""
     with closing(open_for_reading(damaged)) as source:
         for table in OWED:
             for row in chain(_readable(source, table, "ASC"), _readable(source, table, "DESC")):

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from agent.records.database import read_rows, utc_text
-from agent.records.result_reader import LARGEST_SEQ
 from agent.records.results import AlarmRow
 from agent.records.station.audit import storable
 
@@ -22,7 +21,6 @@ RAISE = f"INSERT INTO alarms (name, message, raised_at) VALUES (?, ?, ?) RETURNI
 DROP_OLD = "DELETE FROM alarms WHERE number <= ?"
 CLEAR = f"UPDATE alarms SET cleared_at = ? WHERE name = ? AND cleared_at IS NULL RETURNING {COLUMNS}"
 OPEN = f"SELECT {COLUMNS} FROM alarms INDEXED BY alarms_open WHERE cleared_at IS NULL ORDER BY number"
-PAGE = f"SELECT {COLUMNS} FROM alarms WHERE number < ? ORDER BY number DESC LIMIT ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,6 @@ def clear_alarm(database: Database, name: str, at: datetime) -> list[AlarmRow]:
 
 def open_alarms(path: Path) -> list[AlarmRow]:
     return [_row(tuple(row)) for row in read_rows(path, OPEN)]
-
-
-def alarm_page(path: Path, before: int | None = None, limit: int = 50) -> list[AlarmRow]:
-    """Newest first. ``before``: number of the last alarm of the page before."""
-    return [_row(tuple(row)) for row in read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))]
 
 
 def _row(row: tuple[int, str, str, str, str | None]) -> AlarmRow:

@@ -8,10 +8,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from agent.records.database import read_rows, utc_text
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import AlarmRow
-from agent.records.station.alarms import Alarm, alarm_page
+from agent.records.station.alarms import Alarm
 from agent.service.alarms import CLEARED_S, RAISED_S, AlarmWatch, Clocks
 from agent.sources.cameras.supervision import CameraState
 from experts.backends.fake import FakeSkeleton
@@ -22,6 +23,7 @@ from tests.lines import order as order_of
 from tests.waiting import settled, until
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+ROWS = "SELECT name, cleared_at IS NOT NULL FROM alarms ORDER BY number DESC"
 BELT, DISK = Alarm("camera/belt", "belt: OFFLINE"), Alarm("disk", "no room")
 
 
@@ -55,7 +57,7 @@ class Watched:
     @property
     def rows(self):
         settled(self.store)
-        return [(row.name, row.cleared_at is not None) for row in alarm_page(self.path)]
+        return [(name, bool(is_cleared)) for name, is_cleared in read_rows(self.path, ROWS)]
 
     @property
     def told(self):
@@ -81,8 +83,8 @@ def test_an_alarm_that_stays_is_raised_and_cleared_once_with_its_times_and_told(
     assert watched.told == [("camera/belt", "raised")]
     watched.see(seconds=CLEARED_S)
     assert (watched.names, watched.rows) == ([], [("camera/belt", True)])
-    (row,) = alarm_page(watched.path)
-    assert row.cleared_at == NOON + timedelta(seconds=watched.elapsed_s)
+    ((cleared_at,),) = read_rows(watched.path, "SELECT cleared_at FROM alarms")
+    assert cleared_at == utc_text(NOON + timedelta(seconds=watched.elapsed_s))
     assert watched.told == [("camera/belt", "raised"), ("camera/belt", "cleared")]
 
 
