@@ -114,6 +114,15 @@ def test_an_unchanged_state_is_answered_without_a_body_and_a_changed_one_with_it
         assert state(web)["boards"][0]["serial"] == "B2"
 
 
+def test_a_raised_alarm_is_told_with_its_number_and_time(line, monkeypatch):
+    monkeypatch.setattr("agent.service.alarms.RAISED_S", 0.0)
+    (line.folder / "f1.yaml").write_text("weight_bytes: -1")
+    with line.served() as service:
+        (alarm,) = until(lambda: [each for each in state(Web(service))["alarms"] if each["number"]])
+    assert (alarm["number"], alarm["name"]) == (1, "expert/cls/f1")
+    assert datetime.fromisoformat(alarm["raised_at"]).utcoffset() is not None
+
+
 def test_an_idle_line_a_failing_one_and_one_that_stops_are_told_apart(line):
     with line.served() as service:
         web = Web(service)
