@@ -76,7 +76,8 @@ def _at_port(address: str) -> Listener:
 
 
 def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:
-    listening = sockets.socket(family, sockets.SOCK_STREAM)
+    protocol = 0 if family is sockets.AF_UNIX else sockets.IPPROTO_TCP  # by which asyncio sets TCP_NODELAY: without it
+    listening = sockets.socket(family, sockets.SOCK_STREAM, protocol)  # an answer waits 40 ms for its head's receipt
     try:
         if family is not sockets.AF_UNIX:
             listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)

@@ -1,5 +1,6 @@
 """The pages over real sockets: what they say, and that no caller, however slow or rude, holds up anybody."""
 
+import asyncio
 import http.client
 import logging
 import os
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent.api.access import Tokens
 from agent.line_file.api import ApiSection
 from agent.web.door import Door
+from agent.web.listening import listener_at
 from agent.web.monitoring import Monitoring
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
 from agent.web.server import ARRIVALS, WebServer
@@ -297,3 +299,18 @@ class TestTheAddresses:
         until(lambda: threads() == set())
         with pytest.raises(ConnectionRefusedError):
             connected(address)
+
+
+@pytest.mark.parametrize("address", [TCP, "[::1]:0"])
+def test_an_answers_body_does_not_wait_for_the_receipt_of_its_head(address):
+    async def is_without_delay():
+        loop = asyncio.get_running_loop()
+        connection, _ = await loop.sock_accept(listener.socket)
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, connection)
+        option = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        transport.abort()
+        return option
+
+    listener = listener_at(address, ApiSection())
+    with closing(listener), closing(socket.create_connection(listener.socket.getsockname()[:2])):
+        assert asyncio.run(is_without_delay())
