@@ -75,7 +75,7 @@ function dressOne(node, name, value) {
   if (name.startsWith("on")) node[name] = value;
   else if (name === "style") for (const [key, to] of Object.entries(value ?? {})) node.style.setProperty(key, to);
   else if (value === null || value === undefined || value === false && !name.startsWith("aria")) node.removeAttribute(name);
-  else node.setAttribute(name, value === true ? "" : String(value));
+  else node.setAttribute(name, value === true && !name.startsWith("aria") ? "" : String(value));
 }
 
 // ---- what the page knows
@@ -192,7 +192,7 @@ async function poll() {
 
 function tick() {
   for (const [path, answer] of answers) if (now() - answer.usedAt > FORGET_MS && !answer.underWay) answers.delete(path);
-  if (known.message && now() - known.message.at > 8000) known.message = null;
+  if (known.message && now() - known.message.at > (known.message.isError ? 8000 : 3000)) known.message = null;
   if (!known.polling && now() >= known.askAt) poll();
   if (!document.hidden) redraw();
 }
@@ -259,7 +259,7 @@ const thumbnail = (result) => result.has_image && h("img", {src: `/api/results/$
 const rows = (items, none) => !items.length ? h("p.none", none) : h("ul.rows", items.map((item) =>
   h("li", {key: item.key ?? item.name, class: `${item.bad ? "bad" : ""} ${"part" in item ? "barred" : ""}`, title: item.bad || null},
     item.mark && mark(item.mark), h(item.href ? "a.name" : "span.name", {href: item.href}, item.name, " ", h("small", item.extra)),
-    item.word !== undefined && h("b", item.word), h("span.told", item.told), "part" in item && bar(item.part, item.kind))));
+    item.word !== undefined && h("b", item.word), item.told && h("span.told", item.told), "part" in item && bar(item.part, item.kind))));
 
 function table(heads, lines, none) {
   if (!lines.length) return h("p.none", none);
@@ -542,9 +542,9 @@ function expert() {
   h("div.cards", panel("Usage", `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}`, rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
     ({name, word: percent(share), part: share / most})))),
   panel("Second verdicts", null, rows(Object.entries(FINDINGS).map(([name, word]) => ({name: word, word: `${value.reviews[name] ?? 0}`})))),
+  panel("Labels", null, h("p.labels", value.labels.map((label) => h("span", label))))),
   panel("Latency", "as profiled", table(["processor", "#one image", "#batch", "#its time", "load"], Object.entries(value.latency).map(([processor, row]) => ({key: processor,
     cells: [processor, seconds(row.one_s), row.batch, seconds(row.batch_s), Object.entries(row.load_s).map(([from, s]) => `${from} ${seconds(s)}`).join(", ")]})), "not profiled")),
-  panel("Labels", null, h("p.labels", value.labels.map((label) => h("span", label))))),
   panel("Evictions", "newest first", table(["at", "memory", "stage", "why", "for", "candidates"], value.evictions_recent.map((each) => ({
     cells: [clock(each.at), each.memory, each.stage, each.why, expertLink(each.for), (each.candidates ?? []).join(", ")]})), "not evicted lately")));
 }
@@ -706,7 +706,7 @@ function redraw() {
     document.documentElement.dataset.theme = theme();
     document.title = [isStale() ? "NO ANSWER" : known.state?.judging.state, name, known.state?.line].filter(Boolean).join(" · ");
     patch(byId("station"), [header(), h("main", {key: location.pathname, tabindex: -1}, view()), signIn(),
-      h("output.message", {class: known.message?.isError ? "bad" : "", hidden: !known.message}, known.message?.text)]);
+      h("output.message", {class: known.message?.isError ? "bad" : "", hidden: !known.message || known.isSigning}, known.message?.text)]);
   });
 }
 
