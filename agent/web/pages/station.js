@@ -206,8 +206,8 @@ const theme = () => localStorage.getItem("coserve.theme") ?? (matchMedia("(prefe
 
 const two = (number) => String(number).padStart(2, "0");
 const fixed = (number, digits = 0) => number === null || number === undefined ? "–" : number.toFixed(digits);
-const few = (number) => fixed(number, number < 9.95 ? 1 : 0);
-const percent = (part) => `${fixed(100 * part, Math.abs(part) < 0.0995 ? 1 : 0)} %`;
+const few = (number) => fixed(number, number && number < 9.95 ? 1 : 0);
+const percent = (part) => `${fixed(100 * part, part && Math.abs(part) < 0.0995 ? 1 : 0)} %`;
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : word.endsWith("x") ? "es" : "s"}`;
 
 function seconds(value) {
@@ -290,7 +290,7 @@ function takt(shift) {
   const [is, target] = [shift?.takt_s, shift?.takt_target_s];
   const kind = is && target ? is > target ? "bad" : is > 0.97 * target ? "warn" : "good" : "";
   const word = {bad: "too slow", warn: "just holds", good: "holds"}[kind];
-  return h("div.figure.takt", {class: kind}, h("span", "takt ", h("i", word)), h("b", fixed(is), h("small", target ? `/${fixed(target)} s` : " s")));
+  return h("div.figure.takt", {class: kind}, h("span", "takt ", h("i", word)), h("b", few(is), h("small", target ? `/${fixed(target)} s` : " s")));
 }
 
 function age() {
@@ -441,13 +441,8 @@ function measured({anomaly, outputs, score}) {
 function why(result) {
   const answer = ask(`/api/explain${query({subject: result.seq})}`);
   return h("div.chain", {key: "why", tabindex: 0, "aria-label": "why"}, missing(answer) ??
-    [h("ul.sentences", answer.value.sentences.map((sentence) => h("li", sentence))), course(answer.value.timeline)]);
+    h("ul.sentences", answer.value.sentences.map((sentence) => h("li", sentence))));
 }
-
-const course = (timeline) => timeline && h("ul.sentences", timeline.steps.map((each) => h("li", h("b", each.expert), ` on ${each.executor}: `,
-  each.joined ? "joined a group, " : "", `waited ${seconds(each.queued_s)}`,
-  each.load ? `, load from ${each.load.from} ${seconds(each.load.seconds)}${each.load.evicted?.length ? ` (evicted ${each.load.evicted.join(", ")})` : ""}` : "",
-  each.batch ? `, ${plural(each.batch.images, "image")} in ${seconds(each.batch.seconds)}` : "")), h("li", `in all ${seconds(timeline.total_s)}`));
 
 const CHOICES = { // machine's verdict -> key, word, the person's verdict
   NG: [["A", "Agree", "NG"], ["F", "False call", "OK"]],
@@ -495,7 +490,7 @@ function board() {
   chosen.shown = part?.seq ?? null;
   return h("div.two", h("div.column",
     h("div.caption", badge(value.verdict, "large"), h("div.what", h("h1", value.serial),
-      h("span", `${value.board_type} · run ${value.number} · ${clock(value.opened_at)} – ${clock(value.closed_at)} · takt ${fixed(value.takt_s)} s`))),
+      h("span", `${value.board_type} · run ${value.number} · ${clock(value.opened_at)} – ${clock(value.closed_at)} · takt ${few(value.takt_s)} s`))),
     panel("Parts", `${value.parts.length} judged${value.missing ? `, ${value.missing} missing` : ""}`, boardPicture(value, part)),
     panel("Timeline", "from arrival to verdict", boardTimeline(value)), panel("Rework", null, rework(value))),
   caseView(part, value.parts, "Part"));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,7 +24,7 @@ class Opened:
     """A page of the station in a browser, with what it said and whom it asked."""
 
     page: Page
-    served: Served
+    served: Any  # has a `url`
     wrong: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
