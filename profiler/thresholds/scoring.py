@@ -49,7 +49,7 @@ class LabelledSamples:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores by the sample's path, or the key of its result. ``left_out`` as in LabelledSamples."""
+    """Scores by the sample's path, of a part with its box. ``left_out`` as in LabelledSamples."""
 
     good: Mapping[str, float]
     bad: Mapping[str, float] = field(default_factory=dict)
@@ -97,8 +97,10 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
-            name = sample.subject.key if isinstance(sample, ArchivedImage) else str(sample.path)
-            scores[kind][name] = meter.score(_image(sample, expert, frames))
+            part = sample.subject.box if isinstance(sample, ArchivedImage) else None
+            scores[kind][str(sample.path) if part is None else f"{sample.path} {list(part)}"] = meter.score(
+                _image(sample, expert, frames)
+            )
         except ImageError as error:
             left_out.append(str(error))
         progress("score samples", number, len(listed))

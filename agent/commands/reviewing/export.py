@@ -2,7 +2,7 @@
 
     crops/COMPONENT/LABEL/SEQ.png        parts as their last expert saw them: cut, turned by its rule; `ok` is good
     maps/COMPONENT/LABEL/SEQ-STEP.png    anomaly maps of these parts, over the image as viewers show it
-    yolo/EXPERT/images|labels/SEQ.*      a detector's images, turned as viewers show them, and its boxes; data.yaml
+    yolo/KIND/NAME/images|labels/SEQ.*   a detector's images, turned as viewers show them, and its boxes; data.yaml
     reviews.csv                          every review: who, when, finding, key, sha256 of the crop, or why it has none
 
 Guarantees: the folder appears whole or not at all, and no file is overwritten. An image without a known label or box is
@@ -120,7 +120,7 @@ class _Export:
         for name in self.yolo:
             data = {"train": "images", "val": "images", "names": dict(enumerate(self._experts[name].labels))}
             text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
-            (self._folder / "yolo" / folder_name(name) / "data.yaml").write_text(text, "utf-8")
+            (self._folder / "yolo" / name / "data.yaml").write_text(text, "utf-8")
         with (self._folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
@@ -179,9 +179,8 @@ class _Export:
             return
         buffer = BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
-        place = f"yolo/{folder_name(name)}"
-        self._write(f"{place}/images/{reviewed.row.seq:08}.png", buffer.getvalue())
-        self._write(f"{place}/labels/{reviewed.row.seq:08}.txt", text.encode())
+        self._write(f"yolo/{name}/images/{reviewed.row.seq:08}.png", buffer.getvalue())
+        self._write(f"yolo/{name}/labels/{reviewed.row.seq:08}.txt", text.encode())
         self.yolo[name] += 1
 
     def _passing(self, component: str | None, expert: str) -> frozenset[str]:

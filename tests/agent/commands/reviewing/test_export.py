@@ -129,7 +129,7 @@ def test_boxes_become_yolo_data_that_ultralytics_reads(line, monkeypatch):
         "the verdict was UNKNOWN: no box was confirmed": 1,
         "its review says nothing of the detector": 1,
     }
-    folder = line.folder / "out" / "yolo" / "det%2Fshift"
+    folder = line.folder / "out" / "yolo" / "det" / "shift"
     data = check_det_dataset(str(folder / "data.yaml"), autodownload=False)
     assert data["names"] == {0: "aligned", 1: "shifted", 2: "tilted"}
     found = {
