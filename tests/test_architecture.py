@@ -127,7 +127,7 @@ ROOMS = {
         "agent.web.door", "agent.web.openapi", "agent.web.operations", "agent.web.routes", "agent.web.single_flight",
         "agent.api.access", "agent.api.calls.desk",
     ),
-    "agent.web.texts": ("agent.web.door", "agent.web.routes", "agent.api.calls"),
+    "agent.web.texts": ("agent.web.door", "agent.web.operations", "agent.web.routes", "agent.api.calls"),
     "agent.web.pages": ("agent.web.door", "agent.web.routes"),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",

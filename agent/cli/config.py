@@ -1,4 +1,4 @@
-"""`coserve config show`, `check` and `schema`."""
+"""`coserve config show`, `check`, `schema` and `openapi`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,19 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+@config_app.command("openapi")
+def config_openapi(as_json: AsJson = False) -> None:
+    """Print the OpenAPI document of the agent's HTTP door: `/api` and `/v1`; usable offline, and always JSON."""
+    from importlib.metadata import version
+
+    from agent.web.openapi import document
+    from agent.web.station.served import OF_SESSION, OPERATIONS
+    from agent.web.texts import described
+
+    told = document((*OPERATIONS, *OF_SESSION, *described.OPERATIONS), version("coserve"))
+    print(json.dumps(told, indent=None if as_json else 2))
 
 
 def _text(value: object) -> str:

@@ -245,13 +245,14 @@ class LineService:
         from agent.web.pages.files import pages_part
         from agent.web.server import WebServer
         from agent.web.station.routes import StationRoutes
+        from agent.web.texts.described import OPERATIONS
         from agent.web.texts.endpoint import TextEndpoint
 
         api = self._config.api
         rooms = [
             TextEndpoint(Orders(self.desk)).part(),
             InferenceEndpoint(Orders(self.desk), api.limits, self._call_statistics).part(),
-            StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics)).part(),
+            StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics), OPERATIONS).part(),
             Monitoring(LineMetrics(parts, self._upkeep)).part(),
             pages_part(),  # the last one answers the rest
         ]

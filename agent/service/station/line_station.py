@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
+from agent.service.desk.tracing import trace_of
 from agent.service.station.line_texts import check_text, line_document, swapped
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
@@ -54,7 +55,7 @@ class LineStation:
             served.BOARDS: stored.boards, served.BOARD: stored.board, served.REVIEWS: stored.reviews,
             served.EXPERTS: machine.experts, served.EXPERT: machine.expert, served.ENGINE: machine.engine,
             served.TEXTS: machine.texts, served.EXPLAIN: self._explain, served.AUDIT: self._audit,
-            served.LINE: lambda _: line_document(self._config()),
+            served.LINE: lambda _: line_document(self._config()), served.TRACE: self._trace,
         }  # fmt: skip
         self.reads: dict[Operation, Callable[[Any], object]] = {
             operation: _read_by(answer) for operation, answer in reads.items()
@@ -81,6 +82,10 @@ class LineStation:
     def _explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
         found = self._desk.explanation(query.subject)
         return views.ExplainDocument(found.subject, tuple(found.sentences), found.course)
+
+    def _trace(self, query: asked.EngineAsked) -> views.Shown:
+        agent = self._line.inspector.agent
+        return views.Shown(trace_of(agent.loop, agent.config.line, query.last), "application/octet-stream")
 
     def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
         rows = [

@@ -14,7 +14,7 @@ from PIL import Image
 
 from agent.runtime.machine.threads import give_way
 from agent.sources.folder.files.shelves import image_file
-from agent.web.station.views import Picture
+from agent.web.station.views import Shown
 from experts.daemon_threads import DaemonThreads
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
 from experts.expert import Orientation
@@ -49,19 +49,19 @@ class Pictures:
         self._config = config
         self._thread = DaemonThreads(1, "pictures", give_way)
         # below: on that thread only
-        self._thumbnails: OrderedDict[tuple[int, str], Picture] = OrderedDict()
+        self._thumbnails: OrderedDict[tuple[int, str], Shown] = OrderedDict()
         self._thumbnails_bytes = 0
         self._frame: tuple[Path, NDArray[np.uint8]] | None = None
 
-    def part(self, row: ResultRow, width: int | None) -> Picture:
+    def part(self, row: ResultRow, width: int | None) -> Shown:
         """The part's image. Raises OrderRefused, as all below do."""
         return self._made(lambda: _encoded(self._pixels(row, width or WIDTH), width or WIDTH))
 
-    def frame(self, row: ResultRow, width: int | None) -> Picture:
+    def frame(self, row: ResultRow, width: int | None) -> Shown:
         """The whole image that a part was cut from."""
         return self._made(lambda: _encoded(self._whole(self._path(row), width or WIDTH), width or WIDTH))
 
-    def thumbnail(self, row: ResultRow) -> Picture:
+    def thumbnail(self, row: ResultRow) -> Shown:
         return self._made(lambda: self._thumbnail(row))
 
     def size(self, row: ResultRow) -> tuple[int, int] | None:
@@ -85,7 +85,7 @@ class Pictures:
         except (ImageError, OSError, MemoryError) as error:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
-    def _thumbnail(self, row: ResultRow) -> Picture:
+    def _thumbnail(self, row: ResultRow) -> Shown:
         about = (row.seq, row.result.subject.key)
         picture = self._thumbnails.pop(about, None)
         if picture is None:
@@ -125,12 +125,12 @@ class Pictures:
         return decode_image(path, path.name, DEFAULT_MAX_PIXELS, least=least).turned(Orientation.EXIF)
 
 
-def _encoded(pixels: NDArray[np.uint8], most: int) -> Picture:
+def _encoded(pixels: NDArray[np.uint8], most: int) -> Shown:
     picture = Image.fromarray(pixels)
     picture.thumbnail((most, most), Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
     if picture.width * picture.height <= LOSSLESS_PIXELS:
         picture.save(buffer, "PNG")
-        return Picture(buffer.getvalue(), "image/png")
+        return Shown(buffer.getvalue(), "image/png")
     picture.save(buffer, "JPEG", quality=QUALITY)
-    return Picture(buffer.getvalue(), "image/jpeg")
+    return Shown(buffer.getvalue(), "image/jpeg")

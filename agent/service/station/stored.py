@@ -71,19 +71,19 @@ class Stored:
             raise OrderRefused(Refusing.NOT_FOUND, f"no result {seq}", field="seq")
         return found
 
-    def image(self, query: asked.ImageAsked) -> views.Picture:
+    def image(self, query: asked.ImageAsked) -> views.Shown:
         return self._pictures.part(self._listed(query.seq).row, query.width)
 
-    def thumbnail(self, query: asked.OfResult) -> views.Picture:
+    def thumbnail(self, query: asked.OfResult) -> views.Shown:
         return self._pictures.thumbnail(self._listed(query.seq).row)
 
-    def frame(self, query: asked.ImageAsked) -> views.Picture:
+    def frame(self, query: asked.ImageAsked) -> views.Shown:
         return self._pictures.frame(self._listed(query.seq).row, query.width)
 
-    def heat(self, query: asked.MapAsked) -> views.Picture:
+    def heat(self, query: asked.MapAsked) -> views.Shown:
         kept = {each.step: each.png for each in self._store.maps(self._listed(query.seq).row.seq)}
         try:
-            return views.Picture(heat_png(kept[query.step]), "image/png")
+            return views.Shown(heat_png(kept[query.step]), "image/png")
         except KeyError:
             reason = f"result {query.seq} has no anomaly map of step {query.step}"
             raise OrderRefused(Refusing.NOT_FOUND, reason, field="step") from None

@@ -20,12 +20,12 @@ from starlette.responses import Response
 
 from agent.web.door import Part
 from agent.web.openapi import document
-from agent.web.operations import asked_of, body_of_json, json_answer
+from agent.web.operations import NO_STORE, asked_of, body_of_json, json_answer
 from agent.web.routes import Rule, json_refused, route
 from agent.web.single_flight import SingleFlight
 from agent.web.station import questions as asked
 from agent.web.station import views
-from agent.web.station.served import CHANGES, OPENAPI, OPERATIONS, READS, SHOWN, STATE
+from agent.web.station.served import CHANGES, OF_SESSION, OPENAPI, OPERATIONS, PICTURES, READS, SHOWN, STATE
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 
@@ -67,7 +67,7 @@ class StationRoutes:
     def __init__(self, station: Station, others: Sequence[Operation] = (), patience_s: float = PATIENCE_S) -> None:
         """``others``: operations of other parts, which the OpenAPI document tells of too."""
         self._station = station
-        self._operations = (*OPERATIONS, *others)
+        self._operations = (*OPERATIONS, *OF_SESSION, *others)
         self._patience_s = patience_s
         self._state = SingleFlight(self._told_state, "station-state", FRESH_S)
         self._reading = DaemonThreads(THREADS, "station")
@@ -103,8 +103,8 @@ class StationRoutes:
         async def answer(call: Call) -> Response:
             ask = partial(self._station.reads[operation], asked_of(operation.asked, call.request))
             found = await self._told(self._reading, ask)
-            assert isinstance(found, views.Picture)
-            return Response(found.content, headers=KEPT, media_type=found.kind)
+            assert isinstance(found, views.Shown)
+            return Response(found.content, 200, KEPT if operation.answer is PICTURES else NO_STORE, found.kind)
 
         return answer
 

@@ -37,6 +37,8 @@ THUMBNAIL = Operation("GET", f"{ONE}/thumbnail", "The part, small", PICTURES, as
 FRAME = Operation("GET", f"{ONE}/frame", "The image that shows it", PICTURES, asked.ImageAsked, failures=FOUND)
 HEAT = Operation("GET", f"{ONE}/maps/{{step}}", "Anomaly map in colours", PICTURES, asked.MapAsked, failures=FOUND)
 
+TRACE = Operation("GET", "/api/trace", "A Perfetto trace", ("application/octet-stream",), asked.EngineAsked)
+
 REVIEW = Operation(
     "POST", "/api/reviews", "Agree, or not", views.ReviewView, body=asked.ReviewGiven, status=201, failures=FOUND,
     least=OPERATE, action="review",
@@ -63,15 +65,20 @@ PROMOTE = Operation(
 )  # fmt: skip
 
 READS = (RESULTS, RESULT, BOARDS, BOARD, REVIEWS, EXPERTS, EXPERT, ENGINE, TEXTS, EXPLAIN, LINE, AUDIT)
-SHOWN = (IMAGE, THUMBNAIL, FRAME, HEAT)
+SHOWN = (IMAGE, THUMBNAIL, FRAME, HEAT, TRACE)
 CHANGES = (REVIEW, UNDO, REWORK, TRIGGER, CHECK, RELOAD, PROMOTE)
+OF_SESSION = (
+    Operation("GET", "/api/session", "Who calls", views.SessionDocument),
+    Operation("POST", "/api/session", "Sign in", views.SessionDocument, body=asked.SessionGiven),
+    Operation("DELETE", "/api/session", "Sign out", (), status=204),
+)  # answered by the door
 OPERATIONS = (STATE, OPENAPI, *READS, *SHOWN, *CHANGES)
 
 
 class Station(Protocol):
     """Calls come from any thread, may take long, or never return. Refusals raise OrderRefused.
 
-    ``reads``: answers of READS, and pictures of SHOWN, by what is asked; ``changes``: of CHANGES, by whom, and a body
+    ``reads``: answers of READS, and files of SHOWN, by what is asked; ``changes``: of CHANGES, by whom, and a body
     or else parameters.
     """
 

@@ -513,8 +513,14 @@ class AuditDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """What a browser shows. ``kind``: its media type."""
+class SessionDocument:
+    name: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A file for a browser. ``kind``: its media type."""
 
     content: bytes
     kind: str

@@ -83,7 +83,7 @@ class _Text(_Section):
     coserve: _Ours | None = None
 
 
-class _Completion(_Text):
+class CompletionBody(_Text):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
 
@@ -118,7 +118,7 @@ class _Message(_Section):
     reasoning_content: str | None = None
 
 
-class _Chat(_Text):
+class ChatBody(_Text):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -131,14 +131,14 @@ Kind = TypeVar("Kind", bound=_Text)
 
 def completion_of(body: bytes) -> TextCall:
     """A body of /v1/completions. Raises OrderRefused."""
-    sent = _read(body, _Completion)
+    sent = _read(body, CompletionBody)
     most_tokens = sent.max_tokens or (USUAL_COMPLETION_TOKENS if sent.coserve is None else None)
     return _text_call(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
 
 
 def chat_of(body: bytes) -> TextCall:
     """A body of /v1/chat/completions. Raises OrderRefused."""
-    sent = _read(body, _Chat)
+    sent = _read(body, ChatBody)
     if sent.top_logprobs is not None and not sent.logprobs:
         raise invalid("top_logprobs", "is given without logprobs: true")
     if sent.max_tokens is not None and sent.max_completion_tokens is not None:
@@ -212,7 +212,7 @@ def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
     try:
         return Sampling(**given, logprobs=logprobs)
     except GenerationInvalid as error:
-        is_top = isinstance(sent, _Chat) and error.field == "logprobs"
+        is_top = isinstance(sent, ChatBody) and error.field == "logprobs"
         raise invalid("top_logprobs" if is_top else error.field, error.message) from None
 
 

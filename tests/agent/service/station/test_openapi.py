@@ -7,7 +7,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from agent.web.station.served import OPERATIONS
+from agent.web.station.served import OF_SESSION, OPERATIONS
+from agent.web.texts import described
 from tests.agent.service.fake_line import FakeLine, asked, picture
 from tests.agent.service.station.test_station import Web, with_door
 from tests.lines import order as order_of
@@ -16,6 +17,7 @@ CHECKS = [
     not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
     checks.response_schema_conformance, checks.negative_data_rejection,
 ]  # fmt: skip
+ALL = (*OPERATIONS, *OF_SESSION, *described.OPERATIONS)
 QUICK = settings(
     max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -54,18 +56,18 @@ def named(operation):
     return f"{operation.method} {operation.path}"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=named)
+@pytest.mark.parametrize("operation", ALL, ids=named)
 def test_what_the_document_promises_is_kept(api, operation):
     keeps_its_promise(api, operation, QUICK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", OPERATIONS, ids=named)
+@pytest.mark.parametrize("operation", ALL, ids=named)
 def test_what_the_document_promises_is_kept_at_length(api, operation):
     keeps_its_promise(api, operation, THOROUGH)
 
 
-def test_every_route_of_the_station_is_in_the_document(api):
+def test_every_operation_is_in_the_document(api):
     _, schema = api
     told = {f"{one.ok().method.upper()} {one.ok().path}" for one in schema.get_all_operations()}
-    assert {named(operation) for operation in OPERATIONS} <= told
+    assert {named(operation) for operation in ALL} == told
