@@ -1,8 +1,10 @@
 """Flight record: bounded rings of what the loop saw and did, from which waits, evictions and traces are explained.
 
 Guarantees: each note is O(1), on the loop's thread, and takes no lock; a reader copies a ring and never makes the loop
-wait. The rings hold a fixed number of entries: the last minute of a line with 130 images, 130 batches and 540 decisions
-a second, and longer of a slower one. Entries are of all workers; preparation is of this process alone.
+wait. What is kept of requests, batches, decisions and preparations is plain tuples of numbers and names: the garbage
+collector forgets these, so a full record makes its passes no longer. The rings hold a fixed number of entries: the last
+minute of a line with 130 images, 130 batches and 540 decisions a second, and longer of a slower one. Entries are of all
+workers; preparation is of this process alone.
 
 Times are those of the loop's clock. Experts have the Engine's names.
 """
@@ -12,26 +14,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agent.core import events
+from agent.core.effects import AssignmentCandidate
+from agent.runtime.images.preparation import ImagePrepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from agent.core.effects import Assigned, AssignmentCandidate, Evict, StartLoad
+    from agent.core.effects import Assigned, Evict, StartLoad
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Batch
-    from agent.runtime.images.preparation import ImagePrepared
 
-REQUESTS = BATCHES = 8_192  # arbitrary, as are those below: about 30 MB in all when every ring is full
+REQUESTS = BATCHES = 8_192  # arbitrary, as are those below: about 25 MB in all when every ring is full
 DECISIONS = 32_768
 LOADS, EVICTIONS = 4_096, 2_048
 CANDIDATES = 12  # of an eviction, in ranked order
-MARKS = 64  # of one request: assignments, and batches
+MARKS = 64  # of one request: what it asked and when, assignments, batches
 WAITS = 1_000  # latest images whose waits are summed up
 
 Entry = TypeVar("Entry")
@@ -167,35 +171,76 @@ class _Load:
         )  # fmt: skip
 
 
+class _Ran(NamedTuple):
+    """Fields of a batch's plain tuple. ``portions``: experts and numbers of their requests, in turn. ``loads``: those
+    that the first request waited for."""
+
+    executor: int
+    portions: tuple[str | int, ...]
+    began_s: float
+    ended_s: float | None
+    is_quantum: bool
+    has_failed: bool
+    loads: tuple[_Load, ...]
+
+    def spans(self) -> Iterator[BatchSpan]:
+        for expert, requests in zip(self.portions[::2], self.portions[1::2], strict=True):
+            yield BatchSpan(
+                self.executor, str(expert), int(requests), self.began_s, self.ended_s, self.is_quantum, self.has_failed
+            )
+
+
+class _Queued(NamedTuple):
+    """Fields of an assignment's plain tuple. ``candidates``: executor, queue and addition of each, in turn."""
+
+    at_s: float
+    expert: str
+    executor: int
+    joined: bool
+    candidates: tuple[float, ...]
+
+
+RAN, QUEUED = len(_Ran._fields), len(_Queued._fields)
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Batch from its begin. ``loads``: latest ones of its copies, into its executor's memory and the one in front."""
+    """Batch under way."""
 
     batch: Batch
     began_s: float
     loads: tuple[_Load, ...]
-    ended_s: float | None = None
-    has_failed: bool = False
 
-    def spans(self) -> Iterator[BatchSpan]:
+    def plain(self, ended_s: float | None, *, has_failed: bool = False) -> tuple[Any, ...]:
         batch = self.batch
-        for portion in batch.all_portions:
-            yield BatchSpan(
-                batch.executor, portion.expert, len(portion.requests), self.began_s, self.ended_s,
-                batch.quantum_s is not None, self.has_failed,
-            )  # fmt: skip
+        portions: tuple[str | int, ...] = (batch.expert, len(batch.requests))
+        if batch.portions:
+            portions = tuple(chain.from_iterable((each.expert, len(each.requests)) for each in batch.portions))
+        is_quantum = batch.quantum_s is not None
+        return batch.executor, portions, self.began_s, ended_s, is_quantum, has_failed, self.loads
 
 
-@dataclass(slots=True, eq=False)
-class _Trip:
-    """Request: its assignments and batches, in order."""
+class _Trip(NamedTuple):
+    """Fields of a request's plain tuple. ``noted``: what was asked, and when, then plain tuples of ``_Queued`` and
+    ``_Ran`` in order, told apart by their lengths. ``ended_s``: None while it is under way."""
 
     request: int
-    arrived_s: float
-    asked: str
-    marks: list[tuple[float, Assigned] | _Run] = field(default_factory=list)
-    ended_s: float | None = None
-    key: str = ""
+    key: str
+    ended_s: float | None
+    noted: Sequence[Any]
+
+    @property
+    def first_run(self) -> _Ran | None:
+        return next((_Ran(*mark) for mark in self.noted[2:] if len(mark) == RAN), None)
+
+    @property
+    def steps(self) -> Iterator[tuple[_Queued, Sequence[_Ran]]]:
+        """Each assignment, with its first batch and its last one."""
+        marks = self.noted[2:]
+        for place, mark in enumerate(marks):
+            if len(mark) == QUEUED:
+                following = marks[place + 1 : place + 3]
+                yield _Queued(*mark), [_Ran(*each) for each in following if len(each) == RAN]
 
 
 class FlightRecord:
@@ -205,7 +250,7 @@ class FlightRecord:
         self,
         executors: Iterable[ExecutorSpec],
         pools: Iterable[PoolSpec],
-        prepared: deque[ImagePrepared],
+        prepared: deque[tuple[Any, ...]],
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
@@ -214,12 +259,12 @@ class FlightRecord:
         self.know(executors, pools)
         self._prepared = prepared
         self._now_s = 0.0
-        self._decisions: deque[tuple[float, float, type]] = deque(maxlen=DECISIONS)
-        self._under_way: dict[int, _Trip] = {}
+        self._decisions: deque[tuple[str, float, float]] = deque(maxlen=DECISIONS)
+        self._under_way: dict[int, list[Any]] = {}  # ``noted``, by request
         self._keys: dict[int, str] = {}  # of requests under way
-        self._ended: deque[_Trip] = deque(maxlen=REQUESTS)
+        self._ended: deque[tuple[Any, ...]] = deque(maxlen=REQUESTS)
         self._running: dict[int, _Run] = {}
-        self._runs: deque[_Run] = deque(maxlen=BATCHES)
+        self._ran: deque[tuple[Any, ...]] = deque(maxlen=BATCHES)
         self._loading: dict[int, _Load] = {}
         self._latest: dict[tuple[str, str], _Load] = {}  # by memory and copy, until the copy leaves
         self._loads: deque[_Load] = deque(maxlen=LOADS)
@@ -235,15 +280,19 @@ class FlightRecord:
     def decided(self, event: Event, began_s: float, ended_s: float) -> None:
         """Call before the decision's effects are carried out."""
         self._now_s = began_s
-        self._decisions.append((began_s, ended_s - began_s, type(event)))
+        self._decisions.append((type(event).__name__, began_s, ended_s - began_s))
         if isinstance(event, events.Arrived):
-            asked = event.component or event.expert or ""
-            self._under_way[event.request] = _Trip(event.request, began_s, asked)
-        elif isinstance(event, events.Loaded | events.LoadFailed):
-            self.load_ended(event.load, None if isinstance(event, events.Loaded) else event.reason)
+            self._under_way[event.request] = [event.component or event.expert or "", began_s]
+        elif isinstance(event, events.Loaded):
+            self.load_ended(event.load, None)
+        elif isinstance(event, events.LoadFailed):
+            self.load_ended(event.load, event.reason)
 
     def assigned(self, effect: Assigned) -> None:
-        self._mark(effect.request, (self._now_s, effect))
+        candidates = tuple(chain.from_iterable(effect.candidates))
+        noted = self._under_way.get(effect.request)
+        if noted is not None and len(noted) < MARKS:
+            noted.append((self._now_s, effect.expert, effect.executor, effect.joined, candidates))
 
     def load_began(self, effect: StartLoad) -> None:
         place = effect.pool, effect.copy
@@ -271,25 +320,38 @@ class FlightRecord:
             self._making_room[pool, newcomer] = (*before, eviction)[-CANDIDATES:]
 
     def batch_began(self, batch: Batch, began_s: float) -> None:
-        pool = self._executors[batch.executor].pool
+        self._running[batch.id] = _Run(batch, began_s, self._loads_of(batch))
+
+    def _loads_of(self, batch: Batch) -> tuple[_Load, ...]:
+        """Latest loads of a batch's copies, if they ended after its first request was queued: in one leg or two."""
+        noted, pool = self._under_way.get(batch.requests[0]), self._executors[batch.executor].pool
+        since_s = noted[-1][0] if noted is not None and len(noted) > 2 else self._now_s
         places = [(place, copy) for copy in batch.copies for place in (self._caches[pool], pool) if place is not None]
-        run = _Run(batch, began_s, tuple(load for each in places if (load := self._latest.get(each)) is not None))
-        self._running[batch.id] = run
-        self._runs.append(run)
-        for request in batch.requests:
-            self._mark(request, run)
+        loads = [self._latest.get(place) for place in places]
+        return tuple(load for load in loads if load is not None and (load.ended_s is None or load.ended_s > since_s))
 
     def batch_ended(self, batch: int, ended_s: float, *, has_failed: bool) -> None:
         run = self._running.pop(batch, None)
-        if run is not None:
-            run.ended_s, run.has_failed = ended_s, has_failed
+        if run is None:
+            return
+        ran = run.plain(ended_s, has_failed=has_failed)
+        self._ran.append(ran)
+        is_quantum = run.batch.quantum_s is not None
+        for request in run.batch.requests:
+            noted = self._under_way.get(request)
+            if noted is None:
+                continue
+            # A text has a batch for each quantum: the first and the last one of a step are kept.
+            if is_quantum and len(noted) > 4 and len(noted[-1]) == len(noted[-2]) == len(ran):
+                noted[-1] = ran
+            elif len(noted) < MARKS:
+                noted.append(ran)
 
     def request_ended(self, request: int) -> None:
         """Call after the outcome is delivered: until then ``named`` may be called, and ``course_of`` is cheap."""
-        trip, key = self._under_way.pop(request, None), self._keys.pop(request, "")
-        if trip is not None:
-            trip.ended_s, trip.key = self._clock(), key
-            self._ended.append(trip)
+        noted, key = self._under_way.pop(request, None), self._keys.pop(request, "")
+        if noted is not None:
+            self._ended.append((request, key, self._now_s, tuple(noted)))
 
     def forget_pools(self, names: Iterable[str]) -> None:
         """Memories are lost, with their loads."""
@@ -297,17 +359,6 @@ class FlightRecord:
         for load in [each for each in self._loading.values() if each.effect.pool in gone]:
             self.load_ended(load.effect.load, "its worker or device was lost")
         self._latest = {place: load for place, load in self._latest.items() if place[0] not in gone}
-
-    def _mark(self, request: int, mark: tuple[float, Assigned] | _Run) -> None:
-        trip = self._under_way.get(request)
-        if trip is None:
-            return
-        marks = trip.marks
-        # A text has a batch for each quantum: the first and the last one of a step are kept.
-        if isinstance(mark, _Run) and len(marks) > 1 and isinstance(marks[-1], _Run) and isinstance(marks[-2], _Run):
-            marks[-1] = mark
-        elif len(marks) < MARKS:
-            marks.append(mark)
 
     # -- any thread --
 
@@ -322,22 +373,18 @@ class FlightRecord:
     def timeline(self, last_s: float) -> Timeline:
         now_s = self._clock()
         since_s = now_s - last_s
-        runs = [run for run in _copied(self._runs) if run.ended_s is None or run.ended_s >= since_s]
+        ran = [each for each in self._batches() if each.ended_s is None or each.ended_s >= since_s]
         loads = [load for load in _copied(self._loads) if load.ended_s is None or load.ended_s >= since_s]
-        decisions = [
-            DecisionSpan(kind.__name__, began_s, seconds)
-            for began_s, seconds, kind in _copied(self._decisions)
-            if began_s + seconds >= since_s
-        ]
-        prepared = [each for each in _copied(self._prepared) if each.ended_s >= since_s]
+        decisions = (DecisionSpan(*each) for each in _copied(self._decisions))
+        prepared = (ImagePrepared(*each) for each in _copied(self._prepared))
         return Timeline(
             now_s,
             since_s,
-            tuple(span for run in runs for span in run.spans()),
+            tuple(span for each in sorted(ran, key=lambda each: each.began_s) for span in each.spans()),
             tuple(load.span() for load in loads),
             self.evictions(last_s),
-            tuple(decisions),
-            tuple(sorted(prepared, key=lambda each: each.began_s)),
+            tuple(each for each in decisions if each.began_s + each.seconds >= since_s),
+            tuple(sorted((each for each in prepared if each.ended_s >= since_s), key=lambda each: each.began_s)),
         )
 
     def evictions(self, last_s: float = math.inf) -> tuple[Eviction, ...]:
@@ -351,8 +398,10 @@ class FlightRecord:
 
     def waiting(self, expert: str) -> list[int]:
         """Executors of the requests that are queued for an expert, one for each request."""
-        last = [marks[-1] for trip in _copied(self._under_way.values()) if (marks := trip.marks)]
-        return [mark[1].executor for mark in last if isinstance(mark, tuple) and mark[1].expert == expert]
+        running = {request for run in _copied(self._running.values()) for request in run.batch.requests}
+        last = [(request, noted[-1]) for request, noted in _copied(self._under_way.items()) if len(noted) > 2]
+        queued = [_Queued(*mark) for request, mark in last if len(mark) == QUEUED and request not in running]
+        return [each.executor for each in queued if each.expert == expert]
 
     def loading(self, expert: str) -> tuple[LoadSpan, ...]:
         """Loads of an expert that are under way."""
@@ -360,67 +409,77 @@ class FlightRecord:
 
     def course_of(self, request: int) -> RequestCourse | None:
         """Course of a request that is under way."""
-        trip = self._under_way.get(request)
-        return None if trip is None else self._course(trip)
+        noted = self._under_way.get(request)
+        if noted is None:
+            return None
+        runs = [run for run in _copied(self._running.values()) if request in run.batch.requests]
+        return self._course(_Trip(request, "", None, [*noted, *(run.plain(None) for run in runs)]))
 
     def find(self, key: str) -> RequestCourse | None:
         """Course of the latest request with this key."""
         for request, each in reversed(_copied(self._keys.items())):
             if each == key and (course := self.course_of(request)) is not None:
                 return course
-        trips = (trip for trip in reversed(_copied(self._ended)) if trip.key == key)
-        return next((self._course(trip) for trip in trips), None)
+        ended = (_Trip(*each) for each in reversed(_copied(self._ended)) if each[1] == key)
+        return next((self._course(each) for each in ended), None)
 
     def seen(self, expert: str) -> ExpertSeen:
         """Images and batches of an expert, quanta of texts not counted."""
-        spans = [span for run in _copied(self._runs) if run.batch.quantum_s is None for span in run.spans()]
+        spans = [span for each in self._batches() if not each.is_quantum for span in each.spans()]
         batches = [span.requests for span in spans if span.expert == expert]
-        waits_s: list[float] = []
-        for trip in _copied(self._ended):
-            for mark, following in zip(trip.marks, trip.marks[1:], strict=False):
-                if isinstance(mark, tuple) and mark[1].expert == expert and isinstance(following, _Run):
-                    waits_s.append((following.ended_s or following.began_s) - mark[0])
+        waits_s = [
+            (runs[-1].ended_s or runs[-1].began_s) - queued.at_s
+            for each in _copied(self._ended)
+            for queued, runs in _Trip(*each).steps
+            if queued.expert == expert and runs
+        ]
         return ExpertSeen(sum(batches), len(batches), percentile(waits_s, 0.5), percentile(waits_s, 0.99))
 
     def busy_shares(self, last_s: float) -> Mapping[int, float]:
         """Share of the last seconds that each executor was running batches."""
         now_s = self._clock()
         busy_s: defaultdict[int, float] = defaultdict(float)
-        for run in _copied(self._runs):
-            ended_s = now_s if run.ended_s is None else run.ended_s
-            busy_s[run.batch.executor] += max(ended_s - max(run.began_s, now_s - last_s), 0.0)
+        for each in self._batches():
+            ended_s = now_s if each.ended_s is None else each.ended_s
+            busy_s[each.executor] += max(ended_s - max(each.began_s, now_s - last_s), 0.0)
         return {executor: min(busy_s[executor] / last_s, 1.0) for executor in _copied(self._executors)}
 
     def wait_p99_s(self) -> float | None:
         """Of the ``WAITS`` latest ended requests: seconds from arrival to the first batch."""
-        first = [(trip, _first_run(trip)) for trip in _copied(self._ended)[-WAITS:]]
-        return percentile([run.began_s - trip.arrived_s for trip, run in first if run is not None], 0.99)
+        ended = [_Trip(*each) for each in _copied(self._ended)[-WAITS:]]
+        return percentile([run.began_s - each.noted[1] for each in ended if (run := each.first_run) is not None], 0.99)
+
+    def _batches(self) -> list[_Ran]:
+        """Batches that have ended, then those that run."""
+        running = [run.plain(None) for run in _copied(self._running.values())]
+        return [_Ran(*each) for each in (*_copied(self._ran), *running)]
 
     def _course(self, trip: _Trip) -> RequestCourse:
-        ended_s, marks = trip.ended_s, tuple(trip.marks)
-        steps = []
-        for place, mark in enumerate(marks):
-            if isinstance(mark, tuple):
-                following = [each for each in marks[place + 1 : place + 3] if isinstance(each, _Run)]
-                steps.append(self._step(trip, *mark, following))
-        total_s = (self._clock() if ended_s is None else ended_s) - trip.arrived_s
-        return RequestCourse(trip.request, trip.asked, trip.arrived_s, tuple(steps), total_s, ended_s is not None)
+        asked, arrived_s = trip.noted[:2]
+        steps = tuple(self._step(arrived_s, queued, runs) for queued, runs in trip.steps)
+        total_s = (self._clock() if trip.ended_s is None else trip.ended_s) - arrived_s
+        return RequestCourse(trip.request, asked, arrived_s, steps, total_s, is_over=trip.ended_s is not None)
 
-    def _step(self, trip: _Trip, at_s: float, assigned: Assigned, runs: Sequence[_Run]) -> CourseStep:
-        spec, batch = self._executors[assigned.executor], None
+    def _step(self, arrived_s: float, queued: _Queued, runs: Sequence[_Ran]) -> CourseStep:
+        spec, batch = self._executors[queued.executor], None
         if runs:
             first, last = runs[0], runs[-1]
             seconds = None if last.ended_s is None else last.ended_s - first.began_s
-            batch = CourseBatch(len(first.batch.requests), first.began_s - trip.arrived_s, seconds)
-            loads = [each for each in first.loads if each.effect.expert == assigned.expert]
-        else:
-            pools = (self._caches[spec.pool], spec.pool)
-            under_way = _copied(self._loading.values())
-            loads = [each for each in under_way if each.effect.expert == assigned.expert and each.effect.pool in pools]
-        waited = [each for each in loads if each.ended_s is None or each.ended_s > at_s]
+            batch = CourseBatch(sum(map(int, first.portions[1::2])), first.began_s - arrived_s, seconds)
+        pools = (self._caches[spec.pool], spec.pool)
+        loads = (
+            runs[0].loads if runs else [each for each in _copied(self._loading.values()) if each.effect.pool in pools]
+        )
+        mine = [each.span() for each in loads if each.effect.expert == queued.expert]
+        waited = [each for each in mine if each.ended_s is None or each.ended_s > queued.at_s]
+        numbers = queued.candidates
+        candidates = [
+            AssignmentCandidate(int(executor), queue_s, addition_s)
+            for executor, queue_s, addition_s in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+        ]
         return CourseStep(
-            assigned.expert, spec.id, spec.processor, assigned.joined, assigned.candidates, at_s - trip.arrived_s,
-            _one_load([each.span() for each in waited]), batch,
+            queued.expert, spec.id, spec.processor, queued.joined, tuple(candidates), queued.at_s - arrived_s,
+            _one_load(waited), batch,
         )  # fmt: skip
 
 
@@ -439,10 +498,6 @@ def _one_load(legs: Sequence[LoadSpan]) -> LoadSpan | None:
     return LoadSpan(
         last.expert, first.source, last.pool, last.size_bytes, first.began_s, last.ended_s, evicted, last.failure
     )
-
-
-def _first_run(trip: _Trip) -> _Run | None:
-    return next((mark for mark in trip.marks if isinstance(mark, _Run)), None)
 
 
 def _copied(ring: Iterable[Entry]) -> list[Entry]:

@@ -20,7 +20,7 @@ from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Condition, Lock, current_thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
@@ -81,7 +81,7 @@ class ByteGate:
 
 
 class ImagePrepared(NamedTuple):
-    """Preparation of one image. A tuple for speed: one per image. ``request``: None without one."""
+    """Preparation of one image. ``request``: None without one."""
 
     request: int | None
     expert: str
@@ -182,7 +182,7 @@ class Preparation:
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
         self.watch: Callable[[int], AbstractContextManager[object]] = unwatched  # entered ahead of batches
-        self.latest: deque[ImagePrepared] = deque(maxlen=LATEST)
+        self.latest: deque[tuple[Any, ...]] = deque(maxlen=LATEST)  # fields of ImagePrepared
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
         """Queue the preparation of a request's image."""
@@ -295,7 +295,7 @@ class Preparation:
             answer(prepared)
             self._hold(image, form.name, prepared, pixels)
             by = current_thread().name
-            self.latest.append(ImagePrepared(image.request, form.expert.id, by, began_s, time.monotonic()))
+            self.latest.append((image.request, form.expert.id, by, began_s, time.monotonic()))
         image.let_go()
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:

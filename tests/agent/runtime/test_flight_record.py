@@ -164,7 +164,7 @@ def test_a_request_that_is_moved_for_ever_is_noted_so_many_times_and_no_more():
     hand.arrive(1)
     for _ in range(10 * MARKS):
         hand.record.assigned(Assigned(1, "a", 0, joined=False, candidates=()))
-    assert len(hand.record.find("k").steps) == MARKS
+    assert len(hand.record.find("k").steps) == MARKS - 2
 
 
 def test_the_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
