@@ -4,6 +4,7 @@ import base64
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.agent.service.fake_line import picture
+from tests.waiting import until
 
 KSERVE = Path(sys.prefix) / "kserve" / "bin" / "python"  # as `make kserve` installs it
 
@@ -71,6 +73,23 @@ def test_a_file_alone_or_in_base64_is_judged_and_a_broken_one_is_unknown(line, s
                 told += next(each["data"] for each in answer.json()["outputs"] if each["name"] == "VERDICT")
     assert told == ["OK", "OK", "UNKNOWN", "UNKNOWN"]
     assert line.rows == []
+
+
+def test_an_image_that_runs_when_the_line_stops_has_its_answer(line, socket, batches):
+    def ask(url):
+        return httpx.post(url, content=picture(), headers={"inference-header-content-length": "0"}, timeout=60).json()
+
+    def go_on_once_it_drains():
+        until(lambda: service.desk.status().is_draining)
+        batches.set()
+
+    with ThreadPoolExecutor(2) as callers, line.served() as service:
+        batches.clear()
+        answer = callers.submit(ask, f"http://{service.web.addresses[0]}/v2/models/c0/infer")
+        until(lambda: any(queue.running for queue in service.desk.status().queues))
+        going_on = callers.submit(go_on_once_it_drains)
+    going_on.result()
+    assert answer.result()["outputs"][0]["data"] == ["OK"]
 
 
 @pytest.mark.slow
