@@ -13,6 +13,7 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from google.protobuf.message import Message
@@ -190,14 +191,10 @@ def _raw(given: _Input) -> bytes:
 def _flat(data: list[Any]) -> list[Any]:
     """Values of a tensor, which may be nested by its shape. Raises TypeError for a mixture."""
     while data and isinstance(data[0], list):
-        data = [value for row in data for value in _row(row)]
+        if not all(isinstance(row, list) for row in data):
+            raise TypeError
+        data = list(chain.from_iterable(data))
     return data
-
-
-def _row(row: object) -> list[Any]:
-    if not isinstance(row, list):
-        raise TypeError
-    return row
 
 
 def _flag(place: str, parameters: Parameters | None, name: str, *, default: bool) -> bool:
