@@ -11,7 +11,7 @@ import typer
 from agent.cli.asking import generate, status
 from agent.cli.config import config_app
 from agent.cli.experts import experts_app
-from agent.cli.explaining import explain
+from agent.cli.explaining import explain, trace
 from agent.cli.records import backup, restore, results
 from agent.cli.rejudging import rejudge
 from agent.cli.reviews import review_app
@@ -24,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, inspect, results, rejudge, status, explain, generate, doctor, backup, restore, demo):
+for command in (serve, inspect, results, rejudge, status, explain, trace, generate, doctor, backup, restore, demo):
     app.command()(command)
 app.add_typer(experts_app, name="experts")
 app.add_typer(review_app, name="review")

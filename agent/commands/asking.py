@@ -1,4 +1,4 @@
-"""Requests to a running agent: status, explain, inspect with --target, generate. No model is loaded here.
+"""Requests to a running agent: status, explain, trace, inspect with --target, generate. No model is loaded here.
 
 Guarantees: a model's text cannot act on a terminal: control characters are shown escaped.
 """
@@ -13,6 +13,7 @@ from agent.config import read_secret
 from agent.line_file.api import UNIX
 from experts.errors import ConfigError
 from experts.expert import Anomaly, Verdict
+from experts.filesystem import whole_file
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ def ask_status(config: LineConfig | None, access: AgentAccess) -> StatusView:
 def ask_explanation(config: LineConfig | None, access: AgentAccess, subject: str) -> list[str]:
     with _client(config, access) as client:
         return client.explain(subject)
+
+
+def write_trace(config: LineConfig | None, access: AgentAccess, last_s: int, out: Path) -> int:
+    """Write the agent's Perfetto trace; returns its size. Raises also ConfigError for a file that cannot be written."""
+    content = web_client(config, access).content("GET", f"/api/trace?last={last_s}")
+    try:
+        with whole_file(out) as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror} - name a file that can be written with --out") from error
+    return len(content)
 
 
 def ask_to_inspect(

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     Value: TypeAlias = "int | bytes | str"
 
-LONGEST_S = 3600.0
 BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
 BYTES = 3  # CounterDescriptor.Unit
 SEQUENCE = 1  # of packets; any number

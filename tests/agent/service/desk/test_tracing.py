@@ -6,6 +6,7 @@ import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from agent.service.desk.tracing import Slice, _lanes, trace_of
+from tests.agent.commands.test_asking import coserve
 from tests.agent.service.fake_line import asked, ordered, picture
 from tests.lines import order
 from tests.waiting import until
@@ -81,6 +82,24 @@ def test_a_trace_has_the_batches_loads_decisions_and_memories_that_were(tight_li
     assert held[-1] == pool.used_bytes
     assert max(held) <= pool.expert_bytes
     assert min(held) >= 0
+
+
+def test_a_trace_is_fetched_over_the_agents_socket_as_it_is_typed(line, tmp_path):
+    line.document["api"] = {"grpc": []}  # and HTTP at the socket in the state folder
+    out = tmp_path / "a.trace"
+    with line.served() as service:
+        asked(service, order(picture(), component="c0"))
+        told = coserve("trace", line.file, "--last", "5m", "--out", out).stdout
+        assert [each[0] for each in Decoded(out.read_bytes()).batches] == ["cls/f0"]
+        assert told.startswith(f"{out}: {out.stat().st_size} bytes; open it at https://ui.perfetto.dev")
+        there = service.web.addresses[0]
+        coserve("trace", "--target", there, "--last", "60", "--out", out)
+        assert Decoded(out.read_bytes()).batches
+        unwritable = coserve("trace", line.file, "--out", tmp_path / "none" / "a.trace", check=78)
+        assert "--out" in unwritable.stderr
+    for words in (("--last", "1h"), ("--last", "0s"), ("--last", "11m"), ()):
+        coserve("trace", *(line.file,)[: len(words)], *words, check=2)
+    assert "is the agent running" in coserve("trace", line.file, "--out", out, check=1).stderr
 
 
 def test_what_is_under_way_has_no_end_and_what_is_older_is_not_told(line, batches):
