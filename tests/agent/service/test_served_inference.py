@@ -75,6 +75,19 @@ def test_a_file_alone_or_in_base64_is_judged_and_a_broken_one_is_unknown(line, s
     assert line.rows == []
 
 
+def test_the_owner_loads_and_unloads_at_a_unix_socket_and_it_is_audited(line, socket):
+    path = socket.removeprefix("unix:").replace("c.sock", "w.sock")
+    line.document["api"]["http"] = f"unix:{path}"
+    with line.served(), httpx.Client(base_url="http://box", transport=httpx.HTTPTransport(uds=path)) as http:
+        for change in ("unload", "load"):
+            assert http.post(f"/v2/repository/models/expert:cls/f1/{change}").status_code == 200
+        asked = http.post("/v2/models/c0/infer", content=picture(), headers={"inference-header-content-length": "0"})
+        assert asked.json()["outputs"][0]["data"] == ["OK"]
+        found = http.get("/api/audit").json()["entries"]
+    told = [(entry["who"], entry["action"], entry["subject"], entry["outcome"]) for entry in reversed(found)]
+    assert told == [("owner", f"{change} model", "expert:cls/f1", "done") for change in ("unload", "load")]
+
+
 def test_an_image_that_runs_when_the_line_stops_has_its_answer(line, socket, batches):
     def ask(url):
         return httpx.post(url, content=picture(), headers={"inference-header-content-length": "0"}, timeout=60).json()
