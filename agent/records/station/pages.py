@@ -34,7 +34,7 @@ INDEXED = {  # filters with an index each
     "board": "board",
     "component": "component",
     "experts": "experts",
-    "label": "label",
+    "label": "results.label",
     "source": "substr(key, 1, instr(key, '/') - 1)",
 }
 CHAINS = """
@@ -45,10 +45,11 @@ CHAINS = """
     ) SELECT experts FROM chains WHERE EXISTS (SELECT 1 FROM json_each(chains.experts) WHERE value = ?)
 """  # each list of experts by one look into the index
 RANGE = "SELECT {2} FROM {0} INDEXED BY {0}_{1} WHERE {1} >= ? AND {1} < ?"
+LATER = "SELECT 1 FROM {0} INDEXED BY {0}_{1} WHERE {1} >= ? LIMIT 1"
 FEW = f"SELECT min(seq), max(seq), count(*) FROM ({RANGE} LIMIT {RANGED_ROWS + 1})"
 COUNT = f"SELECT count(*) FROM (SELECT 1 FROM results WHERE {{}} = ? AND verdict = ? LIMIT {COUNTED_ROWS})"
-REVIEWED = "(SELECT result FROM reviews INDEXED BY reviews_counting WHERE undone_at IS NULL)"
-OF_FINDING = "seq IN (SELECT result FROM reviews INDEXED BY reviews_counting WHERE undone_at IS NULL AND finding = ?)"
+OF_REVIEWS = "reviews INDEXED BY {} CROSS JOIN results ON seq = result"
+NOT_REVIEWED = "NOT EXISTS (SELECT 1 FROM reviews WHERE result = seq AND undone_at IS NULL)"
 LISTED = f"""
     SELECT results.*, {AS_REVIEW}, EXISTS (SELECT 1 FROM anomaly_maps WHERE anomaly_maps.seq = results.seq) AS has_maps
     FROM results LEFT JOIN reviews ON reviews.result = results.seq AND undone_at IS NULL
@@ -205,12 +206,16 @@ class RunningTotals:
 def branches(connection: sqlite3.Connection, query: ResultQuery) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Statements with their values, each for the numbers of its newest results: one for each verdict and route."""
     conditions, values = _numbered(connection, "results", "finished_at", query)
-    if query.finding is not None:
-        conditions.append(OF_FINDING)
-        values.append(query.finding)
-    if query.reviewed is not None:
-        conditions.append(f"seq {'IN' if query.reviewed else 'NOT IN'} {REVIEWED}")
     is_by_review = query.finding is not None or query.reviewed is True
+    origin, number = "results", "seq"
+    if is_by_review:
+        origin, number = OF_REVIEWS.format("reviews_one" if query.finding is None else "reviews_counting"), "result"
+        conditions.append("undone_at IS NULL")
+    if query.finding is not None:
+        conditions.append("finding = ?")
+        values.append(query.finding)
+    if query.reviewed is False:
+        conditions.append(NOT_REVIEWED)
     given = {name: getattr(query, name, None) for name in INDEXED}
     chains: list[str | None] = [None]
     if query.expert is not None:
@@ -220,11 +225,13 @@ def branches(connection: sqlite3.Connection, query: ResultQuery) -> Iterator[tup
         if len(filters) > 1:
             filters.sort(key=lambda one: connection.execute(COUNT.format(one[0]), (one[1], verdict)).fetchone()[0])
         # a plus keeps SQLite, which has no statistics, from the other indexes
-        pluses = ["+" if number or is_by_review else "" for number in range(len(filters))]
+        pluses = ["+" if place or is_by_review else "" for place in range(len(filters))]
         by_index = [f"{plus}{column} = ?" for plus, (column, _) in zip(pluses, filters, strict=True)]
-        by_verdict = "+verdict = ?" if is_by_review or filters[:1] == [("board", query.board)] else "verdict = ?"
-        sql = f"SELECT seq FROM results WHERE {' AND '.join([*conditions, *by_index, by_verdict])}"
-        yield f"{sql} ORDER BY seq DESC LIMIT ?", (*values, *(value for _, value in filters), verdict, query.limit)
+        bar = "+" if is_by_review or filters[:1] == [("board", query.board)] else ""
+        sql = (
+            f"SELECT {number} FROM {origin} WHERE {' AND '.join([*conditions, *by_index, bar + 'results.verdict = ?'])}"
+        )
+        yield f"{sql} ORDER BY {number} DESC LIMIT ?", (*values, *(value for _, value in filters), verdict, query.limit)
 
 
 def _numbered(
@@ -241,7 +248,7 @@ def _numbered(
     first, last, count = connection.execute(FEW.format(table, time, "seq"), times).fetchone()
     if count > RANGED_ROWS:
         first, last = 0, latest
-        if query.until is not None:
+        if connection.execute(LATER.format(table, time), times[1:]).fetchone():
             (last,) = connection.execute(RANGE.format(table, time, "max(seq)"), times).fetchone()
     numbers = (first, min(last, latest)) if count else (1, 0)
     return ["seq BETWEEN ? AND ?", f"+{time} >= ?", f"+{time} < ?"], [*numbers, *times]
