@@ -20,7 +20,7 @@ from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
 from agent.service.station.shown import review_view
 from agent.service.station.state import LineState
-from agent.service.station.stored import Stored
+from agent.service.station.stored import StoredRows
 from agent.web.station import served, views
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -44,7 +44,7 @@ class LineStation:
         self._desk = desk
         self._started_s = time.monotonic()
         self._pictures = Pictures(self._config)
-        stored = Stored(parts.store, self._pictures, self._config)
+        stored = StoredRows(parts.store, self._pictures, self._config)
         self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)

@@ -14,6 +14,8 @@ from experts.errors import ConfigError, OrderRefused, Refusing
 if TYPE_CHECKING:
     from agent.config import LineConfig
 
+PROBLEMS = 200  # shown at most
+
 
 def line_document(config: LineConfig) -> views.LineDocument:
     """Raises OrderRefused for a file that cannot be read."""
@@ -32,7 +34,7 @@ def check_text(config: LineConfig, text: str) -> views.CheckedDocument:
     try:
         checked_line(parse_document(config.document.file, text.encode()))
     except ConfigError as error:
-        return views.CheckedDocument(tuple(_problem(each) for each in error.problems))
+        return views.CheckedDocument(tuple(_problem(each) for each in error.problems[:PROBLEMS]))
     return views.CheckedDocument(())
 
 

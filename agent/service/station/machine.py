@@ -12,7 +12,7 @@ from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
 from agent.records.station.reviews import Finding
 from agent.service.desk.line_desk import standing_of
-from agent.service.station.rates import Rates
+from agent.service.station.rates import RecentRates
 from agent.service.station.stored import EVER
 from agent.web.station import views
 from experts.document import suggestion
@@ -40,7 +40,7 @@ class Machine:
         self._line = parts
         self._reviews = reviews
         self._looking = threading.Lock()  # guards the rates
-        self._tokens = Rates(TOKENS_S)
+        self._tokens = RecentRates(TOKENS_S)
 
     def experts(self, _: object) -> views.ExpertsDocument:
         return views.ExpertsDocument(tuple(views.ExpertView(**each) for each in self._experts()))
@@ -141,7 +141,7 @@ class Machine:
 def _memories_of(agent: Agent, loop: LoopStatistics, expert: str) -> tuple[str, ...]:
     columns = agent.setup.matrix.experts.values()
     copies = {row.copy for column in columns if (row := column.get(agent.expert(expert))) is not None}
-    return tuple(pool.name for pool in loop.engine.pools if copies & set(pool.resident))
+    return tuple(pool.name for pool in loop.engine.pools if not copies.isdisjoint(pool.resident))
 
 
 def _latencies(agent: Agent, expert: str) -> dict[str, views.LatencyView]:

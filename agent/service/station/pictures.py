@@ -18,7 +18,7 @@ from agent.web.station.views import Shown
 from experts.daemon_threads import DaemonThreads
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
 from experts.expert import Orientation
-from experts.images import DEFAULT_MAX_PIXELS, decode_image, upright_size
+from experts.images import decode_image, upright_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Made = TypeVar("Made")
 
 PATIENCE_S = 4.0
+SHOWN_PIXELS = 32_000_000  # a larger image takes too much of the box to be decoded for a page
 WIDTH = 1600  # unless another is asked
 THUMBNAIL = 160
 LOSSLESS_PIXELS = 256 * 256  # a small part is shown without loss
@@ -122,7 +123,7 @@ class Pictures:
     def _whole(self, path: Path, width: int | None) -> NDArray[np.uint8]:
         """Upright pixels; of a JPEG not many more than ``width`` needs."""
         least = None if width is None else (width, width)
-        return decode_image(path, path.name, DEFAULT_MAX_PIXELS, least=least).turned(Orientation.EXIF)
+        return decode_image(path, path.name, SHOWN_PIXELS, least=least).turned(Orientation.EXIF)
 
 
 def _encoded(pixels: NDArray[np.uint8], most: int) -> Shown:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Rates:
+class RecentRates:
     """For one thread. Nothing is known before a second look within the span; after a pause it begins anew."""
 
     def __init__(self, span_s: float) -> None:

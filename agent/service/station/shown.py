@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from agent.sources.folder.files.shelves import keeps_image
-from agent.web.station.views import BoardTile, FoundBox, MeasuredView, OutputView, ResultView, ReviewView, StepView
+from agent.web.station.views import BoardTile, MeasuredView, OutputView, ResultView, ReviewView, StepView
+from experts.expert import BoundingBox
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -58,7 +59,7 @@ def steps_of(result: Result, mapped: Collection[int]) -> tuple[StepView, ...]:
             step["expert"],
             step["label"],
             step["score"],
-            tuple(FoundBox(**box) for box in step["boxes"]),
+            tuple(BoundingBox(**box) for box in step["boxes"]),
             MeasuredView(step["anomaly"]["score"], step["anomaly"]["threshold"], number in mapped)
             if "anomaly" in step
             else None,

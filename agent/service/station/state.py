@@ -16,7 +16,7 @@ from agent.deployment.line_change import line_name
 from agent.records.station.shifts import Shifts
 from agent.service.desk.line_desk import standing_of
 from agent.service.station.live import BOARDS, Live
-from agent.service.station.rates import Rates
+from agent.service.station.rates import RecentRates
 from agent.service.station.shown import result_view, tile_of_row, tile_of_run
 from agent.web.station import views
 from experts.expert import Verdict
@@ -45,7 +45,7 @@ class LineState:
         self._line = parts
         self._receivers = receivers
         self._live = live
-        self._recent, self._switches = Rates(BUSY_S), Rates(SWITCHES_S)
+        self._recent, self._switches = RecentRates(BUSY_S), RecentRates(SWITCHES_S)
 
     def view(self) -> views.StateView:
         line, agent = self._line, self._line.inspector.agent

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Stored:
+class StoredRows:
     """For any thread."""
 
     def __init__(self, store: ResultStore, pictures: Pictures, config: Callable[[], LineConfig]) -> None:

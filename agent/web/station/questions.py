@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from agent.web.operations import WHOLE, Asked, Limit, Moment, Seq, Short, Yes
 
-LARGEST_LINE_FILE = 4 * 2**20
+LARGEST_LINE_FILE = 512 * 1024  # hundreds of experts take a quarter
 Machine = Literal["OK", "NG", "UNKNOWN"]
 Found = Literal["agree", "false_call", "missed_defect", "decided"]
 

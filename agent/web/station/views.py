@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from agent.api.calls.desk import ReloadView, TextModelView
-from experts.expert import Verdict
+from experts.expert import BoundingBox, Verdict
 
 Finding = Literal["agree", "false_call", "missed_defect", "decided"]
 Span = tuple[float, float, str, int]
@@ -232,16 +232,6 @@ class ResultsDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBox:
-    label: str
-    score: float
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredView:
     """``has_map``: /api/results/SEQ/maps/STEP shows it."""
 
@@ -265,7 +255,7 @@ class StepView:
     expert: str
     label: str
     score: float
-    boxes: tuple[FoundBox, ...]
+    boxes: tuple[BoundingBox, ...]
     anomaly: MeasuredView | None
     outputs: tuple[OutputView, ...]
 

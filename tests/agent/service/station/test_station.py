@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from agent.api.calls.desk import TextOrder
+from agent.records.results import KeptMap
+from experts.expert import AnomalyMap, Verdict
+from experts.llm.serving.generation import GREEDY
+from experts.thresholds.map_pictures import map_png
 from tests.agent.service.fake_line import PATIENCE_S, FakeLine, asked, picture
+from tests.agent.service.language_models import Held
 from tests.lines import order as order_of
+from tests.lines import result
 from tests.waiting import until
 
 TOKENS = {"watcher": "read", "operator": "operate", "master": "admin"}
@@ -363,3 +370,48 @@ def test_experts_executors_texts_and_reasons_are_told(busy):
     assert explained["sentences"]
     assert web.error("/api/explain?subject=nobody", status=404)["reason"] == "NOT_FOUND"
     assert web.error("/api/expert?id=cls/none", status=404)["field"] == "id"
+
+
+def test_a_text_under_way_is_told_with_who_writes_it(text_line):
+    with with_door(text_line).served() as service:
+        web, reader = Web(service), Held()
+        service.desk.generate(TextOrder("llm/code", "the quick fox", most_tokens=4, sampling=GREEDY), reader)
+        until(lambda: reader.pieces)
+        (row,) = web.json("/api/texts")["under_way"]
+        assert (row["number"], row["model"], row["expert"]) == (1, "llm/code", "llm/code")
+        assert row["read_tokens"] > 0
+        assert row["waited_s"] > 0
+        assert state(web)["texts"]["under_way"] == 1
+        reader.may_go_on.set()
+        reader.wait()
+        until(lambda: (texts := state(web)["texts"])["ended"] == 1 and texts["under_way"] == 0)
+        told = web.json("/api/texts")
+        assert (told["under_way"], told["first_token_s"] > 0) == ([], True)
+        assert {model["name"] for model in told["models"] if not model["is_ready"]} == {"llm/mute"}
+
+
+def test_a_trace_is_a_file_that_no_browser_keeps(busy):
+    status, headers, content = Web(busy[0])("/api/trace?last=600")
+    assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/octet-stream", "no-store")
+    assert len(content) > 100
+
+
+def test_what_an_anomaly_expert_measured_is_shown_in_heat_colours(line):
+    map_ = AnomalyMap(2, 2, 0.0, 1.0, bytes((0, 85, 170, 255)))
+    with line.served() as service:
+        anomaly = {"score": 1.0, "threshold": 0.5}
+        step = {"expert": "look/x", "label": "anomalous", "score": 1.0, "boxes": [], "anomaly": anomaly}
+        found = result(
+            "api/k", Verdict.NG, component="c0", detail={"steps": [step]}, maps=(KeptMap(0, "look/x", map_png(map_)),)
+        )
+        service.store.record(found)
+        web = Web(service)
+        until(lambda: web.json("/api/results")["results"])
+        (row,) = web.json("/api/results")["results"]
+        assert (row["has_maps"], row["has_image"]) == (True, False)
+        (told,) = web.json("/api/results/1")["steps"]
+        assert told["anomaly"] == anomaly | {"has_map": True}
+        heat = shown(web, "/api/results/1/maps/0")
+        opacity = [heat.getpixel((x, y))[3] for y in (0, 1) for x in (0, 1)]
+        assert opacity == sorted(opacity)
+        assert (opacity[0], opacity[-1]) == (0, 166)
