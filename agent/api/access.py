@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from hashlib import sha256
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.config import read_secret
 from experts.errors import OrderRefused, Refusing
@@ -57,6 +57,7 @@ class Caller:
 
 
 ANONYMOUS, OWNER = "anonymous", "owner"
+SIGNAL = Caller("signal", Role.ADMIN)  # of whoever may send one to the agent
 NOBODY = Caller(ANONYMOUS, Role.INSPECT)
 STRANGER = Caller(ANONYMOUS, Role.READ)
 CALLING: ContextVar[Caller] = ContextVar("calling", default=STRANGER)  # of the call under way
@@ -141,12 +142,14 @@ def logged(caller: Caller, action: str, subject: str, outcome: str) -> None:
 
 
 @contextmanager
-def audited(audit: Audit, action: str, subject: Callable[[], str]) -> Iterator[None]:
-    """Context of a call that changes something: its end is audited."""
+def audited(
+    audit: Audit, action: str, subject: Callable[[], str], done: Callable[[], str] = lambda: "done"
+) -> Iterator[None]:
+    """Context of a call that changes something: its end is audited. ``done``: outcome of a call that was answered."""
     outcome = "cut off"
     try:
         yield
-        outcome = "done"
+        outcome = done()
     except OrderRefused as refused:
         outcome = f"{refused.reason}: {refused}"
         raise
@@ -155,3 +158,8 @@ def audited(audit: Audit, action: str, subject: Callable[[], str]) -> Iterator[N
         raise
     finally:
         audit(CALLING.get(), action, subject(), outcome)
+
+
+def ended(answer: Any) -> str:  # noqa: ANN401  # of any call
+    """Outcome of an answered call: a reload may have changed nothing."""
+    return "done" if getattr(answer, "is_applied", True) else f"not applied: {'; '.join(answer.problems)}"

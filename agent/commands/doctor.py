@@ -231,6 +231,7 @@ def _secrets(config: LineConfig) -> Iterator[Check]:
     secrets = {
         **{f"of camera {camera.name}": camera.password for camera in config.intake.cameras},
         "api.token": config.api.token,
+        **{f"api.tokens.{name}": token for name, token in config.api.tokens.items()},
         "outbox.mqtt.password": None if mqtt is None else mqtt.password,
         "outbox.webhook.token": None if webhook is None else webhook.token,
     }

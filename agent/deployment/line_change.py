@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
 LIVE_KEYS = ("experts", "routes", "boards")
-TEXTS = "texts"
+LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # of other sections
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
@@ -74,13 +74,15 @@ def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
 
 
 def _fixed(key: str, values: Mapping[str, Any]) -> object:
-    if key != TEXTS:
+    live = LIVE_PARTS.get(key)
+    if live is None:
         return values.get(key)
-    return {name: value for name, value in (values.get(key) or {}).items() if name != "routes"}
+    return {name: value for name, value in (values.get(key) or {}).items() if name != live}
 
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
-    return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document)
+    api = old.api.model_copy(update={"tokens": new.api.tokens})
+    return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document, api=api)
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:

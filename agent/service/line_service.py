@@ -226,7 +226,7 @@ class LineService:
     def _api(self) -> ApiServer:
         from agent.api.server import ApiServer
 
-        return ApiServer(self._config.api, self.desk, self._credentials, self._audit, self._call_statistics)
+        return ApiServer(self._config.api, self.desk, self._credentials, self.audit, self._call_statistics)
 
     @cached_property
     def _call_statistics(self) -> CallStatistics:
@@ -256,10 +256,11 @@ class LineService:
             Monitoring(LineMetrics(parts, self._upkeep)).part(),
             pages_part(),  # the last one answers the rest
         ]
-        door = Door(rooms, self._credentials.tokens, self._audit, api.limits)
+        door = Door(rooms, self._credentials.tokens, self.audit, api.limits)
         return WebServer(api, door, self._credentials.context())
 
-    def _audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
+    def audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
+        """Implements ``agent.api.access.Audit``."""
         sha256 = self._config.catalog.sha256
         self._trail.record(Deed(caller.name, caller.role.name.lower(), action, subject, outcome, sha256))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from agent.api.access import CALLING, SIGNAL, audited, ended
 from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.garbage import keep_what_is_here
@@ -185,7 +186,9 @@ def _reload(service: LineService, notifier: Notifier) -> None:
     """Handle SIGHUP: a refused line file leaves the old configuration in place."""
     notifier.reloading()
     try:
-        done = service.desk.reload()
+        CALLING.set(SIGNAL)
+        with audited(service.audit, "reload", str, lambda: ended(done)):
+            done = service.desk.reload()
     except OrderRefused as refused:
         log.error("reload_refused reason=%s", refused)
     else:

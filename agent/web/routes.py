@@ -49,7 +49,8 @@ STATUS = {
 
 @dataclass(slots=True)
 class Call:
-    """Request of a caller, with its whole body. ``about``: what it changes, set by the answer, for the audit.
+    """Request of a caller, with its whole body. ``about``, ``outcome``: for the audit, what it changes and how it
+    ended, set by the answer.
     ``room``: of the body; an answer that waits leaves it once the body is counted elsewhere."""
 
     request: Request
@@ -57,6 +58,7 @@ class Call:
     body: bytes
     room: Room
     about: str = ""
+    outcome: str = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Endpoint:
         try:
             call.caller.check(rule.least)
             if rule.action is not None:
-                with audited(scope[AUDIT], rule.action, lambda: call.about):
+                with audited(scope[AUDIT], rule.action, lambda: call.about, lambda: call.outcome):
                     call.body = await body_of(request, rule.body_bytes, room)
                     response = await self.answer(call)
                 await response(scope, receive, send)
@@ -119,6 +121,7 @@ class Pieces(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)  # uvicorn sends nothing to a caller that left, and does not say so: be cancelled
             await send({"type": "http.response.body", "body": b""})
 
 

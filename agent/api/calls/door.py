@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from agent.api.access import Role, audited, logged
+from agent.api.access import Role, audited, ended, logged
 from agent.api.calls.budget import Budget, Room
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
 from experts.errors import OrderRefused, Refusing
@@ -184,7 +184,7 @@ class _Guarded:
             else:
                 request = await self._given(context, room)
                 subject = getattr(request, action.subject, "")
-                with audited(self._door.audit, action.name, lambda: subject):
+                with audited(self._door.audit, action.name, lambda: subject, lambda: ended(answer)):
                     answer = await self._call(request, room)
         return answer  # a refused call has none
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
+from agent.api.access import ended
 from agent.web.door import Part
 from agent.web.openapi import document
 from agent.web.operations import NO_STORE, asked_of, body_of_json, json_answer
@@ -117,8 +118,13 @@ class StationRoutes:
                 given = body_of_json(operation.body, call.request, call.body)
             if operation.action is not None:
                 call.about = ", ".join(f"{name} {value}" for name, value in given if value is not None)
-            ask = partial(self._station.changes[operation], call.caller.name, given)
-            content = await self._told(self._changing, lambda: adapter.dump_json(ask(), by_alias=True), CHANGE_S)
+
+            def change() -> bytes:
+                found = self._station.changes[operation](call.caller.name, given)
+                call.outcome = ended(found)
+                return adapter.dump_json(found, by_alias=True)
+
+            content = await self._told(self._changing, change, CHANGE_S)
             return json_answer(content, operation.status)
 
         return answer

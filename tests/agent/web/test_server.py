@@ -15,16 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.api.access import Tokens
 from agent.line_file.api import ApiSection
-from agent.web.door import Door
 from agent.web.listening import listener_at
 from agent.web.monitoring import Monitoring
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
-from agent.web.server import ARRIVALS, WebServer
+from agent.web.server import ARRIVALS
 from experts.errors import AddressUnusable
+from tests.agent.web.callers import PATIENCE_S, TCP, asked, connected, hears_nothing_more, opened
 from tests.waiting import until
-
-PATIENCE_S = 60.0
-TCP = "127.0.0.1:0"
 
 
 class FakeLine:
@@ -56,42 +53,13 @@ def line():
     made.goes_on.set()
 
 
-def unheard(caller, action, subject, outcome):
-    raise AssertionError((caller, action, subject, outcome))
-
-
 @contextmanager
 def served(line, *addresses, **options):
-    far = {
-        "tls": {"certificate": "box.pem", "key": "box.key"},
-        "tokens": {"mes": {"role": "read", "file": "/dev/null"}},
-    }
+    tls, token = {"certificate": "box.pem", "key": "box.key"}, {"role": "read", "file": "mes.token"}
+    far = {"tls": tls, "tokens": {"mes": token}}  # for addresses of other machines
     api = ApiSection.model_validate({"http": addresses or (TCP,), **far}, context={"folder": Path()})
-    door = Door([Monitoring(line, **options).part()], Tokens(ApiSection()), unheard, api.limits)
-    server = WebServer(api, door)
-    try:
-        server.start()
+    with opened([Monitoring(line, **options).part()], api, tokens=Tokens(ApiSection())) as server:
         yield server.addresses
-    finally:
-        server.stop()
-
-
-def connected(address):
-    if address.startswith("unix:"):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(PATIENCE_S)
-        connection.connect(address.removeprefix("unix:"))
-        return connection
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
-
-
-def asked(address, path, method="GET"):
-    with closing(http.client.HTTPConnection("localhost", timeout=PATIENCE_S)) as caller:
-        caller.sock = connected(address)
-        caller.request(method, path)
-        answer = caller.getresponse()
-        return answer.status, answer.headers, answer.read().decode()
 
 
 def answers(address):
@@ -99,18 +67,6 @@ def answers(address):
         return asked(address, "/health/live")[0] == 200
     except (http.client.HTTPException, ConnectionError):
         return False
-
-
-def hears_nothing_more(connection):
-    """Whether the other side has ended it, sooner or later, in whatever way."""
-    try:
-        while connection.recv(65536):
-            continue
-    except TimeoutError:
-        return False
-    except ConnectionError:
-        pass
-    return True
 
 
 @pytest.fixture
