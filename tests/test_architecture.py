@@ -144,7 +144,7 @@ ROOMS = {
     "agent.service.station": (
         "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
         "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.api.calls.desk",
-        "agent.web.operations", "agent.web.operations", "agent.web.station", "agent.service.desk",
+        "agent.web.operations", "agent.web.station", "agent.service.desk", "agent.service.inspections",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",

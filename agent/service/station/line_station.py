@@ -14,6 +14,7 @@ from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
 from agent.service.desk.tracing import trace_of
+from agent.service.inspections.courses import course_values
 from agent.service.station.line_texts import check_text, line_document, swapped
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
@@ -44,7 +45,7 @@ class LineStation:
         self._desk = desk
         self._started_s = time.monotonic()
         self._pictures = Pictures(self._config)
-        stored = StoredRows(parts.store, self._pictures, self._config)
+        stored = StoredRows(parts.store, self._pictures, self._course_of, self._config)
         self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)
@@ -78,6 +79,10 @@ class LineStation:
 
     def _config(self) -> LineConfig:
         return self._line.inspector.agent.config
+
+    def _course_of(self, key: str) -> dict[str, Any] | None:
+        course = self._line.inspector.agent.loop.record.find(key)
+        return None if course is None else course_values(course)
 
     def _explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
         found = self._desk.explanation(query.subject)

@@ -17,7 +17,8 @@ from experts.expert import Verdict
 from experts.thresholds.map_pictures import heat_png
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from agent.config import LineConfig
     from agent.records.result_writer import ResultStore
@@ -25,17 +26,23 @@ if TYPE_CHECKING:
     from agent.service.station.pictures import Pictures
     from agent.web.station import questions as asked
 
+    CourseOf = Callable[[str], Mapping[str, Any] | None]
+
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class StoredRows:
     """For any thread."""
 
-    def __init__(self, store: ResultStore, pictures: Pictures, config: Callable[[], LineConfig]) -> None:
+    def __init__(
+        self, store: ResultStore, pictures: Pictures, course_of: CourseOf, config: Callable[[], LineConfig]
+    ) -> None:
+        """``course_of``: of the latest request with a key, while it is known."""
         self._store = store
         self._path = store.path
         self._pages = StationReader(store.path)
         self._pictures = pictures
+        self._course_of = course_of
         self._config = config
         self.reviews_read = ReviewReader(store.path)
 
@@ -56,7 +63,7 @@ class StoredRows:
             size=self._pictures.size(listed.row),
             config_sha256=result.config_sha256,
             reviews=tuple(map(review_view, reviews)),
-            timeline=result.detail.get("course"),
+            timeline=result.detail.get("course") or self._course_of(result.subject.key),
         )
 
     def _source(self, name: str | None) -> str | None:

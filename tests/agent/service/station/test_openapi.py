@@ -1,14 +1,18 @@
 """The OpenAPI document of a running line: what it promises is kept, whatever is sent."""
 
+import json
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks
+from typer.testing import CliRunner
 
 from agent.web.station.served import OF_SESSION, OPERATIONS
 from agent.web.texts import described
+from coserve import app
 from tests.agent.service.fake_line import FakeLine, asked, picture
 from tests.agent.service.station.test_station import Web, with_door
 from tests.lines import order as order_of
@@ -71,3 +75,9 @@ def test_every_operation_is_in_the_document(api):
     _, schema = api
     told = {f"{one.ok().method.upper()} {one.ok().path}" for one in schema.get_all_operations()}
     assert {named(operation) for operation in ALL} == told
+
+
+def test_the_command_prints_the_document_that_is_served(api):
+    service, _ = api
+    printed = CliRunner().invoke(app, ["config", "openapi"])
+    assert json.loads(printed.stdout) == Web(service).json("/api/openapi.json")

@@ -194,6 +194,8 @@ def test_a_result_tells_its_steps_its_course_and_its_image(busy):
     assert [(step["expert"], step["label"], step["boxes"]) for step in found["steps"]] == [("cls/f0", "bad", [])]
     assert (found["size"], found["box"], found["has_image"], found["reviews"]) == ([8, 8], None, True, [])
     assert [step["expert"] for step in found["timeline"]["steps"]] == ["cls/f0"]
+    (quick,) = web.json("/api/results?board=S1&component=c1")["results"]  # its course is only remembered
+    assert [step["expert"] for step in web.json(f"/api/results/{quick['seq']}")["timeline"]["steps"]] == ["cls/f1"]
     assert web.error("/api/results/99", status=404) == {
         "reason": "NOT_FOUND", "message": "no result 99", "field": "seq",
     }  # fmt: skip
