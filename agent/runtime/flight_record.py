@@ -12,11 +12,11 @@ Times are those of the loop's clock. Experts have the Engine's names.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agent.core import events
@@ -24,7 +24,7 @@ from agent.core.effects import AssignmentCandidate
 from agent.runtime.images.preparation import ImagePrepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.core.effects import Assigned, Evict, StartLoad
     from agent.core.events import Event
@@ -35,8 +35,8 @@ REQUESTS = BATCHES = 8_192  # arbitrary, as are those below: about 25 MB in all 
 DECISIONS = 32_768
 LOADS, EVICTIONS = 4_096, 2_048
 CANDIDATES = 12  # of an eviction, in ranked order
+WAITS = 1_000  # latest images of an expert whose times are summed up
 MARKS = 64  # of one request: what it asked and when, assignments, batches
-WAITS = 1_000  # latest images whose waits are summed up
 
 Entry = TypeVar("Entry")
 
@@ -73,9 +73,8 @@ class LoadSpan:
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSpan:
-    """Batch of images, or quantum of texts. ``ended_s``: None while it runs."""
+class BatchSpan(NamedTuple):
+    """Batch of images, or quantum of texts. ``ended_s``: None while it runs. A tuple for speed, as those below."""
 
     executor: int
     expert: str
@@ -86,8 +85,7 @@ class BatchSpan:
     has_failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionSpan:
+class DecisionSpan(NamedTuple):
     event: str
     began_s: float
     seconds: float
@@ -95,15 +93,13 @@ class DecisionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans that were under way since ``since_s``, each kind in order of begin, and evictions. ``at_s``: now."""
+    """Spans that were under way since ``since_s``, in order of begin, and evictions. ``at_s``: now."""
 
     at_s: float
     since_s: float
     batches: tuple[BatchSpan, ...]
     loads: tuple[LoadSpan, ...]
     evictions: tuple[Eviction, ...]
-    decisions: tuple[DecisionSpan, ...]
-    prepared: tuple[ImagePrepared, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +140,7 @@ class RequestCourse:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSeen:
-    """One expert in the record. ``p50_s``, ``p99_s``: of its images, from queued to answered; None without any."""
+    """One expert in the record. ``p50_s``, ``p99_s``: of its latest images, from queued to answered; None without."""
 
     images: int
     batches: int
@@ -182,12 +178,6 @@ class _Ran(NamedTuple):
     is_quantum: bool
     has_failed: bool
     loads: tuple[_Load, ...]
-
-    def spans(self) -> Iterator[BatchSpan]:
-        for expert, requests in zip(self.portions[::2], self.portions[1::2], strict=True):
-            yield BatchSpan(
-                self.executor, str(expert), int(requests), self.began_s, self.ended_s, self.is_quantum, self.has_failed
-            )
 
 
 class _Queued(NamedTuple):
@@ -228,10 +218,6 @@ class _Trip(NamedTuple):
     key: str
     ended_s: float | None
     noted: Sequence[Any]
-
-    @property
-    def first_run(self) -> _Ran | None:
-        return next((_Ran(*mark) for mark in self.noted[2:] if len(mark) == RAN), None)
 
     @property
     def steps(self) -> Iterator[tuple[_Queued, Sequence[_Ran]]]:
@@ -373,19 +359,21 @@ class FlightRecord:
     def timeline(self, last_s: float) -> Timeline:
         now_s = self._clock()
         since_s = now_s - last_s
-        ran = [each for each in self._batches() if each.ended_s is None or each.ended_s >= since_s]
         loads = [load for load in _copied(self._loads) if load.ended_s is None or load.ended_s >= since_s]
-        decisions = (DecisionSpan(*each) for each in _copied(self._decisions))
-        prepared = (ImagePrepared(*each) for each in _copied(self._prepared))
-        return Timeline(
-            now_s,
-            since_s,
-            tuple(span for each in sorted(ran, key=lambda each: each.began_s) for span in each.spans()),
-            tuple(load.span() for load in loads),
-            self.evictions(last_s),
-            tuple(each for each in decisions if each.began_s + each.seconds >= since_s),
-            tuple(sorted((each for each in prepared if each.ended_s >= since_s), key=lambda each: each.began_s)),
+        spans = sorted(
+            (span for each in self._batches(since_s) for span in _spans(each)), key=lambda each: each.began_s
         )
+        return Timeline(now_s, since_s, tuple(spans), tuple(load.span() for load in loads), self.evictions(last_s))
+
+    def decisions(self, since_s: float) -> list[DecisionSpan]:
+        """Oldest first."""
+        decisions = map(DecisionSpan._make, reversed(_copied(self._decisions)))
+        return [*takewhile(lambda each: each.began_s >= since_s, decisions)][::-1]
+
+    def prepared(self, since_s: float) -> list[ImagePrepared]:
+        """Images of which the preparation ended since, in order of begin."""
+        latest = takewhile(lambda each: each[4] >= since_s, reversed(_copied(self._prepared)))
+        return sorted((ImagePrepared(*each) for each in latest), key=lambda each: each.began_s)
 
     def evictions(self, last_s: float = math.inf) -> tuple[Eviction, ...]:
         """Oldest first."""
@@ -425,34 +413,22 @@ class FlightRecord:
 
     def seen(self, expert: str) -> ExpertSeen:
         """Images and batches of an expert, quanta of texts not counted."""
-        spans = [span for each in self._batches() if not each.is_quantum for span in each.spans()]
-        batches = [span.requests for span in spans if span.expert == expert]
-        waits_s = [
-            (runs[-1].ended_s or runs[-1].began_s) - queued.at_s
-            for each in _copied(self._ended)
-            for queued, runs in _Trip(*each).steps
-            if queued.expert == expert and runs
-        ]
-        return ExpertSeen(sum(batches), len(batches), percentile(waits_s, 0.5), percentile(waits_s, 0.99))
+        ran = [each for each in _copied(self._ran) if expert in each[1]]  # portions: most batches are skipped
+        spans = [span for each in ran for span in _spans(each) if span.expert == expert and not span.is_quantum]
+        waits_s: list[float] = []
+        for trip in reversed(_copied(self._ended)):
+            if len(waits_s) >= WAITS:
+                break
+            if any(mark[1] == expert for mark in trip[3][2:]):  # so that few trips are looked into
+                steps = [step for step in _Trip(*trip).steps if step[0].expert == expert and step[1]]
+                waits_s += [(runs[-1].ended_s or runs[-1].began_s) - queued.at_s for queued, runs in steps]
+        images = sum(span.requests for span in spans)
+        return ExpertSeen(images, len(spans), percentile(waits_s, 0.5), percentile(waits_s, 0.99))
 
-    def busy_shares(self, last_s: float) -> Mapping[int, float]:
-        """Share of the last seconds that each executor was running batches."""
-        now_s = self._clock()
-        busy_s: defaultdict[int, float] = defaultdict(float)
-        for each in self._batches():
-            ended_s = now_s if each.ended_s is None else each.ended_s
-            busy_s[each.executor] += max(ended_s - max(each.began_s, now_s - last_s), 0.0)
-        return {executor: min(busy_s[executor] / last_s, 1.0) for executor in _copied(self._executors)}
-
-    def wait_p99_s(self) -> float | None:
-        """Of the ``WAITS`` latest ended requests: seconds from arrival to the first batch."""
-        ended = [_Trip(*each) for each in _copied(self._ended)[-WAITS:]]
-        return percentile([run.began_s - each.noted[1] for each in ended if (run := each.first_run) is not None], 0.99)
-
-    def _batches(self) -> list[_Ran]:
-        """Batches that have ended, then those that run."""
-        running = [run.plain(None) for run in _copied(self._running.values())]
-        return [_Ran(*each) for each in (*_copied(self._ran), *running)]
+    def _batches(self, since_s: float) -> Iterator[tuple[Any, ...]]:
+        """Plain tuples of batches that run, then of those that have ended since, latest first."""
+        yield from (run.plain(None) for run in _copied(self._running.values()))
+        yield from takewhile(lambda each: each[3] >= since_s, reversed(_copied(self._ran)))
 
     def _course(self, trip: _Trip) -> RequestCourse:
         asked, arrived_s = trip.noted[:2]
@@ -481,6 +457,12 @@ class FlightRecord:
             queued.expert, spec.id, spec.processor, queued.joined, tuple(candidates), queued.at_s - arrived_s,
             _one_load(waited), batch,
         )  # fmt: skip
+
+
+def _spans(ran: tuple[Any, ...]) -> Iterator[BatchSpan]:
+    executor, portions, *times = ran[:-1]  # fields of _Ran
+    for place in range(0, len(portions), 2):
+        yield BatchSpan(executor, portions[place], portions[place + 1], *times)
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:

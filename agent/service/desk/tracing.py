@@ -41,7 +41,8 @@ class Slice(NamedTuple):
 def trace_of(loop: AgentLoop, line: str, last_s: float) -> bytes:
     """Perfetto trace of the last seconds."""
     pools, timeline = loop.statistics().engine.pools, loop.record.timeline(last_s)
-    tracks = {**_executors(loop, timeline), **_links(timeline), **_decisions(timeline), **_preparation(timeline)}
+    tracks = {**_executors(loop, timeline), **_links(timeline)}
+    tracks |= {**_decisions(loop, timeline.since_s), **_preparation(loop, timeline.since_s)}
     uuids = count(PROCESS + 1)
     process = _message((1, os.getpid()), (6, f"coserve {line}"))
     head = [_packet(None, (60, _message((1, PROCESS), (3, process))))]
@@ -85,15 +86,17 @@ def _links(timeline: Timeline) -> dict[str, list[Slice]]:
     return dict(sorted(tracks.items()))
 
 
-def _decisions(timeline: Timeline) -> dict[str, list[Slice]]:
+def _decisions(loop: AgentLoop, since_s: float) -> dict[str, list[Slice]]:
     return {
-        "decisions": [Slice(each.began_s, each.began_s + each.seconds, each.event, {}) for each in timeline.decisions]
+        "decisions": [
+            Slice(each.began_s, each.began_s + each.seconds, each.event, {}) for each in loop.record.decisions(since_s)
+        ]
     }
 
 
-def _preparation(timeline: Timeline) -> dict[str, list[Slice]]:
+def _preparation(loop: AgentLoop, since_s: float) -> dict[str, list[Slice]]:
     tracks: defaultdict[str, list[Slice]] = defaultdict(list)
-    for each in timeline.prepared:
+    for each in loop.record.prepared(since_s):
         notes = {} if each.request is None else {"request": each.request}
         tracks[f"preparation {each.thread}"].append(Slice(each.began_s, each.ended_s, each.expert, notes))
     return dict(sorted(tracks.items()))
