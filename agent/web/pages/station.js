@@ -257,7 +257,7 @@ const thumbnail = (result) => result.has_image && h("img", {src: `/api/results/$
 
 /** Lines of a panel: a name with its extra, a word, what is told, and a bar filled to `part`. */
 const rows = (items, none) => !items.length ? h("p.none", none) : h("ul.rows", items.map((item) =>
-  h("li", {key: item.key ?? item.name, class: `${item.bad ? "bad" : ""} ${"part" in item ? "barred" : ""}`, title: item.bad || null},
+  h("li", {key: item.key ?? item.name, class: `${item.bad ? "bad" : ""} ${"part" in item ? "barred" : ""}`, title: item.bad || item.name},
     item.mark && mark(item.mark), h(item.href ? "a.name" : "span.name", {href: item.href}, item.name, " ", h("small", item.extra)),
     item.word !== undefined && h("b", item.word), item.told && h("span.told", item.told), "part" in item && bar(item.part, item.kind))));
 
@@ -364,10 +364,10 @@ const pareto = (bars) => panel("Defects of the shift", null, rows(bars.map((each
 
 // ---- a case: the image, the chain of experts, the second verdict
 
-/** The chosen case, else the one in its place or the newest; notes when that is another one than before. */
-function turned(cases) {
+/** The chosen case, else the usual one; notes when that is another one than before. */
+function turned(cases, usual = cases[0]) {
   const at = cases.findIndex((each) => each.seq === chosen.seq);
-  const found = at >= 0 ? cases[at] : cases[location.pathname === "/" ? 0 : Math.min(chosen.at, cases.length - 1)] ?? null;
+  const found = at >= 0 ? cases[at] : usual;
   if (at >= 0) chosen.at = at;
   if (found?.seq !== chosen.shown) turn(chosen.seq, found?.seq ?? null, chosen.shown === null ? -TURNED_MS : now());
   return found;
@@ -394,15 +394,22 @@ function caseView(result, cases, title = "Newest NG and UNKNOWN") {
   return panel(title, {class: `case ${result.verdict}`},
     h("div.caption", badge(result.verdict, "large"),
       h("div.what", h("b", result.label ?? "no label", h("small", result.score === null ? "" : fixed(result.score, 3))),
-        h("span", `${partOf(result)} · `, result.board === null ? result.image : link(`/review${query({board: result.board})}`, `board ${result.board}`), ` · ${clock(result.finished_at)}`)),
+        h("span", `${partOf(result)} · `, boardLink(result), ` · ${clock(result.finished_at)}`)),
       h("div.turn", location.pathname === "/" && chosen.seq !== null && at > 0 && button(`${at} newer`, () => choose(null), {class: "quiet"}),
         button("‹", () => step(-1), {"aria-label": "newer case", disabled: at <= 0}), h("span", `${at + 1}/${cases.length}`),
         button("›", () => step(1), {"aria-label": "older case", disabled: at >= cases.length - 1}))),
-    h("div.body", picture(result, answer.value), chosen.isWhy ? why(result) : chain(result, answer)),
+    h("div.body", picture(result, answer.value), chosen.isWhy ? why(result.seq) : chain(result, answer)),
     h("div.strip", {role: "group", "aria-label": "cases"}, cases.slice(Math.max(0, at - 11), Math.max(12, at + 1)).map((each) => h("button", {key: each.seq, type: "button",
       class: `${each.verdict} ${each.review ? "reviewed" : ""}`, "aria-current": each === result ? "true" : null, onclick: () => choose(each.seq),
       "aria-label": `${each.verdict} ${partOf(each)} ${each.label ?? ""}${each.review ? ", reviewed" : ""}`}, thumbnail(each), mark(each.verdict)))),
     secondVerdict(result, answer.value));
+}
+
+/** Link to the last run of a result's board; while that is open, to its results. */
+function boardLink({board, board_type, image}) {
+  if (board === null) return image;
+  const found = ask(`/api/boards${query({serial: board, board_type, limit: 1})}`, 20).value?.boards[0];
+  return link(found ? `/board/${found.number}` : `/review${query({board})}`, `board ${board}`);
 }
 
 function picture(result, detail) {
@@ -438,8 +445,8 @@ function measured({anomaly, outputs, score}) {
     bar(each.score, each.holds ? "bad" : "good", each.threshold))) : bar(score);
 }
 
-function why(result) {
-  const answer = ask(`/api/explain${query({subject: result.seq})}`);
+function why(subject) {
+  const answer = ask(`/api/explain${query({subject})}`, 20);
   return h("div.chain", {key: "why", tabindex: 0, "aria-label": "why"}, missing(answer) ??
     h("ul.sentences", answer.value.sentences.map((sentence) => h("li", sentence))));
 }
@@ -473,7 +480,7 @@ function secondVerdict(result, detail) {
 
 async function judge(result, verdict) {
   if (now() - chosen.turnedAt < TURNED_MS) return tell("The case has just changed: look, then press again.", true);
-  if (location.pathname === "/") pin();
+  pin();
   const given = await act("POST", "/api/reviews", {result: result.seq, verdict, label: chosen.label.trim() || null, reason: chosen.reason.trim() || null}, "kept");
   if (given) tell(`${FINDINGS[given.finding]}: kept beside the machine's verdict`);
 }
@@ -486,8 +493,7 @@ function board() {
   const answer = ask(boardPath(), 5);
   const value = answer.value;
   if (!value) return missing(answer);
-  const part = value.parts.find((each) => each.seq === chosen.seq) ?? value.parts.find((each) => each.verdict !== "OK") ?? value.parts[0];
-  chosen.shown = part?.seq ?? null;
+  const part = turned(value.parts, value.parts.find((each) => each.verdict !== "OK") ?? value.parts[0]);
   return h("div.two", h("div.column",
     h("div.caption", badge(value.verdict, "large"), h("div.what", h("h1", value.serial),
       h("span", `${value.board_type} · run ${value.number} · ${clock(value.opened_at)} – ${clock(value.closed_at)} · takt ${few(value.takt_s)} s`))),
@@ -540,6 +546,7 @@ function expert() {
   panel("Labels", null, h("p.labels", value.labels.map((label) => h("span", label))))),
   panel("Latency", "as profiled", table(["processor", "#one image", "#batch", "#its time", "load"], Object.entries(value.latency).map(([processor, row]) => ({key: processor,
     cells: [processor, seconds(row.one_s), row.batch, seconds(row.batch_s), Object.entries(row.load_s).map(([from, s]) => `${from} ${seconds(s)}`).join(", ")]})), "not profiled")),
+  panel("Why", "it is in memory or not", why(value.id)),
   panel("Evictions", "newest first", table(["at", "memory", "stage", "why", "for", "candidates"], value.evictions_recent.map((each) => ({
     cells: [clock(each.at), each.memory, each.stage, each.why, expertLink(each.for), (each.candidates ?? []).join(", ")]})), "not evicted lately")));
 }
@@ -604,7 +611,7 @@ function review() {
   const given = Object.fromEntries(new URLSearchParams(location.search));
   const answer = ask(reviewPath(), 3);
   const results = answer.value?.results ?? [];
-  const shown = turned(results);
+  const shown = turned(results, results[Math.min(chosen.at, results.length - 1)]);
   const next = answer.value?.next;
   const filter = (name) => ({key: `${name} ${given[name]}`, "aria-label": name, onchange: (event) => go(`/review${query({...given, before: null, [name]: event.target.value.trim()})}`)});
   return h("div.two", h("div.column", h("form.filters", {role: "search", onsubmit: (event) => event.preventDefault()}, FILTERS.map(([name, values]) => h("label", h("span", name),
@@ -730,7 +737,7 @@ document.addEventListener("keydown", (event) => {
 addEventListener("popstate", redraw);
 document.addEventListener("visibilitychange", () => {
   known.askAt = 0;
-  if (!document.hidden) tick();
+  if (!document.hidden && !known.polling) poll(); // which draws once it is answered
 });
 
 setInterval(tick, 1000);

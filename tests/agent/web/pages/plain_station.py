@@ -282,6 +282,7 @@ class PlainStation:
             "GET /api/results/{seq:int}/thumbnail": lambda call: picture(call.request.path_params["seq"], 160, 120),
             "GET /api/results/{seq:int}/frame": lambda call: picture(call.request.path_params["seq"], 900, 600),
             "GET /api/results/{seq:int}/maps/{step:int}": lambda _: heat(),
+            "GET /api/boards": self._boards,
             "GET /api/boards/{number:int}": self._board,
             "POST /api/boards/rework": lambda call: {"who": call.caller.name, "reason": None, "at": moment(0)},
             "POST /api/reviews": self._review,
@@ -359,6 +360,11 @@ class PlainStation:
         found = [each for each in found if each["seq"] < int(asked.get("before", 10**9))]
         page = found[:25]
         return {"results": page, "next": page[-1]["seq"] if len(found) > 25 else None}
+
+    def _boards(self, call: Call) -> dict[str, Any]:
+        serial = call.request.query_params["serial"]
+        found = [each for each in self.state["boards"] if each["number"] is not None and each["serial"] == serial]
+        return {"boards": found[:1], "next": None}
 
     def _board(self, call: Call) -> dict[str, Any]:
         number = call.request.path_params["number"]
@@ -490,7 +496,7 @@ class PlainStation:
             self._text("It waited 0.10 s in the group of cls/capacitor on cuda0."),
             "The group waited 0.21 s for its expert to be loaded from host.",
         ]
-        return {"subject": subject, "sentences": sentences, "timeline": self._course(self.results[int(subject)])}
+        return {"subject": subject, "sentences": sentences, "timeline": None}
 
 
 def picture(seq: int, width: int, height: int) -> Response:

@@ -122,6 +122,9 @@ class TestTheStation:
         expect(page.locator("main h1")).to_have_text("SN-2026-007309")
         page.go_back()
         expect(page.locator(".tiles")).to_be_visible()
+        page.keyboard.press("ArrowRight")
+        case(page).get_by_role("link", name="board SN-2026-007309").click()
+        expect(page).to_have_url(re.compile("/board/169$"))
 
 
 class TestTheSecondVerdict:
