@@ -68,8 +68,7 @@ class LineStation:
         }  # fmt: skip
 
     def state(self) -> views.StateView:
-        view: views.StateView = _read_by(lambda _: self._state.view())(None)
-        return view
+        return self._state.view()
 
     def uptime_s(self) -> float:
         return time.monotonic() - self._started_s

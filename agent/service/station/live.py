@@ -1,18 +1,20 @@
 """Latest results and boards of a line, and totals of its shift.
 
-Guarantees: what is shown is on the disk. The disk is read only after something was stored since the last look.
+Guarantees: what is shown is on the disk. The disk is read only after something was stored since the last look. While it
+cannot be read, what was read last is shown, with the failure.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from agent.records.results import Result
-from agent.records.station.pages import ResultQuery, RunningTotals, StationReader
+from agent.records.station.pages import ResultQuery, RunningTotals, StationReader, Totals
 from agent.records.station.reviews import Finding
 from experts.expert import Verdict
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from agent.records.boards import BoardVerdict
     from agent.records.result_reader import ResultReader
     from agent.records.results import BoardRow, Recorded
-    from agent.records.station.pages import ListedResult, Totals
+    from agent.records.station.pages import ListedResult
     from agent.records.station.reviews import ReviewReader
 
 BOARDS = 24
@@ -33,13 +35,14 @@ IMAGES = 1000  # whose waits are summed up
 
 @dataclass(frozen=True, slots=True)
 class LiveFigures:
-    """``cases``, ``boards``: newest first. ``takt_s``: median of these boards."""
+    """``cases``, ``boards``: newest first. ``takt_s``: median of these boards. ``failure``: why they are old."""
 
-    totals: Totals
-    findings: Mapping[str, int]
-    cases: tuple[ListedResult, ...]
-    boards: tuple[BoardRow, ...]
-    takt_s: float | None
+    totals: Totals = field(default_factory=lambda: Totals({}, {}, ()))
+    findings: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Finding), 0))
+    cases: tuple[ListedResult, ...] = ()
+    boards: tuple[BoardRow, ...] = ()
+    takt_s: float | None = None
+    failure: str | None = None
 
 
 class Live:
@@ -51,7 +54,7 @@ class Live:
         self._totals = RunningTotals(reader.path)
         self._reviews = reviews
         self._clock = clock
-        self._known: tuple[tuple[datetime, int], LiveFigures] | None = None
+        self._known: tuple[tuple[datetime, int] | None, LiveFigures] = (None, LiveFigures())
         self._lock = threading.Lock()  # guards all fields below
         self._changes = 0
         self._waits_s: deque[float] = deque(maxlen=IMAGES)
@@ -81,11 +84,15 @@ class Live:
             return sorted(self._waits_s)
 
     def figures(self, since: datetime) -> LiveFigures:
-        """Figures of the shift that began at ``since``. Raises sqlite3.Error and OSError if the disk is not read."""
+        """Figures of the shift that began at ``since``."""
         with self._lock:
             about = (since, self._changes)
-        if self._known is None or self._known[0] != about:
-            self._known = about, self._read(since)
+        known, figures = self._known
+        if known != about or figures.failure is not None:
+            try:
+                self._known = about, self._read(since)
+            except (sqlite3.Error, OSError) as error:
+                self._known = about, replace(figures, failure=str(error))
         return self._known[1]
 
     def _read(self, since: datetime) -> LiveFigures:

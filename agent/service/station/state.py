@@ -1,7 +1,7 @@
 """State of a line for its page: one document of one moment.
 
-Guarantees: what is always moving is rounded, so that the document of an idle line stays the same, to the byte. Nothing
-is read from the disk but reviews, after one was made or undone, and figures of a shift that has just begun.
+Guarantees: what is always moving is rounded, so that the document of an idle line stays the same, to the byte. A disk
+that cannot be read is told as a line that fails, beside what was read before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BARS = 8
 
 
 class LineState:
-    """For one thread at a time, but ``reviewed``."""
+    """For one thread at a time."""
 
     def __init__(self, parts: LineParts, receivers: Receivers, live: Live) -> None:
         self._line = parts
@@ -59,7 +59,7 @@ class LineState:
             version=version("coserve"),
             config_sha256=config.catalog.sha256,
             phase=line.phase(),
-            judging=self._judging(loop),
+            judging=self._judging(loop, figures),
             shift=views.ShiftView(
                 since, _each(figures.totals.verdicts), _each(figures.totals.boards), _rounded(figures.takt_s),
                 _takt_target_s(config, figures), figures.findings,
@@ -72,8 +72,7 @@ class LineState:
             cases=tuple(result_view(case, config) for case in figures.cases),
             sources=self._sources(recent),
             receivers=tuple(
-                views.ReceiverView(each.receiver, each.waiting, each.alarm)
-                for each in self._receivers()
+                views.ReceiverView(each.receiver, each.waiting, each.alarm) for each in self._receivers()
             ),
             executors=_executors(loop, recent),
             memories=tuple(
@@ -88,7 +87,7 @@ class LineState:
             standing=tuple(views.StandingView(*each) for each in standing_of(agent, loop.engine).items()),
         )  # fmt: skip
 
-    def _judging(self, loop: LoopStatistics) -> views.JudgingView:
+    def _judging(self, loop: LoopStatistics, figures: LiveFigures) -> views.JudgingView:
         line, alarm = self._line, self._line.store.statistics().alarm
         if (phase := line.phase()) is not None:
             return views.JudgingView("STOPPED", phase)
@@ -96,6 +95,8 @@ class LineState:
             return views.JudgingView("FAILING", str(crash))
         if alarm is not None:
             return views.JudgingView("FAILING", f"results are not stored: {alarm}")
+        if figures.failure is not None:
+            return views.JudgingView("FAILING", f"results are not read: {figures.failure}")
         age_s = self._live.last_age_s
         is_recent = age_s is not None and age_s < IDLE_S
         return views.JudgingView("JUDGING" if loop.requests_in_flight or is_recent else "IDLE")
@@ -113,7 +114,7 @@ class LineState:
         return tuple(
             views.SourceView(
                 one.name, one.kind, one.state, one.alarm, one.received, one.waiting,
-                round(recent[f"source {one.name}"], 1) if f"source {one.name}" in recent else 0.0, one.dropped,
+                round(recent.get(f"source {one.name}", 0.0), 1), one.dropped,
             )
             for one in self._line.sources()
         )  # fmt: skip

@@ -145,6 +145,22 @@ def test_an_idle_line_a_failing_one_and_one_that_stops_are_told_apart(line):
         until(lambda: state(web)["judging"] == {"state": "STOPPED", "reason": "it stops"})
 
 
+def test_a_disk_that_is_gone_is_told_and_what_was_read_before_is_still_shown(line):
+    with line.served() as service:
+        web = Web(service, "operator")
+        asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
+        until(lambda: state(web)["shift"]["verdicts"]["OK"] == 1)
+        (line.folder / "state").rename(line.folder / "away")
+        assert web.error("/api/results", status=503)["message"].startswith("results cannot be read")
+        order = order_of(picture(), component="c0", board="B2", ref="R2")
+        service.desk.order(order, _Nobody())
+        until(lambda: state(web)["judging"]["state"] == "FAILING")
+        assert state(web)["shift"]["verdicts"]["OK"] == 1
+        (line.folder / "away").rename(line.folder / "state")
+        until(lambda: state(web)["judging"]["state"] == "JUDGING")
+        until(lambda: state(web)["shift"]["verdicts"]["OK"] == 2)
+
+
 class _Nobody:
     def accepted(self): ...
 
