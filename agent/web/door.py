@@ -65,16 +65,13 @@ class Door:
         self._parts = (Part(("/api/session",), session_routes(tokens)), *parts)
         self._tokens = tokens
         self._audit = audit
-        largest_bytes = max((each.rule.body_bytes for each in self.endpoints()), default=0)
+        largest_bytes = max((_endpoint(each).rule.body_bytes for each in self.routes()), default=0)
         size_bytes = max(limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
         self._bodies = Budget(size_bytes)
         self._under_way: Counter[tuple[str, Part]] = Counter()
 
-    def endpoints(self) -> Iterator[Endpoint]:
-        for part in self._parts:
-            for route in part.routes:
-                assert isinstance(route.endpoint, Endpoint), route.path
-                yield route.endpoint
+    def routes(self) -> Iterator[Route]:
+        return (route for part in self._parts for route in part.routes)
 
     def stop(self) -> None:
         for part in self._parts:
@@ -150,10 +147,14 @@ def _found(routes: Sequence[Route], scope: Scope) -> tuple[Endpoint | None, str]
         match, more = route.matches(scope)
         if match is Match.FULL:
             scope.update(more)
-            return cast("Endpoint", route.endpoint), ""
+            return _endpoint(route), ""
         if match is Match.PARTIAL:
             allowed |= route.methods or set()
     return None, ", ".join(sorted(allowed))
+
+
+def _endpoint(route: Route) -> Endpoint:
+    return cast("Endpoint", route.endpoint)
 
 
 def _is_own_name(host: str) -> bool:

@@ -42,7 +42,7 @@ class WebServer:
     def __init__(self, api: ApiSection, door: Door, tls: ssl.SSLContext | None = None) -> None:
         self.addresses: tuple[str, ...] = ()
         self._api = api
-        self._door = door
+        self.door = door
         self._tls = tls
         self._listeners: list[Listener] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -81,7 +81,7 @@ class WebServer:
             self._loop.close()
             self._thread = None
         self._close()
-        self._door.stop()
+        self.door.stop()
 
     def _close(self) -> None:
         for listener in self._listeners:

@@ -1,4 +1,4 @@
-"""Texts of a served line over its wires: OpenAI's client, gRPC, and those who go away in the middle."""
+"""Texts of a served line over HTTP: OpenAI's client, the command line's, and those who go away in the middle."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,8 @@ import openai
 import pytest
 
 from agent.api.calls.desk import TextOrder
-from agent.api.client import AgentClient
+from agent.commands.asking import AgentAccess, generated, text_call
+from agent.web.client import WebClient
 from experts.llm.serving.generation import GREEDY
 from tests.agent.service.language_models import CONTEXT, Reader
 from tests.waiting import until
@@ -17,7 +18,7 @@ USER = [{"role": "user", "content": "the quick fox"}]
 @pytest.fixture
 def line(text_line, tmp_path_factory):
     """With addresses; a short path, as they have to be."""
-    text_line.document["api"] = {"grpc": f"unix:{tmp_path_factory.mktemp('s')}/c.sock", "http": "127.0.0.1:0"}
+    text_line.document["api"] = {"grpc": [], "http": ["127.0.0.1:0", f"unix:{tmp_path_factory.mktemp('s')}/w.sock"]}
     return text_line
 
 
@@ -47,9 +48,10 @@ def test_every_door_has_the_same_text(line):
         assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 10)
         streamed = client.chat.completions.create(**asked, stream=True)
         assert "".join(event.choices[0].delta.content or "" for event in streamed) == text
-        with AgentClient(line.document["api"]["grpc"]) as other:
-            *pieces, end = other.generate(TextOrder("llm/code", None, messages, 10, GREEDY))
-        assert ("".join(piece.text for piece in pieces), end.written_tokens) == (text, 10)
+        pieces = []
+        call = text_call("llm/code", messages, 10, None, (), {"temperature": 0.0})
+        row = generated(None, AgentAccess(service.web.addresses[1]), call, pieces.append)
+        assert ("".join(pieces), row["text"], row["written_tokens"]) == (text, text, 10)
         page = client.with_options(base_url=f"http://{service.web.addresses[0]}").get("/metrics", cast_to=str)
     for metric in (
         'texts_ended_total{ending="length"} 4.0', "texts_under_way 0.0", "text_first_token_seconds_count 4.0",
@@ -75,10 +77,9 @@ def test_who_goes_away_in_the_middle_leaves_nothing_behind(line):
         for _ in range(5):
             with client.completions.create(model="helpdesk", prompt="fox", stream=True, max_tokens=CONTEXT) as events:
                 next(iter(events))
-        with AgentClient(line.document["api"]["grpc"]) as other:
-            told = other.generate(TextOrder("llm/maths", "fox"))
-            next(told)
-            told.close()
+        told = WebClient(service.web.addresses[1]).events(*text_call("llm/maths", "fox", None, None, (), {}))
+        next(told)
+        told.close()
         until(lambda: service.agent.loop.requests_in_flight == 0)
         until(lambda: service.desk.status().texts.under_way == 0)
         assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0

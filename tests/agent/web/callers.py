@@ -43,7 +43,7 @@ def asked(address, path, method="GET", body=None, tls=None, **headers):
         content = json.dumps(body) if isinstance(body, dict) else body
         caller.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = caller.getresponse()
-        return answer.status, answer.headers, answer.read().decode()
+        return answer.status, answer.headers, answer.read().decode("utf-8", "replace")
 
 
 def hears_nothing_more(connection):
