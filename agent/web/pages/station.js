@@ -540,7 +540,7 @@ function expert() {
   h("div.figures", figure("images", fixed(value.seen?.images)), figure("p50", seconds(value.seen?.p50_s)), figure("p99", seconds(value.seen?.p99_s)),
     figure("loads", value.loads), figure("evictions", value.evictions), figure("in memory", value.memories.join(", ") || "no"),
     h("a.figure", {href: `/review${query({expert: value.id, finding: "false_call"})}`, class: value.false_calls ? "warn" : ""}, h("span", "false calls"), h("b", `${value.false_calls} of ${value.reviewed}`))),
-  h("div.cards", panel("Usage", `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}`, rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
+  h("div.cards", panel("Usage", value.usage_seen ? `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}` : "not seen yet", rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
     ({name, word: percent(share), part: share / most})))),
   panel("Second verdicts", null, rows(Object.entries(FINDINGS).map(([name, word]) => ({name: word, word: `${value.reviews[name] ?? 0}`})))),
   panel("Labels", null, h("p.labels", value.labels.map((label) => h("span", label))))),
