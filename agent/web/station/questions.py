@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 
 from agent.web.operations import WHOLE, Asked, Limit, Moment, Seq, Short, Yes
 
-LARGEST_LINE_FILE = 512 * 1024  # hundreds of experts take a quarter
 Machine = Literal["OK", "NG", "UNKNOWN"]
 Found = Literal["agree", "false_call", "missed_defect", "decided"]
 
@@ -102,7 +101,7 @@ class ExplainAsked(Asked):
 
 
 class LineText(Asked):
-    text: Annotated[str, Field(max_length=LARGEST_LINE_FILE)]
+    text: str
 
 
 class TriggerGiven(Asked):

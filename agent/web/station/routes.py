@@ -47,7 +47,7 @@ PATIENCE_S = 5.0
 CHANGE_S = 300.0  # a reload packs new experts
 THREADS = 4  # of questions about what is stored
 BODY_BYTES = 64 * 1024
-LINE_FILE_BYTES = 2 * asked.LARGEST_LINE_FILE  # as JSON
+LINE_FILE_BYTES = 512 * 1024  # of a line file: hundreds of experts take a quarter
 KEPT = {"cache-control": "private, max-age=300, immutable"}  # a new results file counts from 1 again
 
 Found = TypeVar("Found")
