@@ -20,7 +20,7 @@ from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Condition, Lock, current_thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
@@ -78,16 +78,6 @@ class ByteGate:
             with self._changed:
                 self._inside_bytes -= taken_bytes
                 self._changed.notify_all()
-
-
-class ImagePrepared(NamedTuple):
-    """Preparation of one image. ``request``: None without one."""
-
-    request: int | None
-    expert: str
-    thread: str
-    began_s: float
-    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +172,7 @@ class Preparation:
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
         self.watch: Callable[[int], AbstractContextManager[object]] = unwatched  # entered ahead of batches
-        self.latest: deque[tuple[Any, ...]] = deque(maxlen=LATEST)  # fields of ImagePrepared
+        self.latest: deque[tuple[Any, ...]] = deque(maxlen=LATEST)  # see FlightRecord
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
         """Queue the preparation of a request's image."""

@@ -64,7 +64,7 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
 
 
 def explained_result(row: ResultRow, graph: ExpertGraph, course: Mapping[str, Any] | None) -> list[str]:
-    """``course``: as of ``course_values``; None if it is no longer known."""
+    """``course``: the flight record's; None if it is no longer known."""
     result = row.result
     steps: Sequence[Mapping[str, object]] = result.detail.get("steps", ())
     sentences = [

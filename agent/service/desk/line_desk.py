@@ -30,7 +30,7 @@ from agent.service.desk.explaining import (
 )
 from agent.service.desk.orders import OrderTaker
 from agent.service.desk.views import board_view, measures_anomalies, run_view, verdict_view
-from agent.service.inspections.courses import course_values
+from agent.service.inspections.courses import with_line_experts
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Task
@@ -201,17 +201,16 @@ class LineDesk:
         row = store.find(CALLER_PREFIX + subject) or store.find(subject)
         if row is None and subject.isdecimal() and len(subject) <= DIGITS:
             row = store.numbered(int(subject))
+        found = record.find(CALLER_PREFIX + subject if row is None else row.result.subject.key) or record.find(subject)
+        course = None if found is None else with_line_experts(found[0])
         if row is not None:
-            seen = record.find(row.result.subject.key)
-            course = row.result.detail.get("course") or (None if seen is None else course_values(seen))
+            course = row.result.detail.get("course") or course
             return Explanation(subject, explained_result(row, catalog.graph, course), course)
-        under_way = record.find(CALLER_PREFIX + subject) or record.find(subject)
-        if under_way is None:
+        if found is None or course is None:
             known = "expert, no component, and no key or number of a result or of a request under way"
             raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no {known}")
-        course = course_values(under_way)
-        when = "has been judged" if under_way.is_over else "is under way"
-        sentences = [f"{subject} {when}, {under_way.total_s:.3f} s after its arrival.", *explained_course(course)]
+        when = "has been judged" if found[1] else "is under way"
+        sentences = [f"{subject} {when}, {course['total_s']:.3f} s after its arrival.", *explained_course(course)]
         return Explanation(subject, sentences, course)
 
 

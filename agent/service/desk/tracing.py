@@ -41,13 +41,14 @@ class Slice(NamedTuple):
 def trace_of(loop: AgentLoop, line: str, last_s: float) -> bytes:
     """Perfetto trace of the last seconds."""
     pools, timeline = loop.statistics().engine.pools, loop.record.timeline(last_s)
-    tracks = {**_executors(loop, timeline), **_links(timeline)}
-    tracks |= {**_decisions(loop, timeline.since_s), **_preparation(loop, timeline.since_s)}
+    tracks: defaultdict[str, list[Slice]] = defaultdict(list)
+    for track, one in _slices(loop, timeline):
+        tracks[track].append(one)
     uuids = count(PROCESS + 1)
     process = _message((1, os.getpid()), (6, f"coserve {line}"))
     head = [_packet(None, (60, _message((1, PROCESS), (3, process))))]
     timed: list[tuple[float, bytes]] = []
-    for name, slices in tracks.items():
+    for name, slices in sorted(tracks.items()):
         for number, lane in enumerate(_lanes(slices), start=1):
             uuid = next(uuids)
             head.append(_track(uuid, name if number == 1 else f"{name} ({number})"))
@@ -62,44 +63,26 @@ def trace_of(loop: AgentLoop, line: str, last_s: float) -> bytes:
     return b"".join((*head, *(packet for _, packet in timed)))
 
 
-def _executors(loop: AgentLoop, timeline: Timeline) -> dict[str, list[Slice]]:
-    names = {spec.id: f"executor {spec.id} {spec.processor}" for spec in loop.record.executors}
-    tracks: dict[str, list[Slice]] = {name: [] for name in names.values()}
+def _slices(loop: AgentLoop, timeline: Timeline) -> Iterator[tuple[str, Slice]]:
+    """Each slice, with the name of its track."""
+    record, since_s = loop.record, timeline.since_s
+    processors = {spec.id: spec.processor for spec in record.executors}
     for span in timeline.batches:
-        notes = {"requests": span.requests, "kind": "quantum" if span.is_quantum else "batch"}
+        notes: dict[str, int | str] = {"requests": span.requests, "kind": "quantum" if span.is_quantum else "batch"}
         notes |= {"failed": 1} if span.has_failed else {}
-        tracks[names[span.executor]].append(Slice(span.began_s, span.ended_s, line_name(span.expert), notes))
-    return tracks
-
-
-def _links(timeline: Timeline) -> dict[str, list[Slice]]:
-    tracks: defaultdict[str, list[Slice]] = defaultdict(list)
-    for span in timeline.loads:
-        notes: dict[str, int | str] = {"bytes": span.size_bytes}
-        if span.evicted:
-            notes |= {"evicted": ", ".join(line_name(each.expert) for each in span.evicted)}
-            notes |= {"claim": span.evicted[0].claim}
-        notes |= {} if span.failure is None else {"failure": span.failure}
-        tracks[f"link {span.source} to {span.pool}"].append(
-            Slice(span.began_s, span.ended_s, line_name(span.expert), notes)
-        )
-    return dict(sorted(tracks.items()))
-
-
-def _decisions(loop: AgentLoop, since_s: float) -> dict[str, list[Slice]]:
-    return {
-        "decisions": [
-            Slice(each.began_s, each.began_s + each.seconds, each.event, {}) for each in loop.record.decisions(since_s)
-        ]
-    }
-
-
-def _preparation(loop: AgentLoop, since_s: float) -> dict[str, list[Slice]]:
-    tracks: defaultdict[str, list[Slice]] = defaultdict(list)
-    for each in loop.record.prepared(since_s):
-        notes = {} if each.request is None else {"request": each.request}
-        tracks[f"preparation {each.thread}"].append(Slice(each.began_s, each.ended_s, each.expert, notes))
-    return dict(sorted(tracks.items()))
+        track = f"executor {span.executor} {processors[span.executor]}"
+        yield track, Slice(span.began_s, span.ended_s, line_name(span.expert), notes)
+    for load in timeline.loads:
+        notes = {"bytes": load.size_bytes} | ({} if load.failure is None else {"failure": load.failure})
+        if load.evicted:
+            evicted = ", ".join(line_name(each.expert) for each in load.evicted)
+            notes |= {"evicted": evicted, "claim": load.evicted[0].claim}
+        yield f"link {load.source} to {load.pool}", Slice(load.began_s, load.ended_s, line_name(load.expert), notes)
+    for event, began_s, seconds in record.decisions(since_s):
+        yield "decisions", Slice(began_s, began_s + seconds, event, {})
+    for request, expert, thread, began_s, ended_s in record.preparations(since_s):
+        about = {} if request is None else {"request": request}
+        yield f"preparation {thread}", Slice(began_s, ended_s, expert, about)
 
 
 def _used(pool: PoolStatistics, timeline: Timeline) -> list[tuple[float, int]]:

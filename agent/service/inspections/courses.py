@@ -1,4 +1,4 @@
-"""Courses of requests: what each step waited for, as values for JSON; and which of them are stored with the result."""
+"""Courses of requests: seconds, weights, what each step waited for; and which of them are stored with the result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from agent.runtime.flight_record import percentile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.runtime.flight_record import CourseStep, LoadSpan, RequestCourse
-
 LATEST = 1_000  # images that a slow one is compared with
 RENEWED = 100  # the limit is computed after so many images
 
@@ -22,7 +20,7 @@ RENEWED = 100  # the limit is computed after so many images
 class Course:
     """Seconds before the first batch and in batches. ``models``: sha256 of the weights file of each step.
 
-    ``steps``: the course to store with the result, as of ``course_values``; None for a quick OK.
+    ``steps``: the flight record's course, to store with the result; None for a quick OK.
     """
 
     queue_s: float = 0.0
@@ -51,42 +49,10 @@ class SlowImages:
         return is_slow
 
 
-def course_values(course: RequestCourse) -> dict[str, Any]:
-    """Values for JSON, under the line file's names; seconds since the image's arrival at the agent."""
-    return {"steps": [_step(step) for step in course.steps], "total_s": _rounded(course.total_s)}
-
-
-def _step(step: CourseStep) -> dict[str, Any]:
-    batch = step.batch
-    return {
-        "expert": line_name(step.expert),
-        "executor": step.executor,
-        "processor": step.processor,
-        "joined": step.joined,
-        "candidates": [
-            {"executor": each.executor, "queue_s": _rounded(each.queue_s), "addition_s": _rounded(each.addition_s)}
-            for each in step.candidates
-        ],
-        "queued_s": _rounded(step.queued_s),
-        "load": None if step.load is None else _load(step.load),
-        "batch": None
-        if batch is None
-        else {"images": batch.requests, "began_s": _rounded(batch.began_s), "seconds": _rounded(batch.seconds)},
-    }
-
-
-def _load(load: LoadSpan) -> dict[str, Any]:
-    """``claim``, ``stages``: why the evicted ones had to leave."""
-    return {
-        "from": load.source,
-        "to": load.pool,
-        "seconds": None if load.ended_s is None else _rounded(load.ended_s - load.began_s),
-        "evicted": [line_name(each.expert) for each in load.evicted],
-        "claim": load.evicted[0].claim if load.evicted else None,
-        "stages": [each.stage for each in load.evicted],
-        "failure": load.failure,
-    }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)
+def with_line_experts(course: dict[str, Any]) -> dict[str, Any]:
+    """The flight record's course under the line file's names."""
+    for step in course["steps"]:
+        step["expert"] = line_name(step["expert"])
+        if step["load"] is not None:
+            step["load"]["evicted"] = [line_name(each) for each in step["load"]["evicted"]]
+    return course

@@ -22,7 +22,7 @@ from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.runtime.texts import TextSource
-from agent.service.inspections.courses import Course, SlowImages, course_values
+from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
@@ -301,7 +301,7 @@ class Inspector:
         if outcome.verdict is Verdict.OK and not is_slow:
             return None
         course = self.agent.loop.record.course_of(submission.number)
-        return None if course is None else course_values(course)
+        return None if course is None else with_line_experts(course)
 
     def _count_ended(self) -> None:
         now_s = time.monotonic()

@@ -14,7 +14,7 @@ from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
 from agent.service.desk.tracing import trace_of
-from agent.service.inspections.courses import course_values
+from agent.service.inspections.courses import with_line_experts
 from agent.service.station.line_texts import check_text, line_document, swapped
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
@@ -80,8 +80,8 @@ class LineStation:
         return self._line.inspector.agent.config
 
     def _course_of(self, key: str) -> dict[str, Any] | None:
-        course = self._line.inspector.agent.loop.record.find(key)
-        return None if course is None else course_values(course)
+        found = self._line.inspector.agent.loop.record.find(key)
+        return None if found is None else with_line_experts(found[0])
 
     def _explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
         found = self._desk.explanation(query.subject)
