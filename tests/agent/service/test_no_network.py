@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from agent.api.calls.desk import TextOrder
-from agent.api.client import AgentClient
+from agent.commands.asking import AgentAccess, generated, text_call
 from experts.backends.detector import build_trainable
-from experts.llm.serving.generation import GREEDY
 from tests.agent import line_files
 from tests.agent.service.fake_line import picture
 from tests.waiting import until
@@ -86,7 +84,7 @@ def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_p
         "cls/f0": line_files.expert("shift.safetensors", "yolov5n", 64),
         "llm/code": {"architecture": "llm", "weights": str(models / "code")},
     }
-    line.document |= {"memory": {"host": "160MiB"}, "api": {"grpc": address}}
+    line.document |= {"memory": {"host": "160MiB"}, "api": {"http": address}}
     line.watch()
     line.drop("B1_c0_R1.png", picture(size=(64, 64)))
     agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(line.write()))
@@ -96,12 +94,12 @@ def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_p
         return line.shelf("done") + line.shelf("ng") + line.shelf("failed")
 
     until(is_judged)
-    with AgentClient(address) as client:
-        *_, end = client.generate(TextOrder("llm/code", "the quick", most_tokens=5, sampling=GREEDY))
+    call = text_call("llm/code", "the quick", 5, None, (), {"temperature": 0.0})
+    row = generated(None, AgentAccess(address), call, lambda _: None)
     agent.hold()
     agent.process.send_signal(signal.SIGTERM)
     _, err = agent.process.communicate(timeout=PATIENCE_S)
-    assert (agent.process.returncode, end.written_tokens) == (0, 5), err
+    assert (agent.process.returncode, row["written_tokens"]) == (0, 5), err
     assert [row.experts for row in line.rows] == [("cls/f0",)]
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
