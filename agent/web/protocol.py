@@ -85,9 +85,8 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        if not self.transport.is_closing():
-            self._count(is_idle=True)
-            self._expect(HEAD_S if self.conn.their_state is h11.DONE else LINGER_S)
+        self._count(is_idle=True)  # also one that is closing: TLS waits for its caller to agree
+        self._expect(HEAD_S if self.conn.their_state is h11.DONE else LINGER_S)
         super().on_response_complete()
 
     def pause_writing(self) -> None:

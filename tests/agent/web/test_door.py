@@ -83,6 +83,13 @@ def statuses(address, role=None, **given):
     return [asked(address, path, "POST", **bearer(role), **given)[0] for path in PATHS]
 
 
+def is_let_in(address, tls):
+    try:
+        return asked(address, "/x/open", tls=tls)[0] == 200
+    except OSError:
+        return False
+
+
 class TestRoles:
     @pytest.mark.parametrize(
         ("role", "expected"),
@@ -256,18 +263,27 @@ class TestOtherMachines:
         with closing(connected(address)) as silent, closing(connected(address)) as second:
             assert second.recv(1) == b""  # closed at once
             silent.close()
-
-        def is_let_in():
-            try:
-                return asked(address, "/x/open", tls=ours)[0] == 200
-            except OSError:
-                return False
-
-        until(is_let_in)
+        until(lambda: is_let_in(address, ours))
         monkeypatch.setattr("agent.web.server.HEAD_S", 0.1)
         with closing(connected(address)) as silent:
             silent.settimeout(60)
             assert silent.recv(1) == b""
+
+    @pytest.mark.parametrize("linger_s", [60.0, 0.01])
+    def test_a_caller_that_does_not_end_after_its_answer_counts_until_it_is_cut_off(
+        self, door, folder, tls, monkeypatch, linger_s
+    ):
+        monkeypatch.setattr("agent.web.server.ARRIVALS", 1)
+        monkeypatch.setattr("agent.web.protocol.LINGER_S", linger_s)
+        (address,) = door(tls=tls)[0].addresses
+        ours = self.trusts(folder, "ours")
+        with closing(ours.wrap_socket(connected(address), server_hostname="localhost")) as silent:
+            silent.sendall(b"GET /x/open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert silent.recv(1000).startswith(b"HTTP/1.1 200")
+            if linger_s > 1:
+                assert not is_let_in(address, ours)
+            else:
+                until(lambda: is_let_in(address, ours))
 
 
 def test_a_unix_socket_of_the_state_is_its_owners_alone(folder, audit):
