@@ -104,8 +104,8 @@ def comparison_of(config: LineConfig, expert: str) -> Comparison:
 def reviewed_figures(config: LineConfig, pair: Pair) -> list[dict[str, Any]]:
     """Figures of an expert and its shadow over images that both judged and people reviewed; none without such."""
     reviewed = reviewed_results(config, ReviewQuery(expert=pair.expert))
-    found = before_and_after(config, pair.expert, reviewed, read_verdicts(config.results_file, pair))
-    return [] if found is None else [found.as_json()]
+    said = read_verdicts(config.results_file, pair) if reviewed else {}
+    return before_and_after(config, pair.expert, reviewed, said)
 
 
 def figures_of_promotion(config: LineConfig, expert: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from agent.deployment.worker_manager import on_cluster
 from agent.promotion import STAYING, shadow_of
 from agent.records.database import refuse_root_beside_another
 from agent.records.truth.figures import Answer
-from agent.records.truth.reviewed import BeforeAfter, answer_of, before_and_after, reviewed_results
+from agent.records.truth.reviewed import answer_of, before_and_after, reviewed_results
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
@@ -89,8 +89,7 @@ def rejudge_candidate(
     both = (beside(rows[key], present[key]) for key in reached)
     compared = _compared(both, page, f"{config.line}: candidate of {expert}")
     said = {key: (_answer(present[key]).of(expert), _answer(row).of(expert)) for key, row in rows.items()}
-    found = before_and_after(config, expert, reviewed_results(config), said)
-    reviewed = [found.as_json()] if found else []
+    reviewed = before_and_after(config, expert, reviewed_results(config), said)
     return {"file": None, "resumed": 0, "left_out": left_out, "reviewed": reviewed, **compared}
 
 
@@ -184,9 +183,9 @@ class _Truth:
 
     def figures(self) -> list[Row]:
         experts = sorted({expert for answer in self._answers.values() for expert in answer.experts})
-        return [found.as_json() for expert in experts if (found := self._of(expert)) is not None]
+        return [row for expert in experts for row in self._of(expert)]
 
-    def _of(self, expert: str) -> BeforeAfter | None:
+    def _of(self, expert: str) -> list[Row]:
         said = {
             key: (answer_of(self._reviewed[key]).of(expert), answer.of(expert)) for key, answer in self._answers.items()
         }

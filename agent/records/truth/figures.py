@@ -81,37 +81,16 @@ class Rate:
         return {"count": self.count, "of": self.of, "share": self.share, "low": low, "high": high}
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Reviewed images of one expert: bad ones ``caught`` (NG) and ``escaped`` (OK), good ones ``called`` (NG) and
-    ``passed`` (OK), and those of any kind that were UNKNOWN."""
-
-    caught: int = 0
-    escaped: int = 0
-    called: int = 0
-    passed: int = 0
-    unknown: int = 0
-
-    @property
-    def images(self) -> int:
-        return self.caught + self.escaped + self.called + self.passed + self.unknown
-
-    def rates(self) -> dict[str, Rate]:
-        bad, good = self.caught + self.escaped, self.called + self.passed
-        return {
-            "precision": Rate(self.caught, self.caught + self.called),
-            "recall": Rate(self.caught, bad),
-            "escapes": Rate(self.escaped, bad),
-            "false_calls": Rate(self.called, good),
-        }
-
-    def as_json(self) -> dict[str, Any]:
-        rates = {name: rate.as_json() for name, rate in self.rates().items()}
-        return {"images": self.images, "unknown": self.unknown, **rates}
-
-
-def figures_of(pairs: Iterable[tuple[Verdict, Verdict]]) -> Figures:
-    """``pairs``: of each image what the expert said, and the right answer (OK or NG)."""
-    counts = Counter("unknown" if said is Verdict.UNKNOWN else f"{said}/{right}" for said, right in pairs)
-    names = {"NG/NG": "caught", "OK/NG": "escaped", "NG/OK": "called", "OK/OK": "passed", "unknown": "unknown"}
-    return Figures(**{names[kind]: count for kind, count in counts.items()})
+def figures_of(pairs: Iterable[tuple[Verdict, Verdict]]) -> dict[str, Any]:
+    """Rates of one expert as JSON. ``pairs``: of each image what the expert said, and the right answer (OK or NG)."""
+    counts = Counter(pairs)
+    caught, escaped = counts[Verdict.NG, Verdict.NG], counts[Verdict.OK, Verdict.NG]
+    called, passed = counts[Verdict.NG, Verdict.OK], counts[Verdict.OK, Verdict.OK]
+    rates = {
+        "precision": Rate(caught, caught + called),
+        "recall": Rate(caught, caught + escaped),
+        "escapes": Rate(escaped, caught + escaped),
+        "false_calls": Rate(called, called + passed),
+    }
+    unknown = counts.total() - caught - escaped - called - passed
+    return {"images": counts.total(), "unknown": unknown} | {name: rate.as_json() for name, rate in rates.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.records.database import read_rows
 from agent.records.station.reviews import ReviewedResult, ReviewQuery, ReviewReader
-from agent.records.truth.figures import Answer, Figures, figures_of, right_answer
+from agent.records.truth.figures import Answer, figures_of, right_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -14,23 +14,16 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from experts.expert import Verdict
 
-
-@dataclass(frozen=True, slots=True)
-class BeforeAfter:
-    """Figures of an expert as it serves and as it would, over reviewed images that both judged."""
-
-    expert: str
-    before: Figures
-    after: Figures
-
-    def as_json(self) -> dict[str, Any]:
-        return {"expert": self.expert, "before": self.before.as_json(), "after": self.after.as_json()}
+HAS_REVIEWS = "SELECT 1 FROM sqlite_master WHERE name = 'reviews'"
 
 
 def reviewed_results(config: LineConfig, query: ReviewQuery | None = None) -> list[ReviewedResult]:
-    """Results that people reviewed, oldest review first; none without a results file."""
+    """Results that people reviewed, oldest review first. None without a results file, or in one that only an agent
+    without reviews has written."""
     file = config.results_file
-    return list(ReviewReader(file).all(query or ReviewQuery()))[::-1] if file.is_file() else []
+    if not file.is_file() or not read_rows(file, HAS_REVIEWS):
+        return []
+    return list(ReviewReader(file).all(query or ReviewQuery()))[::-1]
 
 
 def answer_of(reviewed: ReviewedResult) -> Answer:
@@ -49,8 +42,9 @@ def before_and_after(
     expert: str,
     reviewed: Iterable[ReviewedResult],
     said: Mapping[str, tuple[Verdict | None, Verdict | None]],
-) -> BeforeAfter | None:
-    """``said``: what both versions said, by the key of the result; None where one was not asked. None: no evidence."""
+) -> list[dict[str, Any]]:
+    """A row of an expert's figures as it serves and as it would, over reviewed images that both versions judged; none
+    without such. ``said``: what both said, by the key of the result; None where one was not asked."""
     found = []
     for each in reviewed:
         before, after = said.get(each.row.result.subject.key, (None, None))
@@ -59,6 +53,6 @@ def before_and_after(
         if (right := right_answer_of(config, each, expert)) is not None:
             found.append((before, after, right))
     if not found:
-        return None
+        return []
     sides = (figures_of((answers[side], answers[2]) for answers in found) for side in (0, 1))
-    return BeforeAfter(expert, *sides)
+    return [{"expert": expert} | dict(zip(("before", "after"), sides, strict=True))]

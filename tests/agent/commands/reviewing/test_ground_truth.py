@@ -6,9 +6,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 from typer.testing import CliRunner
 
 from agent.cli.app import app
+from agent.records.database import migrations
 from agent.records.result_writer import ResultStore
 from agent.records.shadow_answers import read_comparison
 from tests.agent.commands.rejudging.conftest import ServedLine
@@ -119,9 +121,32 @@ def test_an_archive_judged_anew_says_how_each_expert_did_and_does(line):
     assert (counts(reviewed["before"])["escapes"], counts(reviewed["after"])["escapes"]) == ((0, 2), (2, 2))
 
 
-def test_without_reviews_nothing_is_claimed(line):
-    with closing(ResultStore(line.config.results_file)) as store:
+def without_reviews(file):
+    with closing(ResultStore(file)) as store:
         store.write(lambda database: database.execute("DELETE FROM reviews"))
+
+
+def of_the_version_before_reviews(file):
+    """Its results and shadows' answers, in a file that no later agent has opened."""
+    earlier = file.with_name("earlier.db")
+    with closing(Database(earlier)) as database:
+        migrations.apply(database, stop_before="version_0_2")
+        database.attach("later", file)
+        with database.atomic():
+            for table in ("results", "shadow_answers", "shadow_drops"):
+                database.execute(f"INSERT INTO {table} SELECT * FROM later.{table}")
+    earlier.rename(file)
+
+
+@pytest.mark.parametrize("made", [without_reviews, of_the_version_before_reviews])
+def test_without_reviews_nothing_is_claimed(line, made):
+    made(line.config.results_file)
     assert told("experts", "compare", line.write(), "cls/f0")["reviewed"] == []
     assert "reviewed" not in coserve("experts", "compare", line.file, "cls/f0").stdout
+    assert told("rejudge", line.file, "results", "--out", line.folder / "again.parquet")["reviewed"] == []
+    assert told("review", "list", line.file) == {"reviews": []}
+    assert len(coserve("results", line.file).stdout.splitlines()) == 6
+    for words in (("review", "export", line.file, "data"), ("rejudge", line.file, "reviewed", "--out", "of.parquet")):
+        refused = CliRunner().invoke(app, [str(word) for word in words])
+        assert (refused.exit_code, "Traceback" in refused.output) == (78, False)
     assert coserve("experts", "promote", line.file, "cls/f0").stderr == ""
