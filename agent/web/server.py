@@ -45,9 +45,9 @@ class WebServer:
         self.door = door
         self._tls = tls
         self._listeners: list[Listener] = []
-        self._accepting: list[asyncio.Task[None]] = []
         self._connecting = set[asyncio.Task[None]]()
         self._state = ServerState()
+        self._is_stopping = False
         self._thread: Thread | None = None
         self._config = Config(
             door, http="h11", ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
@@ -67,8 +67,7 @@ class WebServer:
         self._thread = Thread(target=self._loop.run_forever, name="web", daemon=True)
         self._thread.start()
         for listener in self._listeners:
-            accepting = asyncio.run_coroutine_threadsafe(self._started(listener), self._loop)
-            accepting.result()
+            self._loop.call_soon_threadsafe(self._watch, listener)
         self.addresses = tuple(listener.address for listener in self._listeners)
         log.info("web_started addresses=%s", ",".join(self.addresses))
 
@@ -88,25 +87,29 @@ class WebServer:
             listener.close()
         self._listeners.clear()
 
-    async def _started(self, listener: Listener) -> None:
-        self._accepting.append(asyncio.create_task(self._accept(listener)))
+    def _watch(self, listener: Listener) -> None:
+        if not self._is_stopping:
+            self._loop.add_reader(listener.socket, self._accept, listener)
 
-    async def _accept(self, listener: Listener) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener.socket)
-            except OSError as error:  # such as too many open files
-                log.warning("web_not_accepting address=%s reason=%s", listener.address, error.strerror)
-                await asyncio.sleep(NO_FILES_S)
-                continue
-            if listener.arrivals >= ARRIVALS:
-                connection.close()
-                continue
-            listener.arrivals += 1
-            task = asyncio.create_task(self._connect(listener, connection))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+    def _accept(self, listener: Listener) -> None:
+        """Accept one connection. No task waits for it: a task that is cancelled meanwhile would lose it."""
+        try:
+            connection, _ = listener.socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # gone again
+            return
+        except OSError as error:  # such as too many open files
+            log.warning("web_not_accepting address=%s reason=%s", listener.address, error.strerror)
+            self._loop.remove_reader(listener.socket)
+            self._loop.call_later(NO_FILES_S, self._watch, listener)
+            return
+        if listener.arrivals >= ARRIVALS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        listener.arrivals += 1
+        task = self._loop.create_task(self._connect(listener, connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, listener: Listener, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -121,15 +124,16 @@ class WebServer:
             connection.close()
 
     async def _stop(self) -> None:
-        for task in (*self._accepting, *self._connecting):
-            task.cancel()
-        await asyncio.gather(*self._accepting, *self._connecting, return_exceptions=True)
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=STOP_S)
+        self._is_stopping = True
+        for listener in self._listeners:
+            self._loop.remove_reader(listener.socket)
+        deadline_s = self._loop.time() + STOP_S
+        while (under_way := self._connecting | self._state.tasks) and self._loop.time() < deadline_s:
+            await asyncio.wait(under_way, timeout=deadline_s - self._loop.time())
         for connection in tuple(self._state.connections):
             connection.transport.abort()
-        for task in tuple(self._state.tasks):
-            task.cancel()
-        if late := self._state.tasks:
+        if late := self._connecting | self._state.tasks:
+            for task in late:
+                task.cancel()
             await asyncio.wait(late, timeout=STOP_S)
         await asyncio.sleep(0)  # aborted connections are told so

@@ -255,3 +255,18 @@ class TestStop:
             assert hears_nothing_more(caller)
         assert (slow.ended, slow.audited) == (["cancelled"] * 2, [("do", "cut off")])
         assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
+
+    def test_callers_that_come_meanwhile_are_answered_or_cut_off_and_never_forgotten(self, server, address):
+        def asks_on():
+            with suppress(ConnectionError):
+                while True:
+                    with closing(connected(address)) as caller:
+                        caller.sendall(head("/told"))
+                        caller.recv(100)
+
+        with ThreadPoolExecutor(8) as threads:
+            asking = [threads.submit(asks_on) for _ in range(8)]
+            until(lambda: asked(address, "/told", "POST")[0] == 200)
+            server.stop()
+            for each in asking:
+                each.result()
