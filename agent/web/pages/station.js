@@ -90,12 +90,7 @@ const answers = new Map(); // path -> the last answer
 const byId = (id) => document.getElementById(id);
 const now = () => performance.now();
 
-class Refused extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
+const refused = (status, message) => Object.assign(new Error(message), {status});
 
 async function call(method, path, body, patienceMs = HUNG_MS, headers = {}) {
   const cut = new AbortController();
@@ -108,10 +103,10 @@ async function call(method, path, body, patienceMs = HUNG_MS, headers = {}) {
     const kind = response.headers.get("content-type") ?? "";
     const told = kind.includes("json") ? await response.json() : await response.text();
     if (response.ok) return [response.status, told || null, response.headers.get("etag")];
-    throw new Refused(response.status, told?.error?.message ?? (String(told).slice(0, 300) || `HTTP ${response.status}`));
+    throw refused(response.status, told?.error?.message ?? (String(told).slice(0, 300) || `HTTP ${response.status}`));
   } catch (error) {
-    if (error instanceof Refused) throw error;
-    throw new Refused(0, cut.signal.aborted ? `no answer within ${patienceMs / 1000} s` : "the agent does not answer");
+    if ("status" in error) throw error;
+    throw refused(0, cut.signal.aborted ? `no answer within ${patienceMs / 1000} s` : "the agent does not answer");
   } finally {
     clearTimeout(timer);
   }
@@ -327,7 +322,7 @@ function station() {
 }
 
 function lastBoards({boards, shift}) {
-  const {OK, NG, UNKNOWN} = shift.boards;
+  const {OK = 0, NG = 0, UNKNOWN = 0} = shift.boards;
   const told = `since ${clock(shift.since).slice(-8, -3)}: ${OK} OK · ${NG} NG · ${UNKNOWN} UNKNOWN · ` +
     `${plural(shift.reviews.false_call ?? 0, "false call")}, ${plural(shift.reviews.missed_defect ?? 0, "missed defect")}`;
   return panel("Last boards", {class: "boards", text: told}, !boards.length ? h("p.none", "no board yet") : h("ol.tiles", boards.map((board) => {
@@ -707,8 +702,13 @@ function redraw() {
     const [, view, name] = PAGES.find(([path]) => path.test(location.pathname));
     document.documentElement.dataset.theme = theme();
     document.title = [isStale() ? "NO ANSWER" : known.state?.judging.state, name, known.state?.line].filter(Boolean).join(" · ");
-    patch(byId("station"), [header(), h("main", {key: location.pathname, tabindex: -1}, view()), signIn(),
-      h("output.message", {class: known.message?.isError ? "bad" : "", hidden: !known.message || known.isSigning}, known.message?.text)]);
+    try {
+      patch(byId("station"), [header(), h("main", {key: location.pathname, tabindex: -1}, view()), signIn(),
+        h("output.message", {class: known.message?.isError ? "bad" : "", hidden: !known.message || known.isSigning}, known.message?.text)]);
+    } catch (error) { // what is shown would stay, as if it were current
+      patch(byId("station"), [h("header.stale", {key: "failed"}, h("div.top", h("b", `This page failed: ${error.message}`)))]);
+      throw error;
+    }
   });
 }
 

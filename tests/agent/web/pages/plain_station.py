@@ -462,7 +462,10 @@ class PlainStation:
                 for begin in begins
             ]
 
-        executors = [{**each, "spans": spans(300, 0.3, 16)} for each in self.state["executors"]]
+        executors = [
+            {name: each[name] for name in ("executor", "processor", "worker")} | {"spans": spans(300, 0.3, 16)}
+            for each in self.state["executors"]
+        ]
         memories = [
             {**each, "experts": [{"id": f"cls/{n}", "bytes": 10**7} for n in range(5)]}
             for each in self.state["memories"]

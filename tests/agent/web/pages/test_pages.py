@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from pydantic import TypeAdapter
 
 from agent.web.pages import files
 from tests.agent.web.pages.conftest import DESK, KIOSK, PHONE
-from tests.agent.web.pages.plain_station import HOSTILE
+from tests.agent.web.pages.contract import KINDS, document_of, shape
+from tests.agent.web.pages.plain_station import HOSTILE, PlainStation, moment
 from tests.waiting import until
 
 FOLDER = Path(files.__file__).parent
@@ -63,6 +66,32 @@ class TestEachPage:
         assert page.locator("img[src=x]").count() == 0
         assert opened.wrong == []
         assert opened.elsewhere() == []
+
+    def test_shows_whatever_the_contract_allows(self, opened):
+        def answer(asked):
+            document = document_of(asked.request.url.removeprefix(opened.served.url), pick)
+            asked.fulfill(status=404) if document is None else asked.fulfill(json=document)
+
+        opened.page.route("**/api/**", answer)
+        for number, path in enumerate(PATHS * 3):
+            pick = random.Random(number)
+            page = opened.go(path)
+            page.keyboard.press("w")
+            expect(page.get_by_text("asking the agent…")).to_have_count(0)
+            assert not re.search(r"undefined|NaN|\[object|This page failed", page.locator("#station").inner_text())
+        assert [each for each in opened.wrong if "404" not in each] == []
+
+    def test_are_tried_with_documents_of_the_contract(self):
+        station = PlainStation()
+        told = {
+            "/api/state": {"state": station.state, "ages": {"uptime_s": 1.0, "at": moment(0)}},
+            "/api/results/": station._detail(59),
+            "/api/engine": station._engine(),
+            "/api/texts": station._texts(),
+        }
+        for path, document in told.items():
+            adapter = TypeAdapter(KINDS[path])
+            assert shape(adapter.dump_python(adapter.validate_python(document), mode="json")) == shape(document), path
 
     @pytest.mark.parametrize("opened", ["busy", "failing", "empty"], indirect=True)
     def test_fits_a_kiosk_and_a_phone(self, opened):
@@ -225,6 +254,13 @@ class TestWithoutAnAnswer:
         expect(page).to_have_title(re.compile("^NO ANSWER"))
         page.unroute("**/api/**")
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
+
+    def test_a_page_that_fails_says_so_and_shows_nothing_as_current(self, opened):
+        page = opened.go("/")
+        expect(page.locator(".judging b")).to_have_text("JUDGING")
+        opened.station.state = {name: value for name, value in opened.station.state.items() if name != "shift"}
+        expect(page.locator("header")).to_contain_text("This page failed")
+        expect(page.locator(".judging")).to_have_count(0)
 
     def test_a_question_that_hangs_is_given_up_and_asked_once_at_a_time(self, opened):
         opened.page.clock.install()
