@@ -3,7 +3,8 @@
 import http.client
 import io
 import json
-from contextlib import closing
+import threading
+from contextlib import closing, suppress
 from datetime import datetime
 
 import numpy as np
@@ -31,13 +32,16 @@ class Web:
         self.host, _, self.port = service.web.addresses[0].rpartition(":")
         self.who = who
 
+    def connection(self):
+        return http.client.HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)
+
     def __call__(self, path, body=None, method=None, **headers):
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.who is not None:
             headers["authorization"] = f"Bearer secret-of-{self.who}"
         if body is not None:
             headers["content-type"] = "application/json"
-        with closing(http.client.HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)) as caller:
+        with closing(self.connection()) as caller:
             sent = None if body is None else json.dumps(body)
             caller.request(method or ("GET" if body is None else "POST"), path, sent, headers)
             answer = caller.getresponse()
@@ -130,19 +134,36 @@ def test_a_raised_alarm_is_told_with_its_number_and_time(line, monkeypatch):
     assert datetime.fromisoformat(alarm["raised_at"]).utcoffset() is not None
 
 
-def test_an_idle_line_a_failing_one_and_one_that_stops_are_told_apart(line):
+def test_an_idle_line_and_one_that_fails_are_told_apart_from_one_that_judges(line):
     with line.served() as service:
         web = Web(service)
         assert state(web)["judging"] == {"state": "IDLE", "reason": None}
         with line.full_disk():
-            order = order_of(picture(), component="c0")
-            service.desk.order(order, _Nobody())
+            service.desk.order(order_of(picture(), component="c0"), _Nobody())
             until(lambda: state(web)["judging"]["state"] == "FAILING")
             assert state(web)["judging"]["reason"] == "results are not stored: database is locked"
             until(lambda: [alarm["name"] for alarm in state(web)["alarms"]] == ["store"])
         until(lambda: state(web)["judging"]["state"] == "JUDGING")
-        service._phase = "it stops"  # as while it stops, which takes milliseconds here
-        until(lambda: state(web)["judging"] == {"state": "STOPPED", "reason": "it stops"})
+
+
+def test_a_line_that_stops_says_so_to_its_end(line):
+    line.fake(0, B_s=2.0)
+    said = []
+    with line.served() as service:
+        web = Web(service)
+
+        def look():
+            with suppress(OSError, http.client.HTTPException), closing(web.connection()) as caller:
+                while True:
+                    caller.request("GET", "/api/state")
+                    said.append(json.loads(caller.getresponse().read())["state"]["judging"]["state"])
+
+        looking = threading.Thread(target=look)
+        service.desk.order(order_of(picture(), component="c0"), _Nobody())
+        until(lambda: state(web)["executors"][0]["running"])
+        looking.start()
+    looking.join(PATIENCE_S)
+    assert "STOPPED" in said
 
 
 def test_a_disk_that_is_gone_is_told_and_what_was_read_before_is_still_shown(line):
