@@ -99,10 +99,6 @@ class Rework:
     reason: str | None
     at: datetime
 
-    @property
-    def run(self) -> tuple[str, str, datetime]:
-        return self.serial, self.board_type, self.opened_at
-
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
@@ -353,7 +349,7 @@ class _Runs:
         manifests: Mapping[str, BoardManifest],
         reworks: Iterable[Rework],
     ) -> None:
-        self._over = {rework.run: rework.after_seq for rework in reworks}
+        self._over = {(each.serial, each.board_type, each.opened_at): each.after_seq for each in reworks}
         self._runs: dict[_Key, list[BoardRun]] = {}  # oldest first
         self._begun: dict[_Key, BoardRun] = {}  # the latest run whose first image was read
         for verdict in sorted(recorded, key=lambda verdict: verdict.opened_at):

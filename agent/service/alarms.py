@@ -8,12 +8,13 @@ alarm is shown at once, and stored as soon as the store can.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.records.results import AlarmRow
 from agent.records.station.alarms import Alarm, clear_alarm, open_alarms, raise_alarm
+from agent.records.station.audit import storable
 from agent.service.desk.line_desk import standing_of
 
 if TYPE_CHECKING:
@@ -32,27 +33,26 @@ RAISED_S = 3.0  # a camera connects within it
 CLEARED_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """``clock``: monotonic seconds; ``wall``: dates of rows."""
-
-    clock: Callable[[], float]
-    wall: Callable[[], datetime]
-
-
 class AlarmWatch:
     """Call ``step`` from one thread; ``open`` is for any. ``current``: the alarms that are there now; those of one name
-    are one."""
+    are one. ``clock``: monotonic seconds; ``wall``: dates of rows."""
 
     def __init__(
-        self, current: Callable[[], Iterable[Alarm]], store: ResultStore, outbox: Outbox, clocks: Clocks
+        self,
+        current: Callable[[], Iterable[Alarm]],
+        store: ResultStore,
+        outbox: Outbox,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], datetime],
     ) -> None:
         self._current = current
         self._store = store
         self._outbox = outbox
-        self._clock, self._wall = clocks.clock, clocks.wall
+        self._clock = clock
+        self._wall = wall
         self._lock = threading.Lock()
-        self._open: dict[str, AlarmRow] | None = None  # until those of the earlier run are read
+        self._open = {row.name: row for row in open_alarms(store.path)}  # at first those of the earlier run
         self._seen_s: dict[str, float] = {}  # first look of alarms not raised yet
         self._gone_s: dict[str, float] = {}  # first look without alarms not cleared yet
 
@@ -60,17 +60,14 @@ class AlarmWatch:
     def open(self) -> tuple[AlarmRow, ...]:
         """Raised alarms, oldest first, with their latest messages."""
         with self._lock:
-            return tuple((self._open or {}).values())
+            return tuple(self._open.values())
 
     def step(self) -> None:
         now_s = self._clock()
-        if self._open is None:
-            earlier = {row.name: row for row in open_alarms(self._store.path)}
-            with self._lock:
-                self._open = earlier
-        there: dict[str, str] = {}
+        messages: defaultdict[str, list[str]] = defaultdict(list)
         for alarm in self._current():
-            there[alarm.name] = "; ".join(filter(None, (there.get(alarm.name), alarm.message)))
+            messages[storable(alarm.name)].append(alarm.message)
+        there = {name: storable("; ".join(told)) for name, told in messages.items()}
         self._seen_s = {name: self._seen_s.get(name, now_s) for name in there if name not in self._open}
         self._gone_s = {name: self._gone_s.get(name, now_s) for name in self._open if name not in there}
         with self._lock:
@@ -83,7 +80,6 @@ class AlarmWatch:
     def _raise(self, name: str, message: str) -> None:
         at = self._wall()
         with self._lock:
-            assert self._open is not None
             self._open[name] = AlarmRow(None, name, message, at)
 
         def write(database: Database) -> AlarmRow:
@@ -91,19 +87,18 @@ class AlarmWatch:
             self._outbox.alarm_stored(database, row)
             return row
 
-        self._store.write(write, partial(self._raised, name))
+        self._store.write(write, self._raised)
 
-    def _raised(self, name: str, row: AlarmRow) -> None:
+    def _raised(self, row: AlarmRow) -> None:
         """On the store's thread; the alarm may be cleared already."""
         with self._lock:
-            if self._open is not None and name in self._open and self._open[name].number is None:
-                self._open[name] = replace(self._open[name], number=row.number)
+            if row.name in self._open and self._open[row.name].number is None:
+                self._open[row.name] = replace(self._open[row.name], number=row.number)
         self._outbox.committed()
 
     def _clear(self, name: str) -> None:
         at = self._wall()
         with self._lock:
-            assert self._open is not None
             del self._open[name]
 
         def write(database: Database) -> None:

@@ -26,7 +26,6 @@ from agent.runtime.texts import expert_name
 from agent.service.alarms import (
     LOOK_S,
     AlarmWatch,
-    Clocks,
     budget_alarms,
     loss_alarms,
     source_alarms,
@@ -128,7 +127,7 @@ class LineService:
         self._menders = DaemonThreads(1, "mend")
         self._stale: dict[str, Alarm] = {}  # experts whose source differs, by the Engine's names
         self.agent.loop.watch_weights(self._mend, self._distrust)
-        self.alarms = AlarmWatch(self._watched_alarms, self.store, self._upkeep.outbox, Clocks(clock, wall))
+        self.alarms = AlarmWatch(self._watched_alarms, self.store, self._upkeep.outbox, clock=clock, wall=wall)
         self._watcher = Housekeeper({"alarms": self._watch_alarms}, "alarms", LOOK_S)  # waits for loop and disk
         self._housekeeper = Housekeeper(
             {

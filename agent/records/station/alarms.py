@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from agent.records.database import read_rows, utc_text
 from agent.records.results import AlarmRow
-from agent.records.station.audit import storable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,15 +31,15 @@ class Alarm:
 
 
 def raise_alarm(database: Database, name: str, message: str, at: datetime) -> AlarmRow:
-    """Call inside a transaction."""
-    row = _row(database.execute(RAISE, (storable(name), storable(message), utc_text(at))).fetchone())
+    """``name``, ``message``: storable. Call inside a transaction."""
+    row = _row(database.execute(RAISE, (name, message, utc_text(at))).fetchone())
     database.execute(DROP_OLD, ((row.number or 0) - KEPT_ROWS,))
     return row
 
 
 def clear_alarm(database: Database, name: str, at: datetime) -> list[AlarmRow]:
     """Clear the alarm of this name; empty if none is open. Call inside a transaction."""
-    return [_row(row) for row in database.execute(CLEAR, (utc_text(at), storable(name))).fetchall()]
+    return [_row(row) for row in database.execute(CLEAR, (utc_text(at), name)).fetchall()]
 
 
 def open_alarms(path: Path) -> list[AlarmRow]:

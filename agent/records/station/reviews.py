@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from agent.records.results import ResultRow
     from agent.records.station.shifts import Shifts
 
-LONGEST_LABEL, LONGEST_REASON = 200, 2000
 READ_ROWS = 200  # of one short read
 MACHINE = "SELECT verdict FROM results WHERE seq = ?"
 REVIEW_COLUMNS = ("number", "result", "finding", "verdict", "label", "reason", "who", "at", "undone_at", "undone_by")
-ALL = ", ".join(REVIEW_COLUMNS)
-COUNTING = f"SELECT {ALL} FROM reviews WHERE result = ? AND undone_at IS NULL"
-OF_NUMBER = f"SELECT {ALL} FROM reviews WHERE number = ?"
-INSERT = f"""
-    INSERT INTO reviews (result, finding, verdict, label, reason, who, at) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING {ALL}
+COUNTING = "SELECT * FROM reviews WHERE result = ? AND undone_at IS NULL"
+OF_NUMBER = "SELECT * FROM reviews WHERE number = ?"
+INSERT = """
+    INSERT INTO reviews (result, finding, verdict, label, reason, who, at) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *
 """
-UNDO = f"UPDATE reviews SET undone_at = ?, undone_by = ? WHERE number = ? RETURNING {ALL}"
+UNDO = "UPDATE reviews SET undone_at = ?, undone_by = ? WHERE number = ? RETURNING *"
 # qualified, as results have some of these columns too
 AS_REVIEW = ", ".join(f"reviews.{name} AS review_{name}" for name in REVIEW_COLUMNS)
 # NOT INDEXED: in the order of numbers; by the index of times each page would sort all reviews
@@ -46,7 +44,7 @@ PAGE = f"""
     WHERE number < :before AND undone_at IS NULL AND at >= :since AND at < :until
     AND (:who IS NULL OR who = :who) AND (:component IS NULL OR component = :component)
     AND (:expert IS NULL OR EXISTS (SELECT 1 FROM json_each(results.experts) WHERE value = :expert))
-    AND (:finding IS NULL OR finding = :finding) ORDER BY number DESC LIMIT :limit
+    ORDER BY number DESC LIMIT :limit
 """
 COUNTS = """
     SELECT json_extract(results.experts, '$[#-1]') AS expert, finding, count(*) AS reviews
@@ -106,7 +104,6 @@ class ReviewQuery:
     who: str | None = None
     expert: str | None = None
     component: str | None = None
-    finding: Finding | None = None
     before: int | None = None
     limit: int = 50
 
@@ -129,13 +126,11 @@ class Reviews:
 
     def add(self, said: SecondVerdict) -> Review:
         """Store a review, which replaces an earlier one of the result. Raises OrderRefused."""
-        _check(said)
         now = utc_text(self._wall())
         return self._store.write_now(lambda database: _add(database, said, now))
 
     def undo(self, number: int, who: str) -> Review:
         """Raises OrderRefused for an unknown number, and NOT_NOW after the shift in which the review was made."""
-        _check_number(number, "review", "number")
         now = self._wall()
         began_at = self._shifts.began_at(now)
         return self._store.write_now(lambda database: _undo(database, number, who, now, began_at))
@@ -149,12 +144,14 @@ class ReviewReader:
 
     def page(self, query: ReviewQuery) -> tuple[ReviewedResult, ...]:
         """Newest first."""
-        values = {name: getattr(query, name) for name in ("who", "expert", "component", "finding", "limit")} | {
+        values = {name: getattr(query, name) for name in ("who", "expert", "component", "limit")} | {
             "before": LARGEST_SEQ if query.before is None else query.before,
             "since": "" if query.since is None else utc_text(query.since),
             "until": "~" if query.until is None else utc_text(query.until),  # "~" sorts behind all times
         }
-        return tuple(ReviewedResult(review_of_row(row, "review_"), result_row(row)) for row in self._rows(PAGE, values))
+        return tuple(
+            ReviewedResult(review_of_row(row, "review_"), result_row(row)) for row in read_rows(self.path, PAGE, values)
+        )
 
     def all(self, query: ReviewQuery) -> Iterator[ReviewedResult]:
         """All that match, newest first, read lazily; without ``limit``."""
@@ -165,18 +162,15 @@ class ReviewReader:
 
     def of_result(self, seq: int) -> tuple[Review, ...]:
         """All reviews of a result, also undone ones, newest first."""
-        rows = self._rows("SELECT * FROM reviews WHERE result = ? ORDER BY number DESC", (seq,))
+        rows = read_rows(self.path, "SELECT * FROM reviews WHERE result = ? ORDER BY number DESC", (seq,))
         return tuple(review_of_row(row) for row in rows)
 
     def counts(self, since: datetime) -> dict[str | None, dict[Finding, int]]:
         """Reviews made since then, by the last expert of the result's route; None where no expert judged."""
         counts: dict[str | None, dict[Finding, int]] = {}
-        for expert, finding, reviews in self._rows(COUNTS, (utc_text(since),)):
+        for expert, finding, reviews in read_rows(self.path, COUNTS, (utc_text(since),)):
             counts.setdefault(expert, dict.fromkeys(Finding, 0))[Finding(finding)] = reviews
         return counts
-
-    def _rows(self, sql: str, values: Mapping[str, object] | tuple[object, ...]) -> list[sqlite3.Row]:
-        return read_rows(self.path, sql, values)
 
 
 def review_of_row(row: sqlite3.Row | Mapping[str, Any], prefix: str = "") -> Review:
@@ -201,10 +195,14 @@ def _add(database: Database, said: SecondVerdict, now: str) -> Review | OrderRef
     if counting is not None:
         if all(getattr(counting, name) == getattr(said, name) for name in ("who", "verdict", "label", "reason")):
             return counting
-        database.execute(UNDO, (now, said.who, counting.number)).fetchall()
+        database.query(UNDO, (now, said.who, counting.number))
     finding = finding_of(Verdict(machine[0]), said.verdict)
     given = said.result, finding, said.verdict, said.label, said.reason, said.who, now
-    return _review(database.execute(INSERT, given).fetchone())
+    return review_of_row(next(database.query(INSERT, given)))
+
+
+def _first(database: Database, sql: str, value: int) -> Review | None:
+    return next(map(review_of_row, database.query(sql, (value,))), None)
 
 
 def _undo(database: Database, number: int, who: str, now: datetime, began_at: datetime) -> Review | OrderRefused:
@@ -216,36 +214,4 @@ def _undo(database: Database, number: int, who: str, now: datetime, began_at: da
     if found.at < began_at:
         made = f"review {number} was made in an earlier shift, at {found.at.astimezone():%Y-%m-%d %H:%M}"
         return OrderRefused(Refusing.NOT_NOW, f"{made}: review the result again instead", field="number")
-    return _review(database.execute(UNDO, (utc_text(now), who, number)).fetchone())
-
-
-def _check(said: SecondVerdict) -> None:
-    """Raises OrderRefused for what no row can hold: in the caller's thread, not for a whole group of rows."""
-    _check_number(said.result, "result", "result")
-    if said.verdict not in {Verdict.OK, Verdict.NG}:
-        raise OrderRefused(Refusing.INVALID, f"a person says OK or NG, not {said.verdict}", field="verdict")
-    check_text("label", said.label, LONGEST_LABEL)
-    check_text("reason", said.reason, LONGEST_REASON)
-
-
-def check_text(field: str, text: str | None, longest: int) -> None:
-    """Raises OrderRefused for a text that is too long, or not Unicode."""
-    if text is not None and len(text) > longest:
-        raise OrderRefused(Refusing.INVALID, f"{field} has at most {longest} characters", field=field)
-    if text is not None and any("\ud800" <= each <= "\udfff" for each in text):
-        raise OrderRefused(Refusing.INVALID, f"{field} is not Unicode", field=field)
-
-
-def _check_number(number: int, what: str, field: str) -> None:
-    """SQLite holds 64 bits."""
-    if not 0 < number <= LARGEST_SEQ:
-        raise OrderRefused(Refusing.NOT_FOUND, f"no {what} {number}", field=field)
-
-
-def _first(database: Database, sql: str, value: object) -> Review | None:
-    row = database.execute(sql, (value,)).fetchone()
-    return None if row is None else _review(row)
-
-
-def _review(row: tuple[object, ...]) -> Review:
-    return review_of_row(dict(zip(REVIEW_COLUMNS, row, strict=True)))
+    return review_of_row(next(database.query(UNDO, (utc_text(now), who, number))))

@@ -15,9 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardLedger, BoardManifest, Inspection, Rework
-from agent.records.station.reviews import LONGEST_REASON, check_text
 from agent.records.station.reworks import last_run, latest_reworks, write_rework
-from agent.subject import LONGEST_NAME
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -94,8 +92,6 @@ class LineBoards:
 
         Blocks until the commit. Raises OrderRefused, NOT_NOW for an open board.
         """
-        for name, text, longest in (("serial", serial, LONGEST_NAME), ("reason", reason, LONGEST_REASON)):
-            check_text(name, text, longest)
         now = self._wall()
 
         def write(database: Database) -> Rework | OrderRefused:

@@ -13,7 +13,7 @@ from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import AlarmRow
 from agent.records.station.alarms import Alarm
-from agent.service.alarms import CLEARED_S, RAISED_S, AlarmWatch, Clocks
+from agent.service.alarms import CLEARED_S, RAISED_S, AlarmWatch
 from agent.sources.cameras.supervision import CameraState
 from experts.backends.fake import FakeSkeleton
 from experts.expert import Verdict
@@ -39,8 +39,11 @@ class Watched:
     def open(self):
         self.outbox = Outbox("demo", ["mes"], ["alarm"], 100)
         self.store = ResultStore(self.path, followers=[self.outbox])
-        clocks = Clocks(lambda: self.elapsed_s, lambda: NOON + timedelta(seconds=self.elapsed_s))
-        self.watch = AlarmWatch(lambda: self.there, self.store, self.outbox, clocks)
+        clocks = {
+            "clock": lambda: self.elapsed_s,
+            "wall": lambda: NOON + timedelta(seconds=self.elapsed_s),
+        }
+        self.watch = AlarmWatch(lambda: self.there, self.store, self.outbox, **clocks)
 
     def see(self, *alarms, seconds=0.0):
         """What is there from now on, for so long, looked at twice a second."""
@@ -119,7 +122,14 @@ def test_an_alarm_of_the_earlier_run_stays_the_same_or_is_cleared(watched):
 
 
 def test_any_text_can_be_an_alarm(watched):
-    watched.see(Alarm("folder/\udcff", "no room in \udcff" * 1000), seconds=RAISED_S)
+    strange = Alarm("folder/\udcff", "no room in \udcff" * 1000)
+    watched.see(strange, seconds=RAISED_S)
+    assert watched.rows == [("folder/\\udcff", False)]
+    (shown,) = watched.watch.open
+    assert shown.message.encode().startswith(b"no room in \\udcff")
+    watched.store.close()
+    watched.open()
+    watched.see(strange, seconds=RAISED_S + CLEARED_S)
     assert watched.rows == [("folder/\\udcff", False)]
     watched.see(seconds=CLEARED_S)
     assert watched.rows == [("folder/\\udcff", True)]

@@ -127,7 +127,6 @@ def test_a_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
     assert rework(line).opened_at == START + timedelta(seconds=1)
     for unknown in ({"serial": "B2"}, {"board_type": "other"}):
         assert refusal(lambda unknown=unknown: rework(line, **unknown)) is Refusing.NOT_FOUND
-    assert refusal(lambda: rework(line, reason="x" * 2001)) is Refusing.INVALID
 
 
 def test_a_rework_committed_with_the_results_before_it_is_behind_them(tmp_path):

@@ -310,8 +310,10 @@ def test_a_review_stands_beside_the_verdict_is_counted_and_undone(line):
         assert reader.json("/api/results/1")["review"] is None
         until(lambda: state(reader)["shift"]["reviews"]["false_call"] == 0)
         assert web.error("/api/reviews", {"result": 99, "verdict": "OK"}, 404)["field"] == "result"
-        assert web.error("/api/reviews", {"result": 1, "verdict": "UNKNOWN"})["field"] == "verdict"
-        assert web.error("/api/reviews", {"result": "1", "verdict": "OK"})["field"] == "result"
+        assert web.error("/api/reviews", {"result": 1, "verdict": "OK", "reason": "\ud800"})["field"] == "body"
+        strange = {"verdict": "UNKNOWN", "label": "x" * 201, "reason": "x" * 2001}
+        for field, given in (*strange.items(), ("result", "1"), ("result", 2**63)):
+            assert web.error("/api/reviews", {"result": 1, "verdict": "OK"} | {field: given})["field"] == field
 
 
 def test_who_changed_what_is_audited_with_what_was_refused(line):
