@@ -42,8 +42,8 @@ Noted: TypeAlias = "Sequence[Any]"
 # Time, expert, executor, whether it joined a group, and executor, queue and addition of each candidate in turn.
 Queued: TypeAlias = "tuple[float, str, int, bool, tuple[float, ...]]"
 # Executor, expert and requests of each portion in turn, begin, end (None: it runs), whether it is a quantum and has
-# failed, and the loads that its first request waited for.
-Ran: TypeAlias = "tuple[int, tuple[Any, ...], float, float | None, bool, bool, tuple[LoadSpan, ...]]"
+# failed, and the numbers of the loads that its first request waited for.
+Ran: TypeAlias = "tuple[int, tuple[Any, ...], float, float | None, bool, bool, tuple[int, ...]]"
 QUEUED, RAN = 5, 7
 
 
@@ -131,11 +131,11 @@ class FlightRecord:
         self._under_way: dict[int, list[Any]] = {}  # ``Noted``, by request
         self._keys: dict[int, str] = {}  # of requests under way
         self._ended: deque[tuple[str, float, Noted]] = deque(maxlen=REQUESTS)  # key, end, notes
-        self._running: dict[int, tuple[Batch, float, tuple[LoadSpan, ...]]] = {}  # batch, begin, loads
+        self._running: dict[int, tuple[Batch, float, tuple[int, ...]]] = {}  # batch, begin, loads
         self._ran: deque[Ran] = deque(maxlen=BATCHES)
         self._loading: dict[int, LoadSpan] = {}
-        self._latest: dict[tuple[str, str], LoadSpan] = {}  # by memory and copy, until the copy leaves
-        self._loads: deque[LoadSpan] = deque(maxlen=LOADS)
+        self._latest: dict[tuple[str, str], int] = {}  # load by memory and copy, until the copy leaves
+        self._loads: dict[int, LoadSpan] = {}  # the ``LOADS`` that ended last, by number
         self._evictions: deque[Eviction] = deque(maxlen=EVICTIONS)
         self._making_room: dict[tuple[str, str], tuple[Eviction, ...]] = {}  # by memory and newcomer
 
@@ -171,9 +171,10 @@ class FlightRecord:
     def load_ended(self, load: int, failure: str | None) -> None:
         span = self._loading.pop(load, None)
         if span is not None:
-            span = replace(span, ended_s=self._now_s, failure=failure)
-            self._latest[span.pool, span.copy] = span
-            self._loads.append(span)
+            self._loads[load] = replace(span, ended_s=self._now_s, failure=failure)
+            self._latest[span.pool, span.copy] = load
+            if len(self._loads) > LOADS:
+                del self._loads[next(iter(self._loads))]
 
     def evicted(self, effect: Evict) -> None:
         decision, pool = effect.decision, effect.pool
@@ -195,7 +196,11 @@ class FlightRecord:
         since_s = noted[-1][0] if noted is not None and len(noted) > 2 else self._now_s
         places = [(place, copy) for copy in batch.copies for place in (self._caches[pool], pool) if place is not None]
         loads = [load for place in places if (load := self._latest.get(place)) is not None]
-        self._running[batch.id] = batch, began_s, tuple(load for load in loads if (load.ended_s or 0.0) > since_s)
+        self._running[batch.id] = batch, began_s, tuple(load for load in loads if self._ended_after(load, since_s))
+
+    def _ended_after(self, load: int, since_s: float) -> bool:
+        span = self._loads.get(load)
+        return span is not None and span.ended_s is not None and span.ended_s > since_s
 
     def batch_ended(self, batch: int, ended_s: float, *, has_failed: bool) -> None:
         found = self._running.pop(batch, None)
@@ -224,7 +229,7 @@ class FlightRecord:
         gone = set(names)
         for load in [load for load, span in self._loading.items() if span.pool in gone]:
             self.load_ended(load, "its worker or device was lost")
-        self._latest = {place: span for place, span in self._latest.items() if place[0] not in gone}
+        self._latest = {place: load for place, load in self._latest.items() if place[0] not in gone}
 
     # -- any thread --
 
@@ -245,7 +250,7 @@ class FlightRecord:
         since_s = now_s - last_s
         ran = [_ran(*each, None) for each in _copied(self._running.values())]
         ran += takewhile(lambda each: (each[3] or 0.0) >= since_s, reversed(_copied(self._ran)))
-        loads = [span for span in _copied(self._loads) if (span.ended_s or 0.0) >= since_s]
+        loads = [span for span in _copied(self._loads.values()) if (span.ended_s or 0.0) >= since_s]
         loads += _copied(self._loading.values())
         batches = sorted((span for each in ran for span in _spans(each)), key=lambda span: span.began_s)
         evictions = [each for each in self.evictions() if each.at_s >= since_s]
@@ -317,7 +322,9 @@ class FlightRecord:
             seconds = None if ended_s is None else _rounded(ended_s - began_s)
             batch = {"images": sum(runs[0][1][1::2]), "began_s": _rounded(began_s - arrived_s), "seconds": seconds}
         pools = (self._caches[spec.pool], spec.pool)
-        loads = runs[0][6] if runs else [load for load in self.loading(expert) if load.pool in pools]
+        loads = [load for load in self.loading(expert) if load.pool in pools]
+        if runs:
+            loads = [load for number in runs[0][6] if (load := self._loads.get(number)) is not None]
         waited = [load for load in loads if load.expert == expert and (load.ended_s is None or load.ended_s > at_s)]
         candidates = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
         return {
@@ -357,7 +364,7 @@ def _load(legs: Sequence[LoadSpan]) -> dict[str, Any]:
 
 
 def _ran(
-    batch: Batch, began_s: float, loads: tuple[LoadSpan, ...], ended_s: float | None, *, has_failed: bool = False
+    batch: Batch, began_s: float, loads: tuple[int, ...], ended_s: float | None, *, has_failed: bool = False
 ) -> Ran:
     portions: tuple[str | int, ...] = (batch.expert, len(batch.requests))
     if batch.portions:

@@ -1,5 +1,6 @@
 """What the record tells of a real loop: waits, batches, loads, evictions, decisions, preparation; and its bounds."""
 
+import gc
 import threading
 import time
 from collections import deque
@@ -179,6 +180,19 @@ def test_the_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
     assert hand.record.find("k9") is None
     assert hand.record.find("k10")[1]
     assert hand.record.course_of(REQUESTS) is None
+
+
+def test_the_garbage_collector_forgets_what_is_kept_of_requests_and_batches():
+    hand = ByHand()
+    gc.collect()
+    before = len(gc.get_objects())
+    for request in range(2_000):
+        hand.arrive(request)
+        hand.run(request, request)
+        hand.record.request_ended(request)
+    for _ in range(4):  # a tuple is forgotten after the tuples in it
+        gc.collect()
+    assert len(gc.get_objects()) < before + 200
 
 
 def test_readers_never_see_a_ring_that_changes_under_them():
