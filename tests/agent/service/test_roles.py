@@ -93,6 +93,20 @@ class TestHttp:
         told = json.loads(asked(address, "/api/audit", **bearer("admin"))[2])
         assert {entry["who"] for entry in told["entries"]} <= {"operate", "admin"}
 
+    def test_tokens_of_the_line_file_are_served_after_a_reload(self, service, line):
+        (address,) = service.web.addresses
+        tokens = line.document["api"]["tokens"]
+        tokens["shift-lead"] = {"role": "operate", "file": "operate.token"}
+        del tokens["operate"], tokens["read"]
+        line.write()
+        told = json.loads(
+            asked(address, "/api/reload", "POST", {}, content_type="application/json", **bearer("admin"))[2]
+        )
+        assert (told["is_applied"], told["needs_restart"]) == (True, [])
+        told = json.loads(asked(address, "/api/session", **bearer("operate"))[2])
+        assert told == {"name": "shift-lead", "role": "operate"}
+        assert asked(address, "/api/session", **bearer("read"))[0] == 401
+
 
 def methods():
     for described in (inspection_pb2, inference_pb2):

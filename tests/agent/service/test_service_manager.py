@@ -15,6 +15,7 @@ import pytest
 
 from agent.config import ServiceManager, service_manager
 from agent.records.database import state_held
+from agent.records.station.audit import audit_page
 from agent.service.service_manager import (
     BACKOFF,
     EXTENDED_EVERY_S,
@@ -182,6 +183,10 @@ class TestTheAgent:
 
             yield start
 
+    def audited(self, line):
+        entries = audit_page(line.folder / "state" / "results.db")
+        return [(entry.deed.who, entry.deed.action, entry.deed.outcome) for entry in entries]
+
     def ended(self, process):
         process.send_signal(signal.SIGTERM)
         ended = process.wait(PATIENCE_S)
@@ -200,6 +205,7 @@ class TestTheAgent:
         listener.hear_until("WATCHDOG")  # it goes on
         self.ended(process)
         listener.hear_until("STOPPING")
+        assert self.audited(line) == [("signal", "reload", "done")]
 
     def test_a_reload_that_waits_for_the_disk_keeps_no_signal_from_ending_it(self, line, listener, start):
         process = start(line.write())
@@ -219,6 +225,8 @@ class TestTheAgent:
             listener.hear_until(each)
         told = self.ended(process).stderr.splitlines()
         assert "staging" in next(each for each in told if "reload_problem" in each)
+        ((*_, outcome),) = self.audited(line)
+        assert outcome.startswith("not applied: ")
 
     @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a CUDA device")
     def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(self, line, listener, start):
