@@ -9,12 +9,13 @@ import json
 import logging
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agent.cli.arguments import AsJson
+from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 
@@ -30,7 +31,7 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, report, start, tasks):
+    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, pages, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -169,6 +170,29 @@ def mesh(
         measured = simulate_figures(batch)
         if folder is not None:
             write_figures(folder, measured)
+    _show(measured, as_json=as_json)
+
+
+def pages(
+    line: LineFile,
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines, whose images each turn judges; default: one board's, of noise")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=8, help="turns with pages and without")] = 8,
+    browser: Annotated[
+        str | None, typer.Option(metavar="CHROMIUM", help="open pages in this browser instead of asking as they do")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what three open pages of the station cost a line: its throughput with them and without, by turns."""
+    with _measuring(line) as (progress, config):
+        from profiler.workload.traces import read_trace
+        from proof.parts.pages import measure_pages
+
+        assert config is not None
+        arrivals = None if trace is None else read_trace(trace, config.catalog)
+        done = partial(progress, "pages")
+        measured = measure_pages(config, arrivals, pairs, browser, done)
     _show(measured, as_json=as_json)
 
 

@@ -6,6 +6,7 @@ expert, and leaves the files of Python and the runtimes in the page cache.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import statistics
@@ -88,9 +89,9 @@ def start_once(line: Path) -> StartTimes:
 
     Raises CoServeError when the agent ends by itself, is not ready in time, or does not end.
     """
-    with _agent(line) as (process, log):
+    with agent_of(line) as (process, log):
         started = time.perf_counter()
-        _wait_until_ready(process, log)
+        wait_until_ready(process, log)
         ready_s = time.perf_counter() - started
         resident_bytes = psutil.Process(process.pid).memory_info().rss
         drained = threading.Thread(target=log.read, name="log", daemon=True)
@@ -119,8 +120,10 @@ def _line(folder: Path) -> Path:
 
 
 @contextmanager
-def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    command = [sys.executable, "-m", "coserve", "serve", str(line)]
+def agent_of(line: Path, **sections: object) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Context: `coserve serve` of a line with these sections instead of the file's, and its log. Killed at the end."""
+    overlay = [f"COSERVE__{name.upper()}={json.dumps(section)}" for name, section in sections.items()]
+    command = ["env", *overlay, sys.executable, "-m", "coserve", "serve", str(line)]
     started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
@@ -142,7 +145,8 @@ def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
                     process.kill()
 
 
-def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:
+def wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:
+    """Raises CoServeError, with the last lines of the log."""
     too_long = threading.Timer(START_LIMIT_S, process.kill)  # ends the log, and so the loop below
     too_long.start()
     lines: list[str] = []
