@@ -36,7 +36,7 @@ RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers kserve cluster tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
+.PHONY: help venv trainers kserve cluster tools demo screenshots test test-all test-forms lint house drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ $(VENV)/.cluster: $(INSTALLED)
 
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
+
+screenshots: $(INSTALLED) tools  ## the station's pages over the demo line at three sizes, into pictures; docs/station.png
+	$(VENV)/bin/python tests/agent/web/screenshots.py
 
 # Without them the tests that need them are skipped, or fail, and say so. Tests start a broker of their own; where
 # systemd runs, Debian also starts the services mosquitto and prometheus once they are installed: nothing here needs
@@ -117,7 +120,7 @@ bundle: $(INSTALLED)  ## dist/coserve-*.tar, installed by its install.sh where t
 	$(VENV)/bin/python packaging/make_bundle.py --cuda $(CUDA)
 
 clean:  ## remove what the targets wrote, but not $(VENV)
-	rm -rf build dist demo bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist demo pictures bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find experts agent profiler proof tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.

@@ -114,6 +114,7 @@ def measure_pages(
     trace = trace or board_trace(config, 1, 0)
     if any(arrival.component is None for arrival in trace):
         raise ConfigError("pages are measured over components - give a trace that names no expert")
+    config.state.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{_free_port()}"
     with removed_afterwards(config.state, "bench-pages-") as folder:
         fed = FedAgent(folder, _files(config, trace))

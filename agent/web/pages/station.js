@@ -168,6 +168,7 @@ function denied({status}, asked) {
 }
 
 async function poll() {
+  const began = now();
   known.polling = true;
   try {
     const [status, told, etag] = await call("GET", "/api/state", undefined, HUNG_MS, known.etag ? {"if-none-match": known.etag} : {});
@@ -180,7 +181,7 @@ async function poll() {
     denied(error, known);
   } finally {
     known.polling = false;
-    known.askAt = now() + 1000 * (document.hidden ? HIDDEN_S : Math.min(Math.max(known.failures, 0.9), 5));
+    known.askAt = began + 1000 * (document.hidden ? HIDDEN_S : Math.min(Math.max(known.failures, 0.9), 2));
     redraw();
   }
 }
@@ -252,7 +253,7 @@ const thumbnail = (result) => result.has_image && h("img", {src: `/api/results/$
 
 /** Lines of a panel: a name with its extra, a word, what is told, and a bar filled to `part`. */
 const rows = (items, none) => !items.length ? h("p.none", none) : h("ul.rows", items.map((item) =>
-  h("li", {key: item.key ?? item.name, class: `${item.bad ? "bad" : ""} ${"part" in item ? "barred" : ""}`, title: item.bad || item.name},
+  h("li", {key: item.key ?? item.name, class: `${item.bad ? "bad" : ""} ${"part" in item ? "barred" : ""}`, title: item.bad || item.title || item.name},
     item.mark && mark(item.mark), h(item.href ? "a.name" : "span.name", {href: item.href}, item.name, " ", h("small", item.extra)),
     item.word !== undefined && h("b", item.word), item.told && h("span.told", item.told), "part" in item && bar(item.part, item.kind))));
 
@@ -336,7 +337,7 @@ function lastBoards({boards, shift}) {
 function sources(state) {
   const told = (source) => [source.per_s && `${few(source.per_s)}/s`, source.waiting && `${source.waiting} waiting`, source.dropped && `${source.dropped} dropped`];
   return panel("Sources", state.texts && `texts ${few(state.texts.tokens_per_s)} tokens/s`, rows([
-    ...state.sources.map((each) => ({key: `${each.kind} ${each.name}`, mark: each.alarm ? "NG" : "OK", name: each.name, extra: each.kind, bad: each.alarm,
+    ...state.sources.map((each) => ({key: `${each.kind} ${each.name}`, mark: each.alarm ? "NG" : "OK", name: each.name.split("/").slice(-2).join("/"), extra: each.kind, title: each.name, bad: each.alarm,
       word: each.state, told: told(each).filter(Boolean).join(" · ")})),
     ...state.receivers.map((each) => ({key: `receiver ${each.name}`, mark: each.alarm ? "NG" : "OK", name: each.name, extra: "receiver", bad: each.alarm,
       word: each.alarm ? "FAILS" : "TOLD", told: `${each.waiting} behind`}))], "no camera and no folder: images come over the API"));
