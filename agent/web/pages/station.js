@@ -11,7 +11,6 @@ const HIDDEN_S = 15;
 const FORGET_MS = 30000;
 const TURNED_MS = 800; // a key pressed this soon after the case changed was meant for the case before
 const SVG = "http://www.w3.org/2000/svg";
-const PER_PAGE = 50;
 
 // ---- nodes: h() describes, patch() makes the page so
 
@@ -117,22 +116,23 @@ function ask(path, everyS = 1e9) {
   let answer = answers.get(path);
   if (!answer) answers.set(path, answer = {value: null, error: null, dueAt: 0, underWay: false});
   answer.usedAt = now();
-  if (!answer.underWay && now() >= answer.dueAt && !document.hidden) {
-    answer.underWay = true;
-    const began = now();
-    call("GET", path).then(([, value]) => {
-      const dueAt = known.changedAt > began ? 0 : now() + everyS * 1000;
-      Object.assign(answer, {value, error: null, dueAt, isDenied: false});
-    })
-      .catch((error) => {
-        Object.assign(answer, {error, dueAt: now() + Math.max(Math.min(everyS, 5), 2) * 1000});
-        denied(error, answer);
-      }).finally(() => {
-        answer.underWay = false;
-        redraw();
-      });
-  }
+  if (!answer.underWay && now() >= answer.dueAt && !document.hidden) refresh(path, answer, everyS);
   return answer;
+}
+
+async function refresh(path, answer, everyS) {
+  const began = now();
+  answer.underWay = true;
+  try {
+    const [, value] = await call("GET", path);
+    Object.assign(answer, {value, error: null, isDenied: false, dueAt: known.changedAt > began ? 0 : now() + everyS * 1000});
+  } catch (error) {
+    Object.assign(answer, {error, dueAt: now() + Math.max(Math.min(everyS, 5), 2) * 1000});
+    denied(error, answer);
+  } finally {
+    answer.underWay = false;
+    redraw();
+  }
 }
 
 async function act(method, path, body, done, patienceMs = HUNG_MS) {
@@ -162,9 +162,9 @@ function tell(text, isError = false) {
 
 /** Ask for a token. Once closed, the dialog is not opened again by further tries of the same question. */
 function denied({status}, asked) {
-  if (status !== 401 && status !== 403) return;
-  known.isSigning ||= !asked.isDenied;
-  asked.isDenied = true;
+  const isDenied = status === 401 || status === 403;
+  known.isSigning ||= isDenied && !asked.isDenied;
+  asked.isDenied = isDenied;
 }
 
 async function poll() {
@@ -179,6 +179,10 @@ async function poll() {
   } catch (error) {
     known.failures += 1;
     denied(error, known);
+    if (known.isDenied) { // no longer this person's to see
+      known.state = known.etag = null;
+      answers.clear();
+    }
   } finally {
     known.polling = false;
     known.askAt = began + 1000 * (document.hidden ? HIDDEN_S : Math.min(Math.max(known.failures, 0.9), 2));
@@ -194,7 +198,7 @@ function tick() {
 }
 
 const ageS = () => (now() - (known.answeredAt ?? known.startedAt)) / 1000;
-const isStale = () => ageS() > STALE_S;
+const isStale = () => !known.isDenied && ageS() > STALE_S;
 const isNamed = () => known.session !== null && known.session.name !== "anonymous";
 const theme = () => localStorage.getItem("coserve.theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
@@ -260,7 +264,7 @@ const rows = (items, none) => !items.length ? h("p.none", none) : h("ul.rows", i
 function table(heads, lines, none) {
   if (!lines.length) return h("p.none", none);
   const isNumber = heads.map((head) => head.startsWith("#") ? "number" : "");
-  return h("div.scroll", h("table", h("thead", h("tr", heads.map((head, index) => h("th", {scope: "col", class: isNumber[index]}, head.replace("#", ""))))),
+  return h("div.scroll", h("table", h("thead", h("tr", heads.map((head, index) => h("th", {class: isNumber[index]}, head.replace("#", ""))))),
     h("tbody", lines.map(({key, attrs, cells}) => h("tr", {key, ...attrs}, cells.map((cell, index) => h("td", {class: isNumber[index]}, cell)))))));
 }
 
@@ -272,7 +276,7 @@ const missing = ({value, error}) => value ? null
 
 function header() {
   const state = known.state;
-  const judging = isStale() ? "NO ANSWER" : state?.judging.state ?? "…";
+  const judging = isStale() ? "NO ANSWER" : state?.judging.state ?? (known.isDenied ? "SIGN IN" : "…");
   const reason = isStale() ? "" : state?.phase ?? state?.judging.reason ?? "";
   const count = state?.shift.verdicts.UNKNOWN;
   return h("header", {class: isStale() ? "stale" : ""},
@@ -291,7 +295,7 @@ function takt(shift) {
 
 function age() {
   const who = known.session;
-  const text = isStale() ? `no answer for ${Math.floor(ageS())} s: reconnecting` : known.answeredAt === null ? "connecting" : `data ${Math.max(1, Math.round(ageS()))} s old`;
+  const text = isStale() ? `no answer for ${Math.floor(ageS())} s: reconnecting` : !known.state ? "no data yet" : `data ${Math.max(1, Math.round(ageS()))} s old`;
   return h("div.age", h("span.data", {role: "timer", "aria-live": isStale() ? "assertive" : "off"}, text),
     button(isNamed() ? who.name : "sign in", () => sign(true), {class: "quiet", "aria-label": isNamed() ? `signed in as ${who.name}, role ${who.role}` : "sign in"}));
 }
@@ -310,14 +314,14 @@ function navigation() {
   button("◐", () => {
     localStorage.setItem("coserve.theme", theme() === "dark" ? "light" : "dark");
     redraw();
-  }, {class: "quiet", "aria-label": "dark or light", title: "dark or light"}));
+  }, {class: "quiet", "aria-label": "dark or light"}));
 }
 
 // ---- the station
 
 function station() {
   const state = known.state;
-  if (!state) return h("p.none", known.isDenied ? "Sign in to see this line." : "asking the agent…");
+  if (!state) return h("p.none", known.isDenied ? "A token is needed to see this line." : "asking the agent…");
   return h("div.station", lastBoards(state), caseView(turned(state.cases), state.cases),
     h("div.side", sources(state), executors(state), memories(state.memories), pareto(state.shift.pareto)));
 }
@@ -415,7 +419,7 @@ function picture(result, detail) {
   const steps = detail?.steps ?? [];
   const mapAt = steps.findLastIndex((each) => each.anomaly?.has_map);
   const boxes = steps.flatMap((each) => each.boxes);
-  return h("div.picture", h("img", {key: source, src: source, alt: `${partOf(result)}: ${result.verdict} ${result.label ?? ""}`, onerror: (event) => event.target.classList.add("gone")}),
+  return h("div.picture", h("img", {key: source, src: source, alt: `${partOf(result)}: ${result.verdict} ${result.label ?? ""}`}),
     width > 0 && h("svg.over", {key: `over ${result.seq}`, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true"},
       shows.map && mapAt >= 0 && h("image.map", {href: `/api/results/${result.seq}/maps/${mapAt}`, width, height, preserveAspectRatio: "none"}),
       shows.boxes && boxes.map((box) => boxMark(box, Math.max(width, height) / 32))),
@@ -601,7 +605,7 @@ function texts() {
 
 const FILTERS = [["verdict", ["NG", "UNKNOWN", "OK"]], ["reviewed", ["true", "false"]], ["finding", Object.keys(FINDINGS)], ["component"], ["expert"], ["label"], ["board"], ["source"]];
 const WORDS = {...FINDINGS, true: "yes", false: "no", "": "all"};
-const reviewPath = () => `/api/results${query({...Object.fromEntries(new URLSearchParams(location.search)), limit: PER_PAGE})}`;
+const reviewPath = () => `/api/results${query({...Object.fromEntries(new URLSearchParams(location.search)), limit: 50})}`;
 
 function review() {
   const given = Object.fromEntries(new URLSearchParams(location.search));

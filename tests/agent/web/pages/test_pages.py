@@ -216,6 +216,23 @@ class TestTheSecondVerdict:
         page.keyboard.press("f")
         expect(case(page).get_by_role("status")).to_contain_text("false call by anna")
 
+    def test_whoever_may_no_longer_see_the_line_sees_nothing_of_it(self, opened):
+        opened.page.clock.install()
+        page = opened.go("/")
+        expect(page.locator(".judging b")).to_have_text("JUDGING")
+        refusal = {"error": {"reason": "UNAUTHENTICATED", "message": "send a token", "field": None}}
+        page.route("**/api/state", lambda asked: asked.fulfill(status=401, json=refusal))
+        page.clock.run_for(1000)
+        expect(page.get_by_label("token")).to_be_focused()
+        expect(page.locator(".judging b")).to_have_text("SIGN IN")
+        expect(page.locator(".tile")).to_have_count(0)
+        page.get_by_role("button", name="Close").click()
+        with page.expect_response("**/api/state"):
+            page.clock.run_for(3000)
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        page.unroute("**/api/state")
+        until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
+
     def test_reviewing_a_list_goes_on_to_the_next(self, opened):
         page = opened.go("/review?verdict=UNKNOWN")
         rows = page.locator("tr[aria-selected]")
