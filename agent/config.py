@@ -440,6 +440,8 @@ def _camera_problems(sections: LineSections, document: Document) -> Iterator[Con
 
 def _read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> LayoutSections:
     """Read the layout of one board type. Raises ConfigError with all ``problems``."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file}: is no file - name the layout's file")  # a pipe would be waited for
     document = read_document(file)
     layout = document.validate(LayoutSections)
     problems: list[ConfigError] = []

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
-INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,99})")
 DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?")
 WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))
 MERGE_KEY = "<<"
+MOST_BYTES, MOST_VALUES, DEEPEST = 16 * 2**20, 2**20, 100  # values: a few aliases of aliases make billions
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -40,12 +41,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Value of a document with the place of its key (from 1), and the entries below it."""
+    """Value of a document with the place of its key (from 1), and the entries below it. ``size``: values in all."""
 
     value: Any
     line: int
     column: int
     children: Mapping[str | int, DocumentEntry] = field(default_factory=dict)
+    size: int = 1
 
     def at(self, node: yaml.Node) -> DocumentEntry:
         return replace(self, line=node.start_mark.line + 1, column=node.start_mark.column + 1)
@@ -152,9 +154,12 @@ class Document:
 def read_document(file: Path) -> Document:
     """Read one YAML file whose root is a mapping. Raises ConfigError for what cannot be read or parsed."""
     try:
-        content = file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}) - check the path and its permissions") from error
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{file}: has more than {MOST_BYTES} bytes - is it the right file?")
     return parse_document(file, content)
 
 
@@ -237,6 +242,8 @@ def _build(
         raise _YamlRefused("an alias stands inside the value it names - write it out", node, path)
     if node.tag not in PLAIN_TAGS:
         raise _YamlRefused(f"the tag {node.tag} is not supported - write the plain value", node, path)
+    if len(open_nodes) > DEEPEST:
+        raise _YamlRefused(f"is more than {DEEPEST} levels deep - write it flatter", node, path)
     inside = (*open_nodes, id(node))
     if isinstance(node, yaml.MappingNode):
         children = _mapping(node, built, path, inside)
@@ -247,7 +254,10 @@ def _build(
     else:
         quoted = isinstance(node, yaml.ScalarNode) and bool(node.style)
         entry = DocumentEntry(node.value if quoted else _plain(node.value), 1, 1)
-    built[id(node)] = entry.at(node)
+    size = 1 + sum(child.size for child in entry.children.values())
+    if size > MOST_VALUES:
+        raise _YamlRefused(f"has more than {MOST_VALUES} values by its aliases - write fewer", node, path)
+    built[id(node)] = replace(entry.at(node), size=size)
     return built[id(node)]
 
 

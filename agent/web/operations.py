@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -48,7 +48,10 @@ def _moment(given: object) -> object:
     if isinstance(given, str):
         if re.fullmatch(MOMENT, given) is None:
             raise ValueError("is no time with its offset, as 2026-05-01T06:00:00+02:00")
-        return datetime.fromisoformat(given)
+        try:
+            return datetime.fromisoformat(given).astimezone(UTC)
+        except OverflowError:
+            raise ValueError("is outside of the calendar") from None
     return given
 
 

@@ -26,7 +26,7 @@ def parsed(text):
         ("true", True), ("false", False), ("NO", "NO"), ("on", "on"), ("Yes", "Yes"), ("'true'", "true"), ("12", 12),
         ("-3", -3), ("0402", "0402"), ("12:30", "12:30"), ("1_000", "1_000"), ("2026-01-31", "2026-01-31"),
         ("0.5", 0.5), ("1e3", 1000.0), (".5", 0.5), ("1.2.3", "1.2.3"), ("e5", "e5"), (".inf", ".inf"), ("null", None),
-        ("~", None), ("", None), ("[]", []),
+        ("~", None), ("", None), ("[]", []), ("9" * 5000, "9" * 5000),
     ],
 )  # fmt: skip
 def test_a_scalar_is_what_an_operator_means_by_it(text, value):
@@ -47,6 +47,9 @@ def test_anchors_and_merges_share_values_and_keep_the_place_of_use():
     assert document.place("two").line == 5
 
 
+LAUGHS = "\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 20)])
+
+
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
@@ -55,6 +58,7 @@ def test_anchors_and_merges_share_values_and_keep_the_place_of_use():
         ("a: !!python/object:os.system x", "1:4: a", "tag"), ("a: &a [*a]", "1:", "alias"),
         ("? [1]\n: 2", "1:3: document", "key must be a word"), ("a:\n  <<: 5", "2:7: a", "takes a mapping"),
         ("- 1\n- 2", "1:1: document", "key: value"), ("a: 1\n---\nb: 2", "2:1: syntax", "single document"),
+        ("a: " + "[" * 120 + "]" * 120, "1:104: a[0]", "levels deep"), (LAUGHS, "7:", "values by its aliases"),
     ],
 )  # fmt: skip
 def test_what_no_configuration_may_hold_is_refused_with_its_place(text, where, words):
@@ -71,6 +75,11 @@ def test_bytes_that_are_not_utf8_are_placed_and_a_file_that_is_not_there_is_name
         read_document(tmp_path / "absent.yaml")
     assert parse_document(FILE, b"\xef\xbb\xbfa: 1").values == {"a": 1}
     assert parse_document(FILE, b"# nothing\n").values == {}
+
+
+def test_a_file_without_an_end_is_no_document():
+    with pytest.raises(ConfigError, match="/dev/zero: has more than 16777216 bytes"):
+        read_document(Path("/dev/zero"))
 
 
 class Part(BaseModel):

@@ -79,9 +79,11 @@ class Pictures:
         self._thread.stop(0.0)
 
     def _made(self, make: Callable[[], Made]) -> Made:
+        making = self._thread.submit(make)
         try:
-            return self._thread.submit(make).result(PATIENCE_S)
+            return making.result(PATIENCE_S)
         except TimeoutError:
+            making.cancel()  # else those that nobody waits for any more would pile up
             raise OrderRefused(Refusing.NOT_NOW, "the disk of the image, or the box, is busy: ask again", 5.0) from None
         except (ImageError, OSError, MemoryError) as error:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None

@@ -72,7 +72,8 @@ class StationRoutes:
         self._patience_s = patience_s
         self._state = SingleFlight(self._told_state, "station-state", FRESH_S)
         self._reading = DaemonThreads(THREADS, "station")
-        self._changing = DaemonThreads(1, "station-change")
+        # one each: a check or reload that waits for a share's files keeps no review waiting
+        self._changing = {operation: DaemonThreads(1, "station-change") for operation in CHANGES}
         self._state_json = TypeAdapter(views.StateView)
         self._ages_json = TypeAdapter(views.AgesView)
         self._routes = [
@@ -88,7 +89,7 @@ class StationRoutes:
 
     def stop(self) -> None:
         self._station.stop()
-        for threads in (self._state.thread, self._reading, self._changing):
+        for threads in (self._state.thread, self._reading, *self._changing.values()):
             threads.stop(0.0)
 
     def _reader(self, operation: Operation) -> Answering:
@@ -124,7 +125,7 @@ class StationRoutes:
                 call.outcome = ended(found)
                 return adapter.dump_json(found, by_alias=True)
 
-            content = await self._told(self._changing, change, CHANGE_S)
+            content = await self._told(self._changing[operation], change, CHANGE_S)
             return json_answer(content, operation.status)
 
         return answer

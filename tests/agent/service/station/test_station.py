@@ -3,7 +3,9 @@
 import http.client
 import io
 import json
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import datetime
 
@@ -12,7 +14,9 @@ import pytest
 from PIL import Image
 
 from agent.api.calls.desk import TextOrder
-from agent.records.results import KeptMap
+from agent.records.results import KeptMap, ResultRow
+from agent.service.station.pictures import Pictures
+from experts.errors import OrderRefused
 from experts.expert import AnomalyMap, Verdict
 from experts.llm.serving.generation import GREEDY
 from experts.thresholds.map_pictures import map_png
@@ -216,6 +220,7 @@ def test_results_are_filtered_and_come_in_pages(busy):
         ("limit=0", "limit"), ("limit=201", "limit"), ("limit=1_0", "limit"), ("limit=1&limit=2", "limit"),
         ("before=x", "before"), ("verdict=ok", "verdict"), ("reviewed=1", "reviewed"), ("sinse=2026", "sinse"),
         ("since=2026-01-01", "since"), ("since=2026-01-01T00:00:00", "since"), ("since=2026-13-01T00:00:00Z", "since"),
+        ("since=0001-01-01T00:00:00%2B23:59", "since"), ("until=9999-12-31T23:59:59-23:59", "until"),
         ("component=", "component"), (f"label={'x' * 201}", "label"),
     ],
 )  # fmt: skip
@@ -278,6 +283,27 @@ def test_an_image_is_turned_as_its_exif_says_and_a_gone_or_broken_one_says_why(l
         file.unlink()
         assert "no longer there" in web.error("/api/results/1/image", status=404)["message"]
         assert web.json("/api/results/1")["size"] is None
+
+
+def test_a_picture_that_nobody_waits_for_any_more_is_not_made(monkeypatch):
+    begun, goes_on = [], threading.Event()
+
+    def config():
+        begun.append(None)
+        goes_on.wait(PATIENCE_S)
+        raise FileNotFoundError("the share is gone")
+
+    pictures, row = Pictures(config), ResultRow(1, result())
+    monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", 0.01)
+    for _ in range(3):
+        with pytest.raises(OrderRefused, match="busy"):
+            pictures.frame(row, None)
+    monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", PATIENCE_S)
+    goes_on.set()
+    with pytest.raises(OrderRefused, match="the share is gone"):
+        pictures.frame(row, None)
+    pictures.stop()
+    assert len(begun) == 2
 
 
 def test_a_board_tells_its_parts_and_the_frame_that_shows_them(busy):
@@ -382,6 +408,31 @@ def test_the_line_file_is_shown_checked_and_served_anew(line):
         assert web.json("/api/line")["is_served"] is False
         assert web.json("/api/reload", method="POST")["added"] == ["cls/f2"]
         assert [each["id"] for each in web.json("/api/experts")["experts"]] == ["cls/f0", "cls/f1", "cls/f2"]
+
+
+def test_a_check_that_waits_for_a_file_keeps_no_review_waiting(line):
+    pipes = [line.folder / f"f{number}.onnx" for number in range(2)]
+    with line.served() as service, ThreadPoolExecutor(1) as pool:
+        asked(service, order_of(picture(), component="c0", key="k"))
+        web, given = Web(service, "operator"), line.config.document.values
+        for number, pipe in enumerate(pipes):
+            os.mkfifo(pipe)
+            given["experts"][f"cls/f{number}"] |= {"architecture": "onnx", "weights": str(pipe)}
+        checked = pool.submit(web.json, "/api/line/check", {"text": json.dumps(given)})
+        until(lambda: let_go(pipes[0]))
+        web.json("/api/reviews", {"result": 1, "verdict": "NG"}, 201)
+        assert not checked.done()
+        until(lambda: let_go(*pipes) is None and checked.done())
+        assert checked.result()["problems"]
+
+
+def let_go(*pipes):
+    """End what waits for a pipe's bytes; None without one."""
+    for pipe in pipes:
+        with suppress(OSError):
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            return pipe
+    return None
 
 
 def test_an_expert_and_its_shadow_change_places(line):
