@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.commands.rejudging.archive import GONE, ArchivedImage, archived_image, source_of
+from agent.commands.rejudging.archive import GONE, ArchivedImage, archived_image, pixels_of
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import reviewed_results, right_answer_of
-from agent.runtime.images.sources import Frame, decoded
 from experts.errors import ConfigError, ImageError
 from experts.expert import Task, Verdict
-from experts.images import LARGEST_MAX_PIXELS, decode_image
+from experts.images import decode_image
 from experts.thresholds.learning import rates_at
 from experts.thresholds.measuring import Meter
 from profiler.charts import Labels, Series, line_chart
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from agent.config import LineConfig
+    from agent.runtime.images.sources import Frame
     from experts.expert import Expert
     from experts.thresholds.learning import Learned
 
@@ -93,7 +93,8 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     """Score of each sample. Raises ConfigError if no good one is readable, OutputInvalid, and as packing does."""
     meter = Meter(expert)
     scores: dict[str, dict[str, float]] = {GOOD: {}, BAD: {}}
-    left_out, frames = list(samples.left_out), dict[str, Frame]()
+    left_out = list(samples.left_out)
+    frames: dict[str, Frame] = {}
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
@@ -114,9 +115,7 @@ def _image(sample: Sample | ArchivedImage, expert: Expert, frames: dict[str, Fra
     if isinstance(sample, Sample):
         image = decode_image(sample.path, str(sample.path), sample.max_pixels)
     else:
-        if sample.path not in frames:
-            frames.clear()
-        image = decoded(source_of(sample, LARGEST_MAX_PIXELS, frames), sample.subject.name)
+        image = pixels_of(sample, frames)
     return image.turned(expert.pixels.orientation)
 
 

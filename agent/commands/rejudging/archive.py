@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
 from agent.records.truth.reviewed import reviewed_results
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile, decoded
 from agent.sources.folder.files.inbox import Inbox, sighting_of
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.shelves import as_it_came, files_below, image_file, name_of
@@ -21,12 +21,14 @@ from agent.sources.folder.files.sidecar import SUFFIX
 from agent.subject import Subject, pieces
 from experts.document import suggestion
 from experts.errors import ConfigError
+from experts.images import LARGEST_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.records.results import Result, ResultRow
+    from experts.images import Decoded
 
 GONE = "the image is no longer there"
 STORED_SOURCES = ("kept", "results", "reviewed")
@@ -124,6 +126,13 @@ def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -
     if box is None or image.path not in frames:  # a file that cannot be read has its reason from its decoder
         return ImageFile(path, max_pixels)
     return FramePart(frames[image.path], box, image.subject.name)
+
+
+def pixels_of(image: ArchivedImage, frames: dict[str, Frame]) -> Decoded:
+    """Pixels of an image or a part. ``frames``: of the image that was cut last. Raises ImageError."""
+    if image.path not in frames:
+        frames.clear()
+    return decoded(source_of(image, LARGEST_MAX_PIXELS, frames), image.subject.name)
 
 
 def _of_folder(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:

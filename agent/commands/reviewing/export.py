@@ -13,38 +13,33 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from PIL import Image
 
-from agent.commands.rejudging.archive import GONE, archived_image, source_of
-from agent.commands.reviewing.labels import (
-    crop_label,
-    finds_boxes,
-    folder_name,
-    passing_labels,
-    true_boxes,
-    yolo_lines,
-)
+from agent.commands.rejudging.archive import GONE, archived_image, pixels_of
+from agent.commands.reviewing.labels import crop_label, finds_boxes, folder_name, true_boxes, yolo_lines
 from agent.records.result_reader import ResultReader
-from agent.records.truth.reviewed import answer_of, reviewed_results, right_answer_of
-from agent.runtime.images.sources import decoded
+from agent.records.truth.reviewed import reviewed_results
 from experts.errors import ConfigError, ImageError
 from experts.expert import Orientation
 from experts.filesystem import is_taken, whole_folder
-from experts.images import LARGEST_MAX_PIXELS, Decoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from agent.config import LineConfig
+    from agent.records.results import Result
     from agent.records.station.reviews import ReviewedResult, ReviewQuery
     from agent.runtime.images.sources import Frame
-    from experts.expert import Expert
+    from experts.images import Decoded
 
     Row = dict[str, Any]
 
@@ -93,20 +88,21 @@ def export_reviews(
 class _Export:
     def __init__(self, config: LineConfig, folder: Path) -> None:
         self._config = config
+        self._experts = config.catalog.experts
         self._folder = folder
         self._reader = ResultReader(config.results_file)
         self._rows: list[Row] = []
         self._frames: dict[str, Frame] = {}
         self.crops: Counter[str] = Counter()
         self.maps = 0
-        self.yolo: defaultdict[str, int] = defaultdict(int)
+        self.yolo: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.left_out_of_yolo: Counter[str] = Counter()
 
     def add(self, reviewed: ReviewedResult) -> None:
         row = review_row(reviewed)
         self._rows.append(row)
-        image = self._image(reviewed)
+        image = self._image(reviewed.row.result)
         if isinstance(image, str):
             self.left_out[image] += 1
             row["left_out"] = image
@@ -120,73 +116,55 @@ class _Export:
         for name in self.yolo:
             data = {"train": "images", "val": "images", "names": dict(enumerate(self._experts[name].labels))}
             text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
-            (self._folder / "yolo" / name / "data.yaml").write_text(text, "utf-8")
+            self._write(f"yolo/{name}/data.yaml", text.encode())
         with (self._folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(sorted(self._rows, key=lambda row: row["number"]))
 
-    @property
-    def _experts(self) -> Mapping[str, Expert]:
-        return self._config.catalog.experts
-
-    def _image(self, reviewed: ReviewedResult) -> Decoded | str:
+    def _image(self, result: Result) -> Decoded | str:
         """Pixels of a part or an image; or why there are none."""
-        result = reviewed.row.result
         if not result.subject.component:
             return "its result names no component"
         image = archived_image(self._config, result)
         if image is None:
             return GONE
-        if image.path not in self._frames:
-            self._frames.clear()
         try:
-            return decoded(source_of(image, LARGEST_MAX_PIXELS, self._frames), result.subject.name)
+            return pixels_of(image, self._frames)
         except ImageError as error:
             return f"the image cannot be used: {error.message}"
 
     def _add_crop(self, reviewed: ReviewedResult, image: Decoded, row: Row) -> None:
         result = reviewed.row.result
         last = self._experts.get(result.experts[-1]) if result.experts else None
-        pixels = image.turned(Orientation.EXIF if last is None else last.pixels.orientation)
+        png = _png(image.turned(Orientation.EXIF if last is None else last.pixels.orientation))
         component, label = str(result.subject.component), crop_label(reviewed, self._config.catalog.graph)
         place = f"{folder_name(component)}/{folder_name(label)}/{reviewed.row.seq:08}"
-        buffer = BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        self._write(f"crops/{place}.png", buffer.getvalue())
+        self._write(f"crops/{place}.png", png)
         self.crops[f"{component}/{label}"] += 1
-        row |= {"crop": f"crops/{place}.png", "sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}
+        row |= {"crop": f"crops/{place}.png", "sha256": hashlib.sha256(png).hexdigest()}
         for kept in self._reader.maps(reviewed.row.seq):
             self._write(f"maps/{place}-{kept.step}.png", kept.png)
             self.maps += 1
 
     def _add_boxes(self, reviewed: ReviewedResult, step: Mapping[str, Any], image: Decoded) -> None:
-        name, review, result = step["expert"], reviewed.review, reviewed.row.result
-        if name not in self._experts:
-            self.left_out_of_yolo[f"the line has no expert {name} any more"] += 1
-            return
-        said, passing = answer_of(reviewed).of(name), self._passing(result.subject.component, name)
-        assert said is not None, "an expert with a step is one of the result's experts"
-        boxes = true_boxes(step, said, right_answer_of(self._config, reviewed, name), review.label, passing)
+        boxes = true_boxes(self._config, reviewed, step)
         if isinstance(boxes, str):
             self.left_out_of_yolo[boxes] += 1
             return
-        pixels, labels = image.turned(Orientation.EXIF), self._experts[name].labels
-        try:
-            text = yolo_lines(boxes, labels, pixels.shape[:2])
-        except ValueError:
-            self.left_out_of_yolo[f"a box has a label that {name} has no more"] += 1
-            return
-        buffer = BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        self._write(f"yolo/{name}/images/{reviewed.row.seq:08}.png", buffer.getvalue())
+        name, pixels = step["expert"], image.turned(Orientation.EXIF)
+        self._write(f"yolo/{name}/images/{reviewed.row.seq:08}.png", _png(pixels))
+        text = yolo_lines(boxes, self._experts[name].labels, pixels.shape[:2])
         self._write(f"yolo/{name}/labels/{reviewed.row.seq:08}.txt", text.encode())
         self.yolo[name] += 1
-
-    def _passing(self, component: str | None, expert: str) -> frozenset[str]:
-        return passing_labels(self._config.catalog.graph, component, expert)
 
     def _write(self, place: str, content: bytes) -> None:
         target = self._folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

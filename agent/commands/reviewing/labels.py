@@ -1,15 +1,17 @@
-"""Labels of reviewed images: the folder of a crop, and the boxes of a detector's image. Pure."""
+"""Labels of reviewed images: the folder of a crop, and the boxes of a detector's image."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
 
+from agent.records.truth.reviewed import answer_of, right_answer_of
 from experts.expert import NOTHING_FOUND, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from agent.config import LineConfig
     from agent.records.station.reviews import ReviewedResult
     from experts.graph import ExpertGraph
 
@@ -50,12 +52,17 @@ def finds_boxes(step: Step) -> bool:
     return bool(step["boxes"]) or (step["label"] == NOTHING_FOUND and not is_other)
 
 
-def true_boxes(
-    step: Step, said: Verdict, right: Verdict | None, label: str | None, passing: Collection[str]
-) -> Sequence[Box] | str:
-    """Boxes that a detector should find; or why they are not known. ``label``: the person's."""
+def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequence[Box] | str:
+    """Boxes that a detector should find; or why they are not known."""
+    name, label = step["expert"], reviewed.review.label
     boxes: Sequence[Box] = step["boxes"]
-    failing = [box for box in boxes if box["label"] not in passing]
+    if name not in config.catalog.experts:
+        return f"the line has no expert {name} any more"
+    if not {box["label"] for box in boxes} <= {*config.catalog.experts[name].labels}:
+        return f"a box has a label that {name} has no more"
+    said, right = answer_of(reviewed).of(name), right_answer_of(config, reviewed, name)
+    passing = passing_labels(config.catalog.graph, reviewed.row.result.subject.component, name)
+    failing = {box["label"] for box in boxes} - passing
     if right is None:
         return "its review says nothing of the detector"
     if said is Verdict.UNKNOWN:
@@ -66,16 +73,13 @@ def true_boxes(
         return "a missed defect has no boxes"
     if boxes and not failing:
         return "no box shows the defect"
-    if label is not None and label not in {box["label"] for box in failing} and boxes:
+    if boxes and label is not None and label not in failing:
         return "the person named another defect than the boxes"
     return boxes
 
 
 def yolo_lines(boxes: Sequence[Box], labels: Sequence[str], size: tuple[int, int]) -> str:
-    """Boxes as lines of a YOLO label file: class, middle and extent in shares of the image. ``size``: (height, width).
-
-    Raises ValueError for a label that is not among ``labels``.
-    """
+    """Boxes as lines of a YOLO label file: class, middle and extent in shares of ``size``: (height, width)."""
     height, width = size
     lines = []
     for box in boxes:

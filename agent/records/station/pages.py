@@ -95,14 +95,6 @@ class ListedResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultPage:
-    """``next``: the ``before`` of the next page; None for the last page."""
-
-    results: tuple[ListedResult, ...]
-    next: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class BoardQuery:
     """Filters of closed boards; None: any. ``since`` and ``until`` are of the closing. ``before``: number."""
 
@@ -113,12 +105,6 @@ class BoardQuery:
     until: datetime | None = None
     before: int | None = None
     limit: int = 50
-
-
-@dataclass(frozen=True, slots=True)
-class BoardPage:
-    boards: tuple[BoardRow, ...]
-    next: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +122,23 @@ class StationReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def page(self, query: ResultQuery) -> ResultPage:
+    def page(self, query: ResultQuery) -> tuple[ListedResult, ...]:
         with closing(open_for_reading(self.path)) as connection:
             found = sorted(
                 (seq for sql, values in branches(connection, query) for (seq,) in connection.execute(sql, values)),
                 reverse=True,
             )[: query.limit]
             rows = connection.execute(LISTED, (json.dumps(found),)).fetchall()
-        return ResultPage(tuple(_listed(row) for row in rows), found[-1] if len(found) == query.limit else None)
+        return tuple(map(_listed, rows))
 
     def listed(self, seq: int) -> ListedResult | None:
         return next(iter(self.numbered([seq])), None)
 
     def numbered(self, numbers: Sequence[int]) -> tuple[ListedResult, ...]:
         """Those of these results that are there, oldest first."""
-        return tuple(_listed(row) for row in reversed(read_rows(self.path, LISTED, (json.dumps(numbers),))))
+        return tuple(map(_listed, reversed(read_rows(self.path, LISTED, (json.dumps(numbers),)))))
 
-    def board_page(self, query: BoardQuery) -> BoardPage:
+    def board_page(self, query: BoardQuery) -> tuple[BoardRow, ...]:
         with closing(open_for_reading(self.path)) as connection:
             conditions, values = _numbered(connection, "boards", "closed_at", query)
             for name in ("serial", "verdict", "board_type"):
@@ -161,7 +147,7 @@ class StationReader:
                     values.append(value)
             sql = f"SELECT * FROM boards WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT ?"
             rows = connection.execute(sql, (*values, query.limit)).fetchall()
-        return BoardPage(tuple(map(board_row, rows)), rows[-1]["seq"] if len(rows) == query.limit else None)
+        return tuple(map(board_row, rows))
 
     def board(self, number: int) -> BoardRow | None:
         rows = read_rows(self.path, "SELECT * FROM boards WHERE seq = ?", (number,))

@@ -102,7 +102,7 @@ class Live:
         return LiveFigures(
             self._totals.since(since),
             {str(finding): sum(each[finding] for each in by_expert) for finding in Finding},
-            self._pages.page(CASES).results,
+            self._pages.page(CASES),
             boards,
             median(takts) if takts else None,
         )

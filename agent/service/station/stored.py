@@ -50,7 +50,8 @@ class StoredRows:
         verdicts = tuple(Verdict) if query.verdict is None else (Verdict(query.verdict),)
         given = query.model_dump(exclude={"verdict"}) | {"source": self._source(query.source)}
         found = self._pages.page(ResultQuery(verdicts, **given))
-        return views.ResultsDocument(tuple(result_view(one, self._config()) for one in found.results), found.next)
+        next_ = found[-1].row.seq if len(found) == query.limit else None
+        return views.ResultsDocument(tuple(result_view(one, self._config()) for one in found), next_)
 
     def result(self, query: asked.OfResult) -> views.ResultDetail:
         seq = query.seq
@@ -99,7 +100,9 @@ class StoredRows:
 
     def boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
         found = self._pages.board_page(BoardQuery(**query.model_dump()))
-        return views.BoardsDocument(tuple(map(tile_of_row, found.boards)), found.next)
+        return views.BoardsDocument(
+            tuple(map(tile_of_row, found)), found[-1].seq if len(found) == query.limit else None
+        )
 
     def board(self, query: asked.OfNumber) -> views.BoardDetail:
         number = query.number

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -69,16 +70,14 @@ def path(tmp_path_factory):
     return path
 
 
-def all_pages(ask, query, kind):
-    """Every page of a query, followed to the last; ``kind``: results or boards."""
-    rows, before = [], query.before
-    while True:
-        page = ask(type(query)(**{name: getattr(query, name) for name in query.__slots__} | {"before": before}))
-        rows += getattr(page, kind)
-        assert len(getattr(page, kind)) <= query.limit
-        if page.next is None:
-            return rows
-        before = page.next
+def all_pages(ask, query, seq):
+    """Every page of a query, followed to the last; ``seq``: number of a row."""
+    rows, page = [], ask(query)
+    while page:
+        rows += page
+        assert len(page) <= query.limit
+        page = ask(replace(query, before=seq(page[-1])))
+    return rows
 
 
 def matches(listed, query):
@@ -117,9 +116,9 @@ QUERIES = st.builds(
 @given(query=QUERIES)
 def test_pages_hold_all_results_that_match_newest_first(path, query):
     reader = StationReader(path)
-    every = reader.page(ResultQuery(limit=RESULTS)).results
+    every = reader.page(ResultQuery(limit=RESULTS))
     assert len(every) == RESULTS
-    found = all_pages(reader.page, query, "results")
+    found = all_pages(reader.page, query, lambda listed: listed.row.seq)
     assert [each.row.seq for each in found] == [each.row.seq for each in every if matches(each, query)]
 
 
@@ -132,10 +131,10 @@ def test_pages_hold_all_results_that_match_newest_first(path, query):
 @settings(max_examples=100, deadline=None)
 def test_pages_of_boards_too(path, query):
     reader = StationReader(path)
-    found = all_pages(reader.board_page, query, "boards")
+    found = all_pages(reader.board_page, query, lambda row: row.seq)
     assert [row.seq for row in found] == [
         row.seq
-        for row in reader.board_page(BoardQuery(limit=BOARDS)).boards
+        for row in reader.board_page(BoardQuery(limit=BOARDS))
         if (query.serial is None or row.board.serial == query.serial)
         and (query.verdict is None or row.board.verdict is query.verdict)
         and (query.board_type is None or row.board.board_type == query.board_type)
