@@ -2,9 +2,9 @@
 
 Guarantees: a head is complete within HEAD_S of the connection, or of the answer before it, else the connection ends. A
 caller that reads nothing for ``stall_s`` is cut off. Bytes behind a request that is being answered are few, and a
-caller that leaves meanwhile is noticed. Rest of a body that nobody wants is dropped for LINGER_S at most: cutting
-the connection off at once would lose the refusal. The bytes of a head are bounded by ``h11_max_incomplete_event_size``,
-those of bodies by ``routes.body_of``.
+caller that leaves meanwhile is noticed. A body's pieces are worth their time. Rest of a body that nobody wants is
+dropped for LINGER_S at most: cutting the connection off at once would lose the refusal. The bytes of a head are bounded
+by ``h11_max_incomplete_event_size``, those of bodies by ``routes.body_of``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,29 @@ HEAD_S = 10.0
 STALL_S = 10.0  # unless the part of a request says otherwise
 LINGER_S = 1.0
 SURPLUS_BYTES = 64 * 1024  # behind a request, while it is answered
+MANY_PIECES, SMALL_BYTES = 1000, 64  # a chunk of one byte takes the loop as long as one of thousands
 
 quiet = logging.getLogger("agent.web.uvicorn")  # uvicorn warns of every request that is no HTTP
 quiet.setLevel(logging.ERROR)
+
+
+class _Requests(h11.Connection):
+    """Refuses bodies in tiny pieces, and a length beside chunks, by which a proxy may find another end of the body."""
+
+    _pieces = _bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = self._bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("a length and chunks")
+        elif isinstance(event, h11.Data):
+            self._pieces += 1
+            self._bytes += len(event.data)
+            if self._pieces > MANY_PIECES and self._bytes < SMALL_BYTES * self._pieces:
+                raise h11.RemoteProtocolError("tiny pieces")
+        return event
 
 
 class BoundedProtocol(H11Protocol):
@@ -40,6 +60,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, config: Config, state: ServerState, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config, state, {CONNECTION: self}, loop)
+        self.conn = _Requests(h11.SERVER, HEAD_BYTES)
         self.logger = quiet
         self.listener = listener
         self.is_owner = False
@@ -74,7 +95,7 @@ class BoundedProtocol(H11Protocol):
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
-        if self.cycle is not before:
+        if self.cycle is not before and not self.transport.is_closing():
             self._surplus_bytes, self.stall_s = 0, STALL_S
             self._count(is_idle=False)
             self._expect(None)
@@ -82,6 +103,8 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         with suppress(h11.LocalProtocolError):  # an answer is under way
             super().send_400_response(msg)
+        self._count(is_idle=True)
+        self._expect(LINGER_S)
         self.transport.close()
 
     def on_response_complete(self) -> None:

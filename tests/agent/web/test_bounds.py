@@ -117,6 +117,26 @@ class TestBodies:
             assert hears_nothing_more(caller)  # the rest is not waited for
         assert asked(address, "/told", "POST", b"x" * BODY_BYTES)[2] == str(BODY_BYTES)
 
+    @pytest.mark.parametrize("path", ["/told", "/nowhere"])
+    def test_one_in_tiny_pieces_is_cut_off_before_it_takes_the_loop_s_time(self, address, path):
+        tiny = b"1\r\nx\r\n"
+        with closing(connected(address)) as caller:
+            caller.sendall(head(path).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
+            with pytest.raises(ConnectionError):
+                caller.sendall(tiny * 4_000_000)  # more than the sockets' buffers
+        with closing(connected(address)) as caller:  # a few are a body as any other
+            sent = head("/told").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            caller.sendall(sent + tiny * 6 + b"0\r\n\r\n")
+            assert answer_of(caller) == (200, b"6")
+
+    def test_one_with_a_length_and_chunks_is_refused(self, address, slow):
+        with closing(connected(address)) as caller:
+            both = head("/told", 4, more="Transfer-Encoding: chunked\r\n")
+            caller.sendall(both + b"0\r\n\r\n" + head("/told"))
+            assert caller.recv(65536).startswith(b"HTTP/1.1 400 ")
+            assert hears_nothing_more(caller)
+        assert slow.begun == []
+
     def test_one_that_does_not_come_is_refused(self, address, monkeypatch):
         monkeypatch.setattr("agent.web.routes.BODY_S", 0.1)
         with closing(connected(address)) as caller:
