@@ -24,9 +24,9 @@ STAYING = frozenset({"shadow", "pin"})  # keys of the place on the line, not of 
 def promote(file: Path, expert: str) -> tuple[str, tuple[str, ...]]:
     """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version. Returns
     the shadow and the keys that differed. Raises ConfigError; then the file is unchanged."""
-    config = line_of(read_document(file.absolute()))
-    shadow = shadow_of(config, expert)
-    entries = read_document(file.absolute()).root.value["experts"]
+    document = read_document(file.absolute())
+    shadow = shadow_of(line_of(document), expert)
+    entries = document.root.value["experts"]
     if expert not in entries or shadow not in entries:
         raise ConfigError(
             f"{file}: {expert} and {shadow} are not both in this file - promote in the file that has them"

@@ -141,9 +141,7 @@ class OutboxReader:
     def oldest(self, receiver: str) -> datetime | None:
         """Time of the oldest message's verdict or alarm; None without a message."""
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
-        times = (
-            [first[0].get(name) for name in ("finished_at", "closed_at", "cleared_at", "raised_at")] if first else []
-        )
+        times = [told.get(name) for told in first for name in ("finished_at", "closed_at", "cleared_at", "raised_at")]
         return next((datetime.fromisoformat(time) for time in times if time), None)
 
     def standing(self, receiver: str) -> OutboxCounts:

@@ -22,8 +22,8 @@ from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_req
 from agent.deployment.worker_manager import on_cluster
 from agent.promotion import STAYING, shadow_of
 from agent.records.database import refuse_root_beside_another
-from agent.records.truth.figures import Answer
-from agent.records.truth.reviewed import answer_of, before_and_after, reviewed_results
+from agent.records.truth.figures import said_by
+from agent.records.truth.reviewed import before_and_after, reviewed_results
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
@@ -88,7 +88,7 @@ def rejudge_candidate(
     reached = (key for key in rows if expert in {*rows[key]["experts"], *present[key]["experts"]})
     both = (beside(rows[key], present[key]) for key in reached)
     compared = _compared(both, page, f"{config.line}: candidate of {expert}")
-    said = {key: (_answer(present[key]).of(expert), _answer(row).of(expert)) for key, row in rows.items()}
+    said = {key: (_said(expert, present[key]), _said(expert, row)) for key, row in rows.items()}
     reviewed = before_and_after(config, expert, reviewed_results(config), said)
     return {"file": None, "resumed": 0, "left_out": left_out, "reviewed": reviewed, **compared}
 
@@ -174,26 +174,28 @@ class _Truth:
     def __init__(self, config: LineConfig) -> None:
         self._config = config
         self._reviewed = {each.row.result.subject.key: each for each in reviewed_results(config)}
-        self._answers: dict[str, Answer] = {}
+        self._rows: dict[str, Row] = {}
 
     def noted(self, row: Row) -> Row:
         if row["key"] in self._reviewed:
-            self._answers[row["key"]] = _answer(row)
+            self._rows[row["key"]] = row
         return row
 
     def figures(self) -> list[Row]:
-        experts = sorted({expert for answer in self._answers.values() for expert in answer.experts})
-        return [row for expert in experts for row in self._of(expert)]
+        experts = sorted({expert for row in self._rows.values() for expert in row["experts"]})
+        return [figures for expert in experts for figures in self._of(expert)]
 
     def _of(self, expert: str) -> list[Row]:
+        earlier = {key: self._reviewed[key].row.result for key in self._rows}
         said = {
-            key: (answer_of(self._reviewed[key]).of(expert), answer.of(expert)) for key, answer in self._answers.items()
+            key: (said_by(expert, earlier[key].experts, earlier[key].verdict), _said(expert, row))
+            for key, row in self._rows.items()
         }
         return before_and_after(self._config, expert, self._reviewed.values(), said)
 
 
-def _answer(row: Row) -> Answer:
-    return Answer(tuple(row["experts"]), Verdict(row["verdict"]))
+def _said(expert: str, row: Row) -> Verdict | None:
+    return said_by(expert, row["experts"], Verdict(row["verdict"]))
 
 
 def _digest(value: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from agent.records.truth.reviewed import answer_of, right_answer_of
+from agent.records.truth.figures import said_by
+from agent.records.truth.reviewed import right_answer_of
 from experts.expert import NOTHING_FOUND, Verdict
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequ
         return f"the line has no expert {name} any more"
     if not {box["label"] for box in boxes} <= {*config.catalog.experts[name].labels}:
         return f"a box has a label that {name} has no more"
-    said, right = answer_of(reviewed).of(name), right_answer_of(config, reviewed, name)
-    passing = passing_labels(config.catalog.graph, reviewed.row.result.subject.component, name)
+    result, right = reviewed.row.result, right_answer_of(config, reviewed, name)
+    said = said_by(name, result.experts, result.verdict)
+    passing = passing_labels(config.catalog.graph, result.subject.component, name)
     failing = {box["label"] for box in boxes} - passing
     if right is None:
         return "its review says nothing of the detector"

@@ -15,43 +15,43 @@ from typing import TYPE_CHECKING, Any
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Experts that judged an image, in the order of its route, and the verdict at its end."""
+def said_by(expert: str, experts: Sequence[str], verdict: Verdict) -> Verdict | None:
+    """What an expert said of an image: OK where it let the image pass to another; None if it was not asked.
 
-    experts: tuple[str, ...]
-    verdict: Verdict
-
-    def of(self, expert: str) -> Verdict | None:
-        """What an expert said: OK where it let the image pass to another; None if it was not asked."""
-        if expert not in self.experts:
-            return None
-        return self.verdict if expert == self.experts[-1] else Verdict.OK
+    ``experts``: those that judged the image, in the order of its route; ``verdict``: at its end.
+    """
+    if expert not in experts:
+        return None
+    return verdict if expert == experts[-1] else Verdict.OK
 
 
 def right_answer(
-    expert: str, answered: Answer, truth: tuple[Verdict, str | None], labels: Mapping[str, Collection[str]]
+    expert: str,
+    experts: Sequence[str],
+    verdict: Verdict,
+    truth: tuple[Verdict, str | None],
+    labels: Mapping[str, Collection[str]],
 ) -> Verdict | None:
-    """What an expert should say of an image; None where its review does not tell. ``truth``: a person's verdict and
-    label; ``answered``: the verdict that the person saw; ``labels``: those of each expert.
+    """What an expert should say of an image; None where its review does not tell. ``experts``, ``verdict``: as the
+    person saw them; ``truth``: the person's verdict and label; ``labels``: those of each expert.
 
     A good part is OK for all. A defect is NG for the experts that have its label. A defect without a label, or with one
     that no expert of the route has, is NG for the expert that found it, or else for all that missed it.
     """
-    verdict, label = truth
-    if verdict is Verdict.OK:
+    person, label = truth
+    if person is Verdict.OK:
         return Verdict.OK
     if label in labels.get(expert, ()):
         return Verdict.NG
-    if any(label in labels.get(other, ()) for other in answered.experts):
+    if any(label in labels.get(other, ()) for other in experts):
         return None
-    is_found = answered.verdict is Verdict.NG and answered.experts
-    return Verdict.NG if not is_found or answered.experts[-1] == expert else None
+    is_found = verdict is Verdict.NG and experts
+    return Verdict.NG if not is_found or experts[-1] == expert else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.records.database import read_rows
 from agent.records.station.reviews import ReviewedResult, ReviewQuery, ReviewReader
-from agent.records.truth.figures import Answer, figures_of, right_answer
+from agent.records.truth.figures import figures_of, right_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,15 +26,11 @@ def reviewed_results(config: LineConfig, query: ReviewQuery | None = None) -> li
     return list(ReviewReader(file).all(query or ReviewQuery()))[::-1]
 
 
-def answer_of(reviewed: ReviewedResult) -> Answer:
-    return Answer(reviewed.row.result.experts, reviewed.row.result.verdict)
-
-
 def right_answer_of(config: LineConfig, reviewed: ReviewedResult, expert: str) -> Verdict | None:
     """What an expert should have said, as ``right_answer`` tells."""
-    review, answered, experts = reviewed.review, answer_of(reviewed), config.catalog.experts
-    labels = {name: experts[name].labels for name in (expert, *answered.experts) if name in experts}
-    return right_answer(expert, answered, (review.verdict, review.label), labels)
+    review, result, experts = reviewed.review, reviewed.row.result, config.catalog.experts
+    labels = {name: experts[name].labels for name in (expert, *result.experts) if name in experts}
+    return right_answer(expert, result.experts, result.verdict, (review.verdict, review.label), labels)
 
 
 def before_and_after(

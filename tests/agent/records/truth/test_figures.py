@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.records.truth.figures import Z_95, Answer, Rate, figures_of, right_answer
+from agent.records.truth.figures import Z_95, Rate, figures_of, right_answer, said_by
 from experts.expert import Verdict
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -56,16 +56,16 @@ def test_figures_are_told_with_their_counts():
 @pytest.mark.parametrize(
     ("answered", "said"),
     [
-        (Answer(("cls", "det"), NG), {"cls": OK, "det": NG, "ano": None}),
-        (Answer(("cls", "det"), UNKNOWN), {"cls": OK, "det": UNKNOWN}),
-        (Answer((), UNKNOWN), {"cls": None}),
+        ((("cls", "det"), NG), {"cls": OK, "det": NG, "ano": None}),
+        ((("cls", "det"), UNKNOWN), {"cls": OK, "det": UNKNOWN}),
+        (((), UNKNOWN), {"cls": None}),
     ],
 )
 def test_an_expert_that_let_an_image_pass_said_ok(answered, said):
-    assert {expert: answered.of(expert) for expert in said} == said
+    assert {expert: said_by(expert, *answered) for expert in said} == said
 
 
-BOTH_NG, BOTH_OK = Answer(("cls", "det"), NG), Answer(("cls", "det"), OK)
+BOTH_NG, BOTH_OK = (("cls", "det"), NG), (("cls", "det"), OK)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ BOTH_NG, BOTH_OK = Answer(("cls", "det"), NG), Answer(("cls", "det"), OK)
         (BOTH_OK, (NG, None), {"cls": NG, "det": NG}),
         (BOTH_OK, (NG, "shifted"), {"cls": None, "det": NG}),
         (BOTH_OK, (NG, "scratch"), {"cls": NG, "det": NG}),
-        (Answer((), UNKNOWN), (NG, None), {"cls": NG}),
-        (Answer(("ano",), UNKNOWN), (NG, "anomalous"), {"ano": NG, "cls": None}),
+        (((), UNKNOWN), (NG, None), {"cls": NG}),
+        ((("ano",), UNKNOWN), (NG, "anomalous"), {"ano": NG, "cls": None}),
     ],
 )
 def test_a_review_counts_for_the_experts_that_it_speaks_of(answered, truth, right):
-    assert {expert: right_answer(expert, answered, truth, LABELS) for expert in right} == right
+    assert {expert: right_answer(expert, *answered, truth, LABELS) for expert in right} == right
