@@ -6,7 +6,7 @@ is one. A review can be undone in the shift in which it was made. An answer is g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from sqlite_utils import Database
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from agent.records.results import ResultRow
     from agent.records.station.shifts import Shifts
 
-READ_ROWS = 200  # of one short read
 MACHINE = "SELECT verdict FROM results WHERE seq = ?"
 REVIEW_COLUMNS = ("number", "result", "finding", "verdict", "label", "reason", "who", "at", "undone_at", "undone_by")
 COUNTING = "SELECT * FROM reviews WHERE result = ? AND undone_at IS NULL"
@@ -105,7 +104,7 @@ class ReviewQuery:
     expert: str | None = None
     component: str | None = None
     before: int | None = None
-    limit: int = 50
+    limit: int | None = None
 
 
 def finding_of(machine: Verdict, person: Verdict) -> Finding:
@@ -144,7 +143,8 @@ class ReviewReader:
 
     def page(self, query: ReviewQuery) -> tuple[ReviewedResult, ...]:
         """Newest first."""
-        values = {name: getattr(query, name) for name in ("who", "expert", "component", "limit")} | {
+        values = {name: getattr(query, name) for name in ("who", "expert", "component")} | {
+            "limit": -1 if query.limit is None else query.limit,
             "before": LARGEST_SEQ if query.before is None else query.before,
             "since": "" if query.since is None else utc_text(query.since),
             "until": "~" if query.until is None else utc_text(query.until),  # "~" sorts behind all times
@@ -152,13 +152,6 @@ class ReviewReader:
         return tuple(
             ReviewedResult(review_of_row(row, "review_"), result_row(row)) for row in read_rows(self.path, PAGE, values)
         )
-
-    def all(self, query: ReviewQuery) -> Iterator[ReviewedResult]:
-        """All that match, newest first, read lazily; without ``limit``."""
-        query = replace(query, limit=READ_ROWS)
-        while found := self.page(query):
-            yield from found
-            query = replace(query, before=found[-1].review.number)
 
     def of_result(self, seq: int) -> tuple[Review, ...]:
         """All reviews of a result, also undone ones, newest first."""

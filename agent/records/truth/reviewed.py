@@ -23,7 +23,7 @@ def reviewed_results(config: LineConfig, query: ReviewQuery | None = None) -> li
     file = config.results_file
     if not file.is_file() or not read_rows(file, HAS_REVIEWS):
         return []
-    return list(ReviewReader(file).all(query or ReviewQuery()))[::-1]
+    return list(reversed(ReviewReader(file).page(query or ReviewQuery())))
 
 
 def right_answer_of(config: LineConfig, reviewed: ReviewedResult, expert: str) -> Verdict | None:
