@@ -103,6 +103,8 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         with suppress(h11.LocalProtocolError):  # an answer is under way
             super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # its answer has no caller any more
         self._count(is_idle=True)
         self._expect(LINGER_S)
         self.transport.close()

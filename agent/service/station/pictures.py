@@ -48,6 +48,7 @@ class Pictures:
 
     def __init__(self, config: Callable[[], LineConfig]) -> None:
         self._config = config
+        self._looking = DaemonThreads(1, "picture-sizes")
         self._thread = DaemonThreads(1, "pictures", give_way)
         # below: on that thread only
         self._thumbnails: OrderedDict[tuple[int, str], Shown] = OrderedDict()
@@ -71,15 +72,16 @@ class Pictures:
         if box is not None:
             return box[3] - box[1], box[2] - box[0]
         try:
-            return self._made(lambda: upright_size(self._path(row)))
+            return self._made(lambda: upright_size(self._path(row)), self._looking)
         except OrderRefused:
             return None
 
     def stop(self) -> None:
-        self._thread.stop(0.0)
+        for threads in (self._looking, self._thread):
+            threads.stop(0.0)
 
-    def _made(self, make: Callable[[], Made]) -> Made:
-        making = self._thread.submit(make)
+    def _made(self, make: Callable[[], Made], threads: DaemonThreads | None = None) -> Made:
+        making = (threads or self._thread).submit(make)
         try:
             return making.result(PATIENCE_S)
         except TimeoutError:

@@ -72,6 +72,7 @@ class StationRoutes:
         self._patience_s = patience_s
         self._state = SingleFlight(self._told_state, "station-state", FRESH_S)
         self._reading = DaemonThreads(THREADS, "station")
+        self._showing = DaemonThreads(THREADS, "station-pictures")  # which take long: questions do not wait for them
         # one each: a check or reload that waits for a share's files keeps no review waiting
         self._changing = {operation: DaemonThreads(1, "station-change") for operation in CHANGES}
         self._state_json = TypeAdapter(views.StateView)
@@ -89,7 +90,7 @@ class StationRoutes:
 
     def stop(self) -> None:
         self._station.stop()
-        for threads in (self._state.thread, self._reading, *self._changing.values()):
+        for threads in (self._state.thread, self._reading, self._showing, *self._changing.values()):
             threads.stop(0.0)
 
     def _reader(self, operation: Operation) -> Answering:
@@ -104,7 +105,7 @@ class StationRoutes:
     def _shower(self, operation: Operation) -> Answering:
         async def answer(call: Call) -> Response:
             ask = partial(self._station.reads[operation], asked_of(operation.asked, call.request))
-            found = await self._told(self._reading, ask)
+            found = await self._told(self._showing, ask)
             assert isinstance(found, views.Shown)
             return Response(found.content, 200, KEPT if operation.answer is PICTURES else NO_STORE, found.kind)
 

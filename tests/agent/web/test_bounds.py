@@ -137,6 +137,13 @@ class TestBodies:
             assert hears_nothing_more(caller)
         assert slow.begun == []
 
+    def test_one_that_is_no_http_behind_its_head_is_no_error_of_the_agent(self, address, caplog):
+        with closing(connected(address)) as caller:
+            caller.sendall(head("/nowhere").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"zz\r\n")
+            assert caller.recv(65536).startswith(b"HTTP/1.1 400 ")
+            assert hears_nothing_more(caller)
+        assert caplog.records == []
+
     def test_one_that_does_not_come_is_refused(self, address, monkeypatch):
         monkeypatch.setattr("agent.web.routes.BODY_S", 0.1)
         with closing(connected(address)) as caller:

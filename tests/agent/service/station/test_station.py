@@ -285,6 +285,18 @@ def test_an_image_is_turned_as_its_exif_says_and_a_gone_or_broken_one_says_why(l
         assert web.json("/api/results/1")["size"] is None
 
 
+def test_pictures_that_take_long_keep_no_question_waiting(busy, monkeypatch):
+    goes_on, web = threading.Event(), Web(busy[0])
+    monkeypatch.setattr("agent.service.station.pictures.decode_image", lambda *_, **__: goes_on.wait(PATIENCE_S))
+    monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", PATIENCE_S)
+    (seq, *_) = [one["seq"] for one in web.json("/api/results?board=S1")["results"]]
+    with ThreadPoolExecutor(8) as pool:
+        shown = [pool.submit(web, f"/api/results/{seq}/image?width={width}") for width in range(100, 108)]
+        until(lambda: web.json("/api/results?board=S1") and web.json(f"/api/results/{seq}")["size"] == [8, 8])
+        assert not any(each.done() for each in shown)
+        goes_on.set()
+
+
 def test_a_picture_that_nobody_waits_for_any_more_is_not_made(monkeypatch):
     begun, goes_on = [], threading.Event()
 
