@@ -20,7 +20,7 @@ from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.records.station.alarms import Alarm
-from agent.records.station.audit import AuditTrail, Deed
+from agent.records.station.audit import AuditTrail
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
 from agent.service.alarms import (
@@ -261,7 +261,7 @@ class LineService:
     def audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
         """Implements ``agent.api.access.Audit``."""
         sha256 = self._config.catalog.sha256
-        self._trail.record(Deed(caller.name, caller.role.name.lower(), action, subject, outcome, sha256))
+        self._trail.record(caller.name, caller.role.name.lower(), action, subject, outcome, sha256)
 
     def _stop_api(self) -> None:
         """Refuse new callers; waiting callers get their answers within the timeout."""

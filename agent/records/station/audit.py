@@ -7,7 +7,7 @@ is cut, one that is not Unicode is shown with marks. Recording never fails a cal
 from __future__ import annotations
 
 import logging
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -35,23 +35,18 @@ PAGE = "SELECT * FROM audit WHERE number < ? ORDER BY number DESC LIMIT ?"
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class AuditEntry:
     """A call that changed something, or was refused. ``who``: a token's name, ``owner`` or ``signal``; ``outcome``:
     done, or why not; ``config_sha256``: of the line file served meanwhile."""
 
+    number: int
+    at: datetime
     who: str
     role: str
     action: str
     subject: str
     outcome: str
     config_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
-    number: int
-    at: datetime
-    deed: Deed
 
 
 class AuditTrail:
@@ -61,13 +56,11 @@ class AuditTrail:
         self._store = store
         self._wall = wall
 
-    def record(self, deed: Deed) -> None:
-        deed = Deed(*(storable(text) for text in astuple(deed)))
-        log.info(
-            "audited who=%s role=%s action=%s subject=%r outcome=%r",
-            deed.who, deed.role, deed.action, deed.subject, deed.outcome,
-        )  # fmt: skip
-        values = utc_text(self._wall()), *astuple(deed)
+    def record(self, who: str, role: str, action: str, subject: str, outcome: str, config_sha256: str) -> None:
+        """As the fields of an AuditEntry."""
+        texts = [storable(text) for text in (who, role, action, subject, outcome, config_sha256)]
+        log.info("audited who=%s role=%s action=%s subject=%r outcome=%r", *texts[:-1])
+        values = utc_text(self._wall()), *texts
 
         def write(database: Database) -> None:
             (number,) = database.execute(INSERT, values).fetchone()
@@ -76,14 +69,14 @@ class AuditTrail:
         try:
             self._store.write(write)
         except RuntimeError:  # the store is closed: the agent ends
-            log.warning("audited_in_the_log_only action=%s", deed.action)
+            log.warning("audited_in_the_log_only action=%s", action)
 
 
 def audit_page(path: Path, before: int | None = None, limit: int = 50) -> tuple[AuditEntry, ...]:
     """Newest first. ``before``: number of the last entry of the page before."""
     return tuple(
-        AuditEntry(number, datetime.fromisoformat(at), Deed(*deed))
-        for number, at, *deed in read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))
+        AuditEntry(number, datetime.fromisoformat(at), *texts)
+        for number, at, *texts in read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))
     )
 
 

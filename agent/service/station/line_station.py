@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,8 @@ class LineStation:
         return views.Shown(trace_of(agent.loop, agent.config.line, query.last), "application/octet-stream")
 
     def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
-        rows = [
-            views.AuditRow(
-                each.number, each.at, each.deed.who, each.deed.role, each.deed.action, each.deed.subject,
-                each.deed.outcome, each.deed.config_sha256,
-            )
-            for each in audit_page(self._line.store.path, query.before, query.limit)
-        ]  # fmt: skip
+        found = audit_page(self._line.store.path, query.before, query.limit)
+        rows = [views.AuditRow(**asdict(each)) for each in found]
         return views.AuditDocument(tuple(rows), rows[-1].number if len(rows) == query.limit else None)
 
     # -- what a person changes --

@@ -10,7 +10,7 @@ from agent.records.journal import JournalReader
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.alarms import open_alarms, raise_alarm
-from agent.records.station.audit import AuditTrail, Deed, audit_page
+from agent.records.station.audit import AuditTrail, audit_page
 from experts.expert import Verdict
 from tests.lines import NOON, changed, result, subject
 from tests.waiting import settled
@@ -45,7 +45,7 @@ def file(tmp_path):
         for number in range(300):
             store.record(changed(RESULT, key=f"k{number}", detail=LONG))
         store.accept([subject("owed", source="api", image="owed.png")], b"pixels" * 2000, lambda _: None)
-        AuditTrail(store, lambda: NOON).record(Deed("ann", "admin", "reload", "", "done", "ab"))
+        AuditTrail(store, lambda: NOON).record("ann", "admin", "reload", "", "done", "ab")
         store.write(lambda database: raise_alarm(database, "disk", "no room", NOON))
         settled(store)
     return path
@@ -71,7 +71,7 @@ def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(f
         assert [each.subject.key for each in JournalReader(file).unfinished()] == ["owed"]
         assert JournalReader(file).content(JournalReader(file).unfinished()[0].image) == b"pixels" * 2000
         assert len(OutboxReader(file).waiting("mes", 1000)) == 301
-        assert [entry.deed.who for entry in audit_page(file)] == ["ann"]
+        assert [entry.who for entry in audit_page(file)] == ["ann"]
         assert [row.name for row in open_alarms(file)] == ["disk"]
     assert identity(file) != before
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["results_file_damaged"]

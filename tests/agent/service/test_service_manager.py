@@ -185,7 +185,7 @@ class TestTheAgent:
 
     def audited(self, line):
         entries = audit_page(line.folder / "state" / "results.db")
-        return [(entry.deed.who, entry.deed.action, entry.deed.outcome) for entry in entries]
+        return [(entry.who, entry.action, entry.outcome) for entry in entries]
 
     def ended(self, process):
         process.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf, shelved
 from agent.records.retention.rules import DAY_S, LAST_TO_GO, STEADY_S, YOUNG_S, KeptImage, Reason, may_go, what_goes
 from agent.records.retention.sweeper import Surroundings, Sweeper
-from agent.records.station.audit import AuditTrail, Deed, audit_page
+from agent.records.station.audit import AuditTrail, audit_page
 from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 from tests.lines import result
@@ -258,14 +258,14 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_k
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
         at = one.began - timedelta(days=age_days)
         one.store.record_board(BoardVerdict(serial, "main", Verdict.OK, at, at, {}, {}))
-        AuditTrail(one.store, lambda at=at: at).record(Deed("ann", "admin", "reload", serial, "done", "ab"))
+        AuditTrail(one.store, lambda at=at: at).record("ann", "admin", "reload", serial, "done", "ab")
     settled(one.store)
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
     assert list(one.kept_as()) == ["young", "kept", "imaged"]
     assert [row.board.serial for row in one.store.boards()] == ["B2"]
-    assert [entry.deed.subject for entry in audit_page(one.store.path)] == ["B2"]
+    assert [entry.subject for entry in audit_page(one.store.path)] == ["B2"]
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
