@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -92,6 +92,6 @@ def time_of(text: str | None, option: str) -> datetime | None:
     if text is None:
         return None
     try:
-        return datetime.fromisoformat(text).astimezone()
-    except ValueError as error:
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError) as error:
         raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint=option) from error

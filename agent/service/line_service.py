@@ -377,7 +377,7 @@ class LineService:
             *(alarm for expert, alarm in self._stale.items() if expert in agent.setup.graph.experts),
             *(Alarm(name, STORE_ALARMS[name].format(alarm)) for name, alarm in of_store.items() if alarm is not None),
             *self._upkeep.alarms(),
-            *(Alarm(f"false_calls/{name}", alarm) for name, alarm in calls.items() if name in listed),
+            *(alarm for expert, alarm in calls.items() if expert in listed),
             *self._drift_alarms(),
             *source_alarms(self._source_views()),
             *(Alarm(f"duty/{duty}", f"{duty}: {reason}") for duty, reason in failing.items()),

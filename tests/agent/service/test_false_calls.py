@@ -6,6 +6,7 @@ from datetime import UTC, datetime, time
 import pytest
 
 from agent.records.result_writer import ResultStore
+from agent.records.station.alarms import raise_alarm
 from agent.records.station.reviews import Reviews, SecondVerdict
 from agent.records.station.shifts import Shifts
 from agent.records.truth.false_calls import EARLIER, LATEST
@@ -38,10 +39,15 @@ class Station:
         settled(self._store)
         return [self._reviews.add(SecondVerdict(seq, said, "ann")) for seq, said in enumerate(people, first)]
 
-    def drift(self):
+    def drift(self, called=30):
         """The false calls of cls/f0 rise; the latest reviews."""
         self.judge(([OK] + [NG] * 9) * (EARLIER // 10))
-        return self.judge([NG] * (LATEST - 30) + [OK] * 30)
+        return self.judge([NG] * (LATEST - called) + [OK] * called)
+
+    def raised(self):
+        """As the line's watch of alarms stores it."""
+        self._store.write(lambda database: raise_alarm(database, "false_calls/cls/f0", "", datetime.now(UTC)))
+        settled(self._store)
 
     def undo(self, reviews):
         for each in reviews:
@@ -50,7 +56,7 @@ class Station:
     def alarms(self):
         self.now += EVERY_S
         self.watch.step()
-        return dict(self.watch.alarms)
+        return {expert: alarm.message for expert, alarm in self.watch.alarms.items()}
 
 
 @pytest.fixture
@@ -68,6 +74,13 @@ def test_a_rise_of_false_calls_is_told_until_reviews_say_otherwise(station):
     assert alarms["cls/f0"].startswith(f"{TOLD} - see `coserve review list LINE --expert cls/f0`")
     station.undo(latest[-30:])
     assert station.alarms() == {}
+
+
+def test_a_raised_alarm_stays_over_a_restart_where_chance_would_not_raise_it(station):
+    station.drift(called=15)
+    assert station.alarms() == {}
+    station.raised()
+    assert list(station.alarms()) == ["cls/f0"]
 
 
 def test_what_an_expert_passed_or_another_called_does_not_count(station):
