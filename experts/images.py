@@ -54,7 +54,7 @@ UPRIGHT, SWAPPED, LAST = 1, 5, 8
 COLUMNS_MIRRORED, ROWS_MIRRORED = frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
 BROKEN = (  # exceptions of Pillow on hostile bytes; Warning where warnings are errors
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError,
-    MemoryError, NotImplementedError, struct.error, zlib.error, Warning,
+    MemoryError, NotImplementedError, struct.error, zlib.error, Warning, Image.DecompressionBombError,
 )  # fmt: skip
 
 

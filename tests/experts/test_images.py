@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
-from experts.images import Completeness, completeness, decode_image, read_image, reduction
+from experts.images import Completeness, completeness, decode_image, read_image, reduction, upright_size
 
 SIDE = 96
 NOISE = np.random.default_rng(7).integers(1, 255, (SIDE, SIDE, 3), dtype=np.uint8)
@@ -84,6 +84,9 @@ def test_too_many_pixels_are_refused_before_decoding_and_too_many_bytes_before_r
         bomb = WHOLE["png"][:12] + header + zlib.crc32(header).to_bytes(4, "big") + WHOLE["png"][33:]
         with pytest.raises(ImageTooLarge):
             read_image(bomb, "bomb.png")
+    (tmp_path / "bomb.png").write_bytes(bomb)
+    with pytest.raises(ImageUnreadable, match="decompression bomb"):
+        upright_size(tmp_path / "bomb.png")
     (tmp_path / "huge.png").touch()
     os.truncate(tmp_path / "huge.png", 50_000_000_000)
     with pytest.raises(ImageTooLarge, match="50000000000 bytes"):
