@@ -175,9 +175,7 @@ def mesh(
 
 def pages(
     line: LineFile,
-    trace: Annotated[
-        Path | None, typer.Option(help="JSON lines, whose images each turn judges; default: one board's, of noise")
-    ] = None,
+    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each: what each turn judges, without its times")],
     pairs: Annotated[int, typer.Option(min=8, help="turns with pages and without")] = 8,
     browser: Annotated[
         str | None, typer.Option(metavar="CHROMIUM", help="open pages in this browser instead of asking as they do")
@@ -190,9 +188,8 @@ def pages(
         from proof.parts.pages import measure_pages
 
         assert config is not None
-        arrivals = None if trace is None else read_trace(trace, config.catalog)
-        done = partial(progress, "pages")
-        measured = measure_pages(config, arrivals, pairs, browser, done)
+        arrivals = read_trace(trace, config.catalog)
+        measured = measure_pages(config, arrivals, pairs, browser, partial(progress, "pages"))
     _show(measured, as_json=as_json)
 
 

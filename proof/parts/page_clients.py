@@ -28,38 +28,31 @@ class PageClient:
         due_s = time.monotonic() + first_after_s
         while not is_over.wait(max(due_s - time.monotonic(), 0.0)):
             due_s = max(due_s + EVERY_S, time.monotonic())
-            self.look()
+            self._look()
 
-    def look(self) -> None:
-        body = self._asked("/api/state", {"if-none-match": self._etag} if self._etag else {})
-        if not body:
-            return
-        cases = json.loads(body)["state"]["cases"]
-        unseen = [case["seq"] for case in cases if case["seq"] not in self._seen]
+    def _look(self) -> None:
+        state = self._asked("state", "/api/state", {"if-none-match": self._etag} if self._etag else {})
+        cases = [case["seq"] for case in json.loads(state)["state"]["cases"]] if state else []
+        for seq in (unseen := [seq for seq in cases if seq not in self._seen]):
+            self._asked("thumbnail", f"/api/results/{seq}/thumbnail")
+        if unseen and unseen[0] == cases[0]:
+            self._asked("result", f"/api/results/{cases[0]}")
+            self._asked("image", f"/api/results/{cases[0]}/image?width=1280")
         self._seen.update(unseen)
-        for seq in unseen:
-            self._asked(f"/api/results/{seq}/thumbnail")
-        if cases and cases[0]["seq"] in unseen:
-            self._asked(f"/api/results/{cases[0]['seq']}")
-            self._asked(f"/api/results/{cases[0]['seq']}/image?width=1280")
 
-    def _asked(self, path: str, headers: dict[str, str] | None = None) -> bytes:
+    def _asked(self, kind: str, path: str, headers: dict[str, str] | None = None) -> bytes:
         self._connection.request("GET", path, headers=headers or {})
         answer = self._connection.getresponse()
-        self._etag = answer.getheader("etag", "") if path == "/api/state" else self._etag
-        self.answers[
-            f"{path.rpartition('/')[2].partition('?')[0] if path.count('/') != 3 else 'result'} {answer.status}"
-        ] += 1
+        self.answers[f"{kind} {answer.status}"] += 1
+        if kind == "state":
+            self._etag = answer.getheader("etag", "")
         return answer.read()
 
 
 def main(address: str, count: int) -> None:
-    is_over = threading.Event()
-    clients = [PageClient(address) for _ in range(count)]
-    threads = [
-        threading.Thread(target=client.run, args=(is_over, EVERY_S * number / count), daemon=True)
-        for number, client in enumerate(clients)
-    ]
+    is_over, clients = threading.Event(), [PageClient(address) for _ in range(count)]
+    looking = [(client, (is_over, EVERY_S * number / count)) for number, client in enumerate(clients)]
+    threads = [threading.Thread(target=client.run, args=given, daemon=True) for client, given in looking]
     for thread in threads:
         thread.start()
     sys.stdin.read()

@@ -28,7 +28,6 @@ from profiler.bench.measured import Column, Measured, Target, this_machine
 from profiler.bench.turns import Plan, by_turns
 from profiler.replay.player import images_of
 from profiler.workload.generated_line import removed_afterwards
-from profiler.workload.traces import board_trace
 from proof.parts.starting import agent_of, wait_until_ready
 
 if TYPE_CHECKING:
@@ -39,12 +38,11 @@ if TYPE_CHECKING:
     from agent.records.results import ResultRow
     from profiler.workload.traces import TracedArrival
 
-PAGES, PAIRS = 3, 8
-TARGET = 0.98
+PAGES, TARGET = 3, 0.98
 T_975 = {1: 12.71, 2: 4.303, 4: 2.776, 7: 2.365, 9: 2.262, 11: 2.201, 15: 2.131, 23: 2.069}  # Student's, by freedom
 PATTERN = r"(?P<board>[^@]+)@(?P<component>[^@]+)@(?P<ref>[^@]+)\.png"
 TURN_LIMIT_S, SETTLE_S, POLLED_S = 600.0, 1.0, 0.1
-WITHOUT, WITH = "without", "with"
+BROWSER_S = 8.0  # of a browser's start, which is no page's cost
 COLUMNS = (
     Column("pages", "pages"),
     Column("pairs", "pairs", "d"),
@@ -76,8 +74,7 @@ class FedAgent:
 
     def __init__(self, folder: Path, files: Sequence[tuple[str, bytes]]) -> None:
         self._folder, self._files = folder, files
-        self._turns = 0
-        self._seq = 0
+        self._turns = self._seq = 0
         self._reader = ResultReader(folder / "state" / "results.db")
 
     def images_per_s(self) -> float:
@@ -104,18 +101,18 @@ class FedAgent:
 
 def measure_pages(
     config: LineConfig,
-    trace: Sequence[TracedArrival] | None,
+    trace: Sequence[TracedArrival],
     pairs: int,
     browser: str | None,
     progress: Callable[[int, int], None],
 ) -> Measured:
-    """``trace``: its images in its order, each turn; None: of one board. ``browser``: a Chromium whose pages are open
+    """Each turn judges the trace's images in its order. ``browser``: a Chromium whose pages are open
     instead of clients that ask as pages do. Raises CoServeError."""
-    trace = trace or board_trace(config, 1, 0)
     if any(arrival.component is None for arrival in trace):
         raise ConfigError("pages are measured over components - give a trace that names no expert")
     config.state.mkdir(parents=True, exist_ok=True)
-    address = f"127.0.0.1:{_free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     with removed_afterwards(config.state, "bench-pages-") as folder:
         fed = FedAgent(folder, _files(config, trace))
         answers: list[str] = []
@@ -129,12 +126,12 @@ def measure_pages(
                     return fed.images_per_s()
 
             plan = Plan(pairs, warming_up=1, progress=progress)
-            runs = by_turns({WITHOUT: fed.images_per_s, WITH: seen}, plan)
+            runs = by_turns({"without": fed.images_per_s, "with": seen}, plan)
     name = f"{PAGES} of Chromium" if browser else f"{PAGES} clients"
-    cost = _cost(name, len(trace), runs[WITHOUT].results, runs[WITH].results)
+    cost = _cost(name, len(trace), runs["without"].results, runs["with"].results)
     found = f"{cost.ratio:.4f} [{cost.low:.4f}, {cost.high:.4f}]"
     target = Target("throughput with pages over without", f"at least {TARGET}", found, cost.ratio >= TARGET)
-    notes = (f"line {config.line}; answers of the last turn: {answers[-1]}",) if answers else (f"line {config.line}",)
+    notes = (f"line {config.line}", *(f"answers of the last turn: {each}" for each in answers[-1:]))
     return Measured(this_machine(), COLUMNS, (cost,), (target,), notes)
 
 
@@ -189,18 +186,9 @@ def _open_pages(address: str, folder: Path, browser: str | None, answers: list[s
         for number in range(PAGES):
             profile = f"--user-data-dir={folder / f'browser-{number}'}"
             command = [
-                browser,
-                "--headless=new",
-                "--no-sandbox",
-                "--remote-debugging-port=0",
-                profile,
-                f"http://{address}/",
-            ]
+                browser, "--headless=new", "--no-sandbox", "--remote-debugging-port=0", profile, f"http://{address}/",
+            ]  # fmt: skip
             page = ending.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             ending.callback(page.terminate)
+        time.sleep(BROWSER_S)
         yield
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

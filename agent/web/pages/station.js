@@ -19,7 +19,7 @@ function h(name, ...rest) {
   const [tag, ...classes] = name.split(".");
   const attrs = rest[0]?.constructor === Object && !rest[0].tag ? {...rest.shift()} : {};
   if (classes.length) attrs.class = [...classes, attrs.class ?? ""].join(" ").trim();
-  return {tag, attrs, children: rest.flat(9).filter((child) => child !== null && child !== undefined && child !== false)};
+  return {tag, attrs, children: rest.flat(9).filter((child) => (child ?? false) !== false)};
 }
 
 /** Text whose marks of direction are shown, and turn nothing around. */
@@ -73,7 +73,7 @@ function dressOne(node, name, value) {
   if (name === "key" || name === "draw" || name === "value" && node.tagName !== "OPTION") return;
   if (name.startsWith("on")) node[name] = value;
   else if (name === "style") for (const [key, to] of Object.entries(value ?? {})) node.style.setProperty(key, to);
-  else if (value === null || value === undefined || value === false && !name.startsWith("aria")) node.removeAttribute(name);
+  else if ((value ?? null) === null || value === false && !name.startsWith("aria")) node.removeAttribute(name);
   else node.setAttribute(name, value === true && !name.startsWith("aria") ? "" : String(value));
 }
 
@@ -205,13 +205,13 @@ const theme = () => localStorage.getItem("coserve.theme") ?? (matchMedia("(prefe
 // ---- words and numbers
 
 const two = (number) => String(number).padStart(2, "0");
-const fixed = (number, digits = 0) => number === null || number === undefined ? "–" : number.toFixed(digits);
+const fixed = (number, digits = 0) => number?.toFixed(digits) ?? "–";
 const few = (number) => fixed(number, number && number < 9.95 ? 1 : 0);
 const percent = (part) => `${fixed(100 * part, part && Math.abs(part) < 0.0995 ? 1 : 0)} %`;
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : word.endsWith("x") ? "es" : "s"}`;
 
 function seconds(value) {
-  if (value === null || value === undefined) return "–";
+  if ((value ?? null) === null) return "–";
   if (value < 0.0995) return `${fixed(value * 1000, value < 0.00995 ? 1 : 0)} ms`;
   if (value < 60) return `${fixed(value, value < 9.95 ? 2 : 1)} s`;
   return value < 5400 ? `${fixed(value / 60)} min` : `${fixed(value / 3600, 1)} h`;
@@ -246,7 +246,7 @@ const link = (href, ...children) => h("a", {href}, ...children);
 const expertLink = (id) => id ? h("a.expert", {href: `/expert/${id.split("/").map(encodeURIComponent).join("/")}`}, id) : "–";
 const partOf = (result) => [result.component ?? "no component", result.ref].filter(Boolean).join(" ");
 const query = (values) => {
-  const given = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const given = Object.entries(values).filter(([, value]) => (value ?? "") !== "");
   return given.length ? `?${new URLSearchParams(given)}` : "";
 };
 const panel = (title, note, ...children) =>
