@@ -32,7 +32,8 @@ REVIEW_COLUMNS = ("number", "result", "finding", "verdict", "label", "reason", "
 COUNTING = "SELECT * FROM reviews WHERE result = ? AND undone_at IS NULL"
 OF_NUMBER = "SELECT * FROM reviews WHERE number = ?"
 INSERT = """
-    INSERT INTO reviews (result, finding, verdict, label, reason, who, at) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *
+    INSERT INTO reviews (result, finding, verdict, label, reason, who, at)
+    VALUES (:result, :finding, :verdict, :label, :reason, :who, :at) RETURNING *
 """
 UNDO = "UPDATE reviews SET undone_at = ?, undone_by = ? WHERE number = ? RETURNING *"
 # qualified, as results have some of these columns too
@@ -62,19 +63,9 @@ class Finding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SecondVerdict:
-    """What a person says of a result. ``verdict``: OK or NG. ``who``: name of the person's token."""
-
-    result: int
-    verdict: Verdict
-    who: str
-    label: str | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Review:
-    """Stored second verdict. ``undone_at``: None for a review that counts."""
+    """A person's verdict on a result, OK or NG. ``who``: name of the person's token. ``undone_at``: None for a review
+    that counts."""
 
     number: int
     result: int
@@ -123,9 +114,12 @@ class Reviews:
         self._shifts = shifts
         self._wall = wall
 
-    def add(self, said: SecondVerdict) -> Review:
+    def add(
+        self, result: int, verdict: Verdict, who: str, label: str | None = None, reason: str | None = None
+    ) -> Review:
         """Store a review, which replaces an earlier one of the result. Raises OrderRefused."""
         now = utc_text(self._wall())
+        said = {"result": result, "verdict": verdict, "label": label, "reason": reason, "who": who}
         return self._store.write_now(lambda database: _add(database, said, now))
 
     def undo(self, number: int, who: str) -> Review:
@@ -180,18 +174,17 @@ def review_of_row(row: sqlite3.Row | Mapping[str, Any], prefix: str = "") -> Rev
     )
 
 
-def _add(database: Database, said: SecondVerdict, now: str) -> Review | OrderRefused:
-    machine = database.execute(MACHINE, (said.result,)).fetchone()
+def _add(database: Database, said: Mapping[str, Any], now: str) -> Review | OrderRefused:
+    machine = database.execute(MACHINE, (said["result"],)).fetchone()
     if machine is None:
-        return OrderRefused(Refusing.NOT_FOUND, f"no result {said.result}", field="result")
-    counting = _first(database, COUNTING, said.result)
+        return OrderRefused(Refusing.NOT_FOUND, f"no result {said['result']}", field="result")
+    counting = _first(database, COUNTING, said["result"])
     if counting is not None:
-        if all(getattr(counting, name) == getattr(said, name) for name in ("who", "verdict", "label", "reason")):
+        if all(getattr(counting, name) == value for name, value in said.items()):
             return counting
-        database.query(UNDO, (now, said.who, counting.number))
-    finding = finding_of(Verdict(machine[0]), said.verdict)
-    given = said.result, finding, said.verdict, said.label, said.reason, said.who, now
-    return review_of_row(next(database.query(INSERT, given)))
+        database.query(UNDO, (now, said["who"], counting.number))
+    finding = finding_of(Verdict(machine[0]), said["verdict"])
+    return review_of_row(next(database.query(INSERT, {**said, "finding": finding, "at": now})))
 
 
 def _first(database: Database, sql: str, value: int) -> Review | None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agent.records.station.audit import audit_page
-from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from agent.service.desk.tracing import trace_of
 from agent.service.inspections.courses import with_line_experts
@@ -100,8 +100,7 @@ class LineStation:
     # -- what a person changes --
 
     def _review(self, who: str, given: asked.ReviewGiven) -> views.ReviewView:
-        said = SecondVerdict(given.result, Verdict(given.verdict), who, given.label, given.reason)
-        made = self._reviews().add(said)
+        made = self._reviews().add(given.result, Verdict(given.verdict), who, given.label, given.reason)
         self._live.reviewed()
         return review_view(made)
 

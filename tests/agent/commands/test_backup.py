@@ -18,7 +18,7 @@ from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.alarms import open_alarms, raise_alarm
 from agent.records.station.audit import AuditTrail, audit_page
-from agent.records.station.reviews import ReviewReader, Reviews, SecondVerdict
+from agent.records.station.reviews import ReviewReader, Reviews
 from agent.records.station.shifts import Shifts
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
@@ -46,7 +46,7 @@ def judged(config, *keys):
 
 def test_what_people_added_comes_back_too(config, tmp_path):
     with closing(ResultStore(config.results_file)) as store:
-        review = Reviews(store, Shifts((NOON.time(),)), lambda: NOON).add(SecondVerdict(1, Verdict.OK, "ann"))
+        review = Reviews(store, Shifts((NOON.time(),)), lambda: NOON).add(1, Verdict.OK, "ann")
         AuditTrail(store, lambda: NOON).record("ann", "operate", "review", "1", "done", "ab")
         store.write(lambda database: raise_alarm(database, "disk", "no room", NOON))
     audited, alarms = audit_page(config.results_file), open_alarms(config.results_file)

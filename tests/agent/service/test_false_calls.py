@@ -7,7 +7,7 @@ import pytest
 
 from agent.records.result_writer import ResultStore
 from agent.records.station.alarms import raise_alarm
-from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from agent.records.truth.false_calls import EARLIER, LATEST
 from agent.service.false_calls import EVERY_S, FalseCallWatch
@@ -37,7 +37,7 @@ class Station:
             self._stored += 1
             self._store.record(result(f"k{self._stored}", machine, experts=experts))
         settled(self._store)
-        return [self._reviews.add(SecondVerdict(seq, said, "ann")) for seq, said in enumerate(people, first)]
+        return [self._reviews.add(seq, said, "ann") for seq, said in enumerate(people, first)]
 
     def drift(self, called=30):
         """The false calls of cls/f0 rise; the latest reviews."""

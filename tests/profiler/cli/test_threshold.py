@@ -14,7 +14,7 @@ from agent.commands.doctor import examine
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.records.result_writer import ResultStore
-from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from coserve import app
 from experts.expert import Verdict
@@ -162,7 +162,7 @@ def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(li
             store.record(result(f"k{number}", Verdict.NG, **said))
         reviews = Reviews(settled(store), Shifts((time(6),), UTC), lambda: NOON)
         for seq, (_, verdict) in enumerate(rows, start=1):
-            reviews.add(SecondVerdict(seq, verdict, "ann"))
+            reviews.add(seq, verdict, "ann")
     row = json.loads(run(line, "anomaly/solder", "--samples", "reviews", "--json").stdout)
     assert (row["good"], row["bad"], row["caught"], len(row["left_out"])) == (21, 1, 1.0, 1)
     assert max(GOOD_LEVELS) / 255 < row["threshold"] < 240 / 255

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from agent.records.result_writer import ResultStore
-from agent.records.station.reviews import Reviews, SecondVerdict
+from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from experts.expert import Verdict
 from tests.agent.line_files import LineFile, expert, route
@@ -50,7 +50,7 @@ class ReviewedLine(LineFile):
         with closing(ResultStore(self.folder / "state" / "results.db")) as store:
             reviews = Reviews(store, Shifts((time(6),), UTC), lambda: NOW)
             for seq, verdict, more in said:
-                reviews.add(SecondVerdict(seq, Verdict(verdict), "ann", **more))
+                reviews.add(seq, Verdict(verdict), "ann", **more)
 
 
 def step(name, label, *boxes, **more):

@@ -14,7 +14,7 @@ from agent.records.database import open_for_reading
 from agent.records.result_writer import ResultStore
 from agent.records.results import KeptMap
 from agent.records.station.pages import BoardQuery, ResultQuery, RunningTotals, StationReader, branches
-from agent.records.station.reviews import Finding, Reviews, SecondVerdict
+from agent.records.station.reviews import Finding, Reviews
 from agent.records.station.shifts import Shifts
 from experts.expert import Verdict
 from tests.lines import result
@@ -65,8 +65,8 @@ def path(tmp_path_factory):
         settled(store)
         reviews = Reviews(store, Shifts((NOON.time(),)), lambda: NOON)
         for seq in range(1, RESULTS, 9):
-            reviews.add(SecondVerdict(seq, choose.choice((OK, NG)), "ann"))
-        reviews.undo(reviews.add(SecondVerdict(2, OK, "ann")).number, "ann")
+            reviews.add(seq, choose.choice((OK, NG)), "ann")
+        reviews.undo(reviews.add(2, OK, "ann").number, "ann")
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 from agent.records.database import open_for_reading
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.station.reviews import PAGE, Finding, ReviewQuery, ReviewReader, Reviews, SecondVerdict
+from agent.records.station.reviews import PAGE, Finding, ReviewQuery, ReviewReader, Reviews
 from agent.records.station.shifts import Shifts
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -33,7 +33,7 @@ class Station:
         settled(self.store)
 
     def say(self, seq, verdict, who="ann", **said):
-        return self.reviews.add(SecondVerdict(seq, verdict, who, **said))
+        return self.reviews.add(seq, verdict, who, **said)
 
 
 @pytest.fixture
