@@ -2,7 +2,8 @@
 
 The agent is `coserve serve`, with state, inbox and address of its own. Images are PNG files, moved into the inbox at
 once. A turn's time runs from there to the last verdict. The pages' own processor time counts, too, as they run on this
-machine: a browser of another one costs less.
+machine: a browser of another one costs less. Processor time of the agent alone is told, too: other work on the machine
+changes it less than the throughput.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
 from PIL import Image
 
 from agent.records.result_reader import ResultReader
@@ -52,12 +54,14 @@ COLUMNS = (
     Column("ratio", "ratio", ".4f"),
     Column("from", "low", ".4f"),
     Column("to", "high", ".4f"),
+    Column("agent's CPU", "cpu_ratio", ".4f"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PagesCost:
-    """``ratio``: geometric mean over pairs; ``low``, ``high``: its 95 % interval. Others are medians of turns."""
+    """``ratio``: geometric mean over pairs; ``low``, ``high``: its 95 % interval. ``cpu_ratio``: the agent's processor
+    time with pages over that without, median of pairs. Others are medians of turns."""
 
     pages: str
     pairs: int
@@ -67,6 +71,12 @@ class PagesCost:
     ratio: float
     low: float
     high: float
+    cpu_ratio: float
+
+
+class FedTurn(NamedTuple):
+    images_per_s: float
+    cpu_s: float  # of the agent's processors
 
 
 class FedAgent:
@@ -77,7 +87,7 @@ class FedAgent:
         self._turns = self._seq = 0
         self._reader = ResultReader(folder / "state" / "results.db")
 
-    def images_per_s(self) -> float:
+    def turn(self, agent: psutil.Process) -> FedTurn:
         """Raises CoServeError if a turn takes too long."""
         self._turns += 1
         aside, inbox = self._folder / "aside", self._folder / "inbox"
@@ -85,7 +95,7 @@ class FedAgent:
         for name, content in self._files:
             (aside / f"T{self._turns}-{name}").write_bytes(content)
         time.sleep(SETTLE_S)
-        began_s = time.time()
+        began_s, before = time.time(), agent.cpu_times()
         for file in sorted(aside.iterdir()):
             file.rename(inbox / file.name)
         rows: list[ResultRow] = []
@@ -96,7 +106,9 @@ class FedAgent:
             page = self._reader.after(self._seq, 0, len(self._files)).results
             rows += page
             self._seq = page[-1].seq if page else self._seq
-        return len(rows) / (max(row.result.finished_at.timestamp() for row in rows) - began_s)
+        after, ended_s = agent.cpu_times(), max(row.result.finished_at.timestamp() for row in rows)
+        cpu_s = after.user + after.system - before.user - before.system
+        return FedTurn(len(rows) / (ended_s - began_s), cpu_s)
 
 
 def measure_pages(
@@ -121,12 +133,14 @@ def measure_pages(
             wait_until_ready(process, log)
             threading.Thread(target=log.read, name="log", daemon=True).start()  # a full pipe would stop the agent
 
-            def seen() -> float:
+            agent = psutil.Process(process.pid)
+
+            def seen() -> FedTurn:
                 with _open_pages(address, folder, browser, answers):
-                    return fed.images_per_s()
+                    return fed.turn(agent)
 
             plan = Plan(pairs, warming_up=1, progress=progress)
-            runs = by_turns({"without": fed.images_per_s, "with": seen}, plan)
+            runs = by_turns({"without": lambda: fed.turn(agent), "with": seen}, plan)
     name = f"{PAGES} of Chromium" if browser else f"{PAGES} clients"
     cost = _cost(name, len(trace), runs["without"].results, runs["with"].results)
     found = f"{cost.ratio:.4f} [{cost.low:.4f}, {cost.high:.4f}]"
@@ -135,13 +149,22 @@ def measure_pages(
     return Measured(this_machine(), COLUMNS, (cost,), (target,), notes)
 
 
-def _cost(pages: str, images: int, plain: Sequence[float], seen: Sequence[float]) -> PagesCost:
-    logs = [math.log(after / before) for before, after in zip(plain, seen, strict=True)]
-    freedom = len(logs) - 1
-    t = T_975[max(known for known in T_975 if known <= freedom)]
+def _cost(pages: str, images: int, plain: Sequence[FedTurn], seen: Sequence[FedTurn]) -> PagesCost:
+    pairs = list(zip(plain, seen, strict=True))
+    logs = [math.log(after.images_per_s / before.images_per_s) for before, after in pairs]
+    t = T_975[max(known for known in T_975 if known < len(logs))]
     mean, half = statistics.mean(logs), t * statistics.stdev(logs) / math.sqrt(len(logs))
-    medians = statistics.median(plain), statistics.median(seen)
-    return PagesCost(pages, len(logs), images, *medians, *(math.exp(mean + by) for by in (0.0, -half, half)))
+    return PagesCost(
+        pages=pages,
+        pairs=len(pairs),
+        images=images,
+        images_per_s=statistics.median(turn.images_per_s for turn in plain),
+        images_per_s_with=statistics.median(turn.images_per_s for turn in seen),
+        ratio=math.exp(mean),
+        low=math.exp(mean - half),
+        high=math.exp(mean + half),
+        cpu_ratio=statistics.median(after.cpu_s / before.cpu_s for before, after in pairs),
+    )
 
 
 def _files(config: LineConfig, trace: Sequence[TracedArrival]) -> list[tuple[str, bytes]]:

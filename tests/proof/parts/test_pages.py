@@ -17,6 +17,7 @@ def test_a_served_line_is_fed_with_pages_and_without_by_turns(tmp_path):
     assert (cost.pairs, cost.images, cost.pages) == (2, 2, f"{PAGES} clients")
     assert cost.low < cost.ratio < cost.high
     assert 0 < cost.images_per_s < 10
+    assert cost.cpu_ratio > 0
     assert steps == [(1, 3), (2, 3), (3, 3)]
     assert '"image 200"' in measured.notes[1]
     assert "[" in measured.targets[0].found
