@@ -125,7 +125,7 @@ ROOMS = {
     ),
     "agent.web.station": (
         "agent.web.door", "agent.web.openapi", "agent.web.operations", "agent.web.routes", "agent.web.single_flight",
-        "agent.api.access", "agent.api.calls.desk",
+        "agent.api.access",
     ),
     "agent.web.texts": ("agent.web.door", "agent.web.operations", "agent.web.routes", "agent.api.calls"),
     "agent.web.pages": ("agent.web.door", "agent.web.routes"),
@@ -144,7 +144,8 @@ ROOMS = {
     "agent.service.station": (
         "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
         "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.api.calls.desk",
-        "agent.web.operations", "agent.web.station", "agent.service.desk", "agent.service.inspections",
+        "agent.api.access", "agent.web.operations", "agent.web.session", "agent.web.station", "agent.service.desk",
+        "agent.service.inspections", "agent.service.texts",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",

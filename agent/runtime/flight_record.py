@@ -99,7 +99,8 @@ class Timeline(NamedTuple):
     evictions: Sequence[Eviction]
 
 
-class ExpertSeen(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertSeen:
     """One expert in the record. ``p50_s``, ``p99_s``: of its latest images, from queued to answered; None without."""
 
     images: int

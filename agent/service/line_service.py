@@ -11,11 +11,9 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ReloadView
-from agent.api.credentials import Credentials
 from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
@@ -42,9 +40,9 @@ from agent.service.inspections.line_boards import LineBoards, wall_clock
 from agent.service.inspections.shadow_source import ShadowSource
 from agent.service.inspections.tally import Tally
 from agent.service.inspections.verdicts import Verdicts
-from agent.service.line_metrics import LineMetrics
 from agent.service.texts.text_door import TextDoor
 from agent.service.upkeep import Upkeep
+from agent.service.wires import LineWires
 from agent.sources.registry import sources_of
 from experts.daemon_threads import DaemonThreads
 from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, WeightsMissing
@@ -54,14 +52,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
-    from agent.api.access import Caller
     from agent.api.server import ApiServer
-    from agent.api.services.statistics import CallStatistics
     from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.service.inspections.drift import DriftStatistics
     from agent.subject import SourceStatus
-    from agent.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +112,8 @@ class LineService:
             phase=lambda: self._phase, open_alarms=lambda: self.alarms.open,
         )  # fmt: skip
         self.desk = LineDesk(parts)
-        self._credentials = Credentials(config.api)
-        self._trail = AuditTrail(self.store, wall)
-        self.api = self._api() if config.api.grpc else None
-        self.web = self._web(parts) if config.api.http else None
-        self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
+        self._wires = LineWires(parts, self.desk, self._upkeep, AuditTrail(self.store, wall))
+        self.web, self.audit = self._wires.web, self._wires.audit
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts to repack, by the Engine's names
         self._menders = DaemonThreads(1, "mend")
@@ -147,6 +139,10 @@ class LineService:
     def agent(self) -> Agent:
         return self.inspector.agent
 
+    @property
+    def api(self) -> ApiServer | None:
+        return self._wires.api
+
     def status_line(self) -> str:
         """Status in one line, for the watchdog: blocks while the agent's loop makes no progress."""
         status = self.desk.status()
@@ -165,9 +161,7 @@ class LineService:
         self.agent.start()
         self._upkeep.start()
         self._journaled.take_up()
-        self._doorkeeper.step()
-        if self._doorkeeper.failing:
-            self._doorkeeper.start()
+        self._wires.start()
         for source in self.sources:
             source.start()
         self._housekeeper.start()
@@ -196,8 +190,7 @@ class LineService:
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(lambda: self.agent.stop())  # a reload may replace it meanwhile
-            if self.web is not None:
-                ending.callback(self.web.stop)  # until then the web reports that no work is taken
+            ending.callback(self._wires.stop)  # until then the web reports that no work is taken
             if not self.inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
@@ -212,63 +205,10 @@ class LineService:
             "threads_left_behind": self.agent.loop.leaves_threads or self._reloading.locked(),
         }
 
-    def _open_web(self) -> None:
-        """Raises AddressUnusable, as ``_open_api`` does; a later call may succeed."""
-        if self.web is not None and not self.web.addresses:
-            self.web.start()
-
-    def _open_api(self) -> None:
-        if self.api is not None and not self.api.addresses:
-            self.api = api = self._api()  # a server that failed to start cannot start again
-            api.start()
-
-    def _api(self) -> ApiServer:
-        from agent.api.server import ApiServer
-
-        return ApiServer(self._config.api, self.desk, self._credentials, self.audit, self._call_statistics)
-
-    @cached_property
-    def _call_statistics(self) -> CallStatistics:
-        """Of gRPC and HTTP together."""
-        from agent.api.services.statistics import CallStatistics
-
-        return CallStatistics()
-
-    def _web(self, parts: LineParts) -> WebServer:
-        """Import the web server only for a line with an address, as with gRPC: saves time and memory."""
-        from agent.api.calls.orders import Orders
-        from agent.service.station.line_station import LineStation
-        from agent.web.door import Door
-        from agent.web.inference.endpoint import InferenceEndpoint
-        from agent.web.monitoring import Monitoring
-        from agent.web.pages.files import pages_part
-        from agent.web.server import WebServer
-        from agent.web.station.routes import StationRoutes
-        from agent.web.texts.described import OPERATIONS
-        from agent.web.texts.endpoint import TextEndpoint
-
-        api = self._config.api
-        rooms = [
-            TextEndpoint(Orders(self.desk)).part(),
-            InferenceEndpoint(Orders(self.desk), api.limits, self._call_statistics).part(),
-            StationRoutes(LineStation(parts, self.desk, self._upkeep.deliveries.statistics), OPERATIONS).part(),
-            Monitoring(LineMetrics(parts, self._upkeep)).part(),
-            pages_part(),  # the last one answers the rest
-        ]
-        door = Door(rooms, self._credentials.tokens, self.audit, api.limits)
-        return WebServer(api, door, self._credentials.context())
-
-    def audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
-        """Implements ``agent.api.access.Audit``."""
-        sha256 = self._config.catalog.sha256
-        self._trail.record(caller.name, caller.role.name.lower(), action, subject, outcome, sha256)
-
     def _stop_api(self) -> None:
         """Refuse new callers; waiting callers get their answers within the timeout."""
         deadline_s = time.monotonic() + API_STOP_S
-        self._doorkeeper.stop(API_STOP_S)
-        if self.api is not None and self.api.addresses and not self.api.stop(API_STOP_S):
-            log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
+        self._wires.stop_calls(API_STOP_S)
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
     def _wait_for_commits(self) -> None:
@@ -316,7 +256,7 @@ class LineService:
         change = plan_change(self.agent, config, lambda stage, done, total: None)
         if not self.inspector.takes:  # a stop was requested meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
-        self._credentials.reload(config.api)  # only after all checks: a refused reload changes nothing
+        self._wires.reload(config.api)  # only after all checks: a refused reload changes nothing
         self.inspector.change_line(change)
         self._shadows.refuse_enders()
         self._config = config
@@ -367,7 +307,7 @@ class LineService:
         agent, listed = self.agent, self._config.catalog.experts
         store = self.store.statistics()
         of_store = {"store": store.alarm, "store/log": store.log_alarm, "store/damage": store.damage_alarm}
-        failing = {**self._housekeeper.failing, **self._doorkeeper.failing}
+        failing = {**self._housekeeper.failing, **self._wires.failing}
         calls = self._upkeep.false_calls.alarms
         return [
             *self._device_alarms,

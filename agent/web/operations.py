@@ -16,12 +16,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.responses import Response
 
 from agent.api.access import Role
+from agent.web.routes import Rule, json_refused, route
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.routing import Route
+
+    from agent.web.routes import Call
 
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 MOMENT = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})$"
@@ -74,9 +78,9 @@ Kind = TypeVar("Kind", bound=BaseModel)
 @dataclass(frozen=True, slots=True)
 class Operation:
     """``answer``: type of its JSON, or the media types of something else. ``asked``: path and query; ``body``: JSON.
-    ``least``, ``action``: as of a route's rule; ``failures``: beside those that every call may get. ``empty``: a status
-    without a body. ``error``: type of a refusal's JSON,
-    if it is not an ErrorDocument. ``media``: other media types that it may answer with."""
+    ``body_bytes``, ``least``, ``action``: as of a route's rule; ``failures``: beside those that every call may get.
+    ``empty``: a status without a body. ``error``: type of a refusal's JSON, if it is not an ErrorDocument. ``media``:
+    other media types that it may answer with."""
 
     method: str
     path: str
@@ -84,6 +88,7 @@ class Operation:
     answer: Any
     asked: type[Asked] = Asked
     body: type[BaseModel] | None = None
+    body_bytes: int = 64 * 1024
     status: int = 200
     failures: tuple[int, ...] = ()
     least: Role = Role.READ
@@ -103,6 +108,12 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class ErrorDocument:
     error: Refusal
+
+
+def route_of(operation: Operation, answer: Callable[[Call], Awaitable[Response]], *, is_open: bool = False) -> Route:
+    largest = 1024 if operation.body is None else operation.body_bytes
+    rule = Rule(json_refused, operation.least, operation.action, largest, is_open)
+    return route(operation.method, operation.path, answer, rule)
 
 
 def json_answer(content: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,26 +5,43 @@ Guarantees: the cookie is derived from the token, so that a session survives res
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from agent.web.routes import Call, Rule, json_refused, route
+from agent.web.operations import NO_STORE, Asked, Operation, body_of_json, route_of
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from starlette.routing import Route
 
     from agent.api.access import Caller, Tokens
+    from agent.web.routes import Call
 
 COOKIE, PATH = "coserve", "/api/session"
-BODY_BYTES = 4096
+
+
+class SessionGiven(Asked):
+    token: Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDocument:
+    name: str
+    role: str
+
+
+TOLD = Operation("GET", PATH, "Who calls", SessionDocument)
+OPENED = Operation("POST", PATH, "Sign in", SessionDocument, body=SessionGiven, body_bytes=4096)
+CLOSED = Operation("DELETE", PATH, "Sign out", (), status=204)
+OPERATIONS = (TOLD, OPENED, CLOSED)
 
 
 def session_routes(tokens: Tokens) -> list[Route]:
     async def opened(call: Call) -> Response:
-        caller = tokens.of_secret(_token(call.body))
+        caller = tokens.of_secret(body_of_json(SessionGiven, call.request, call.body).token)
         if caller is None:
             raise OrderRefused(Refusing.UNAUTHENTICATED, "this is no token of the line file", field="token")
         response = _told(caller)
@@ -40,23 +57,8 @@ def session_routes(tokens: Tokens) -> list[Route]:
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
         return response
 
-    return [
-        route("GET", PATH, told, Rule(json_refused)),
-        route("POST", PATH, opened, Rule(json_refused, body_bytes=BODY_BYTES, is_open=True)),
-        route("DELETE", PATH, closed, Rule(json_refused, is_open=True)),
-    ]
+    return [route_of(TOLD, told), route_of(OPENED, opened, is_open=True), route_of(CLOSED, closed, is_open=True)]
 
 
 def _told(caller: Caller) -> Response:
-    return JSONResponse({"name": caller.name, "role": caller.role.name.lower()}, headers={"cache-control": "no-store"})
-
-
-def _token(body: bytes) -> str:
-    try:
-        sent = json.loads(body)
-    except (ValueError, RecursionError):
-        sent = None
-    token = sent.get("token") if isinstance(sent, dict) else None
-    if not isinstance(token, str) or not token:
-        raise OrderRefused(Refusing.INVALID, 'token: send JSON, {"token": "..."}', field="token")
-    return token
+    return JSONResponse({"name": caller.name, "role": caller.role.name.lower()}, headers=NO_STORE)

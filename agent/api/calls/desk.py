@@ -291,11 +291,11 @@ class ShadowsView:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``course``: of a request, values for JSON as described in docs/api.md; None for other subjects, or if unknown."""
+    """``timeline``: course of a request, values for JSON (docs/results.md); None for other subjects, or if unknown."""
 
     subject: str
-    sentences: Sequence[str]
-    course: Mapping[str, Any] | None = None
+    sentences: list[str]
+    timeline: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Station of a running line (`agent.web.station.served`): what it answers to each operation of `/api`.
+"""Station of a running line (``agent.service.station.served``): what it answers to each operation of `/api`.
 
 Guarantees: answers about results are stored. A refusal leaves no trace but in the audit.
 """
@@ -7,39 +7,42 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from agent.records.station.audit import audit_page
-from agent.records.station.reviews import Reviews
+from agent.records.station.reviews import Review, Reviews
 from agent.records.station.shifts import Shifts
 from agent.service.desk.tracing import trace_of
 from agent.service.inspections.courses import with_line_experts
+from agent.service.station import served, views
 from agent.service.station.line_texts import check_text, line_document, swapped
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
-from agent.service.station.shown import review_view
 from agent.service.station.state import LineState
 from agent.service.station.stored import StoredRows
-from agent.web.station import served, views
+from agent.web.station.routes import Shown
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from agent.api.calls.desk import Desk
     from agent.config import LineConfig
+    from agent.records.boards import Rework
     from agent.service.desk.line_desk import LineParts
+    from agent.service.station import questions as asked
     from agent.service.station.state import Receivers
     from agent.web.operations import Operation
-    from agent.web.station import questions as asked
 
 
 class LineStation:
-    """Implements ``Station``."""
+    """Implements ``agent.web.station.routes.Station``."""
 
     def __init__(self, parts: LineParts, desk: Desk, receivers: Receivers) -> None:
         self._line = parts
@@ -51,25 +54,26 @@ class LineStation:
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)
         machine = Machine(parts, stored.reviews_read)
-        reads: dict[Operation, Callable[[Any], object]] = {
-            served.RESULTS: stored.results, served.RESULT: stored.result, served.IMAGE: stored.image,
-            served.THUMBNAIL: stored.thumbnail, served.FRAME: stored.frame, served.HEAT: stored.heat,
-            served.BOARDS: stored.boards, served.BOARD: stored.board, served.REVIEWS: stored.reviews,
-            served.EXPERTS: machine.experts, served.EXPERT: machine.expert, served.ENGINE: machine.engine,
-            served.TEXTS: machine.texts, served.EXPLAIN: self._explain, served.AUDIT: self._audit,
-            served.LINE: lambda _: line_document(self._config()), served.TRACE: self._trace,
-        }  # fmt: skip
-        self.reads: dict[Operation, Callable[[Any], object]] = {
-            operation: _read_by(answer) for operation, answer in reads.items()
-        }
+        self._state_json = TypeAdapter(views.StateView)
+        self.reads = _read_by({
+            served.RESULTS: stored.results, served.RESULT: stored.result, served.BOARDS: stored.boards,
+            served.BOARD: stored.board, served.REVIEWS: stored.reviews, served.EXPERTS: machine.experts,
+            served.EXPERT: machine.expert, served.ENGINE: machine.engine, served.TEXTS: machine.texts,
+            served.EXPLAIN: lambda query: desk.explanation(query.subject), served.AUDIT: self._audit,
+            served.LINE: lambda _: line_document(self._config()),
+        })  # fmt: skip
+        self.shown = _read_by({
+            served.IMAGE: stored.image, served.THUMBNAIL: stored.thumbnail, served.FRAME: stored.frame,
+            served.HEAT: stored.heat, served.TRACE: self._trace,
+        })  # fmt: skip
         self.changes: dict[Operation, Callable[[str, Any], object]] = {
             served.REVIEW: self._review, served.UNDO: self._undo, served.REWORK: self._rework,
             served.TRIGGER: self._trigger, served.RELOAD: lambda *_: desk.reload(), served.PROMOTE: self._promote,
             served.CHECK: lambda _, given: check_text(self._config(), given.text),
         }  # fmt: skip
 
-    def state(self) -> views.StateView:
-        return self._state.view()
+    def state(self) -> bytes:
+        return self._state_json.dump_json(self._state.view())
 
     def uptime_s(self) -> float:
         return time.monotonic() - self._started_s
@@ -84,38 +88,32 @@ class LineStation:
         found = self._line.inspector.agent.loop.record.find(key)
         return None if found is None else with_line_experts(found[0])
 
-    def _explain(self, query: asked.ExplainAsked) -> views.ExplainDocument:
-        found = self._desk.explanation(query.subject)
-        return views.ExplainDocument(found.subject, tuple(found.sentences), found.course)
-
-    def _trace(self, query: asked.EngineAsked) -> views.Shown:
+    def _trace(self, query: asked.EngineAsked) -> Shown:
         agent = self._line.inspector.agent
-        return views.Shown(trace_of(agent.loop, agent.config.line, query.last), "application/octet-stream")
+        return Shown(trace_of(agent.loop, agent.config.line, query.last), "application/octet-stream")
 
     def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
         found = audit_page(self._line.store.path, query.before, query.limit)
-        rows = [views.AuditRow(**asdict(each)) for each in found]
-        return views.AuditDocument(tuple(rows), rows[-1].number if len(rows) == query.limit else None)
+        return views.AuditDocument(found, found[-1].number if len(found) == query.limit else None)
 
     # -- what a person changes --
 
-    def _review(self, who: str, given: asked.ReviewGiven) -> views.ReviewView:
+    def _review(self, who: str, given: asked.ReviewGiven) -> Review:
         made = self._reviews().add(given.result, Verdict(given.verdict), who, given.label, given.reason)
         self._live.reviewed()
-        return review_view(made)
+        return made
 
-    def _undo(self, who: str, query: asked.OfNumber) -> views.ReviewView:
+    def _undo(self, who: str, query: asked.OfNumber) -> Review:
         undone = self._reviews().undo(query.number, who)
         self._live.reviewed()
-        return review_view(undone)
+        return undone
 
     def _reviews(self) -> Reviews:
         """By the shifts that are served now."""
         return Reviews(self._line.store, Shifts(self._config().records.shifts), lambda: datetime.now(UTC))
 
-    def _rework(self, who: str, given: asked.ReworkGiven) -> views.ReworkView:
-        made = self._line.boards.rework(given.serial, given.board_type, who, given.reason)
-        return views.ReworkView(made.who, made.reason, made.at)
+    def _rework(self, who: str, given: asked.ReworkGiven) -> Rework:
+        return self._line.boards.rework(given.serial, given.board_type, who, given.reason)
 
     def _trigger(self, _: str, given: asked.TriggerGiven) -> views.TriggeredDocument:
         return views.TriggeredDocument(self._desk.trigger(given.camera, given.board, given.board_type, given.key))
@@ -125,13 +123,13 @@ class LineStation:
         return views.PromotedDocument(given.expert, shadow, keys, self._desk.reload())
 
 
-def _read_by(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The answer; a results file that cannot be read is a refusal, as its writer has an alarm of its own."""
+def _read_by(answers: Mapping[Operation, Callable[[Any], Any]]) -> dict[Operation, Callable[[Any], Any]]:
+    """Answers of operations; a results file that cannot be read is a refusal, as its writer has an alarm of its own."""
 
-    def read(query: Any) -> Any:  # noqa: ANN401  # as ``answer``
+    def read(answer: Callable[[Any], Any], query: Any) -> Any:  # noqa: ANN401  # as ``answer``
         try:
             return answer(query)
         except (sqlite3.Error, FileNotFoundError) as error:
             raise OrderRefused(Refusing.NOT_NOW, f"results cannot be read: {error}", 5.0) from error
 
-    return read
+    return {operation: partial(read, answer) for operation, answer in answers.items()}

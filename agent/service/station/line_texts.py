@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from agent.line_check import checked_line
 from agent.promotion import promote
-from agent.web.station import views
+from agent.service.station import views
 from experts.document import parse_document
 from experts.errors import ConfigError, OrderRefused, Refusing
 

@@ -12,9 +12,9 @@ from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
 from agent.records.station.reviews import Finding
 from agent.service.desk.line_desk import standing_of
+from agent.service.station import views
 from agent.service.station.rates import RecentRates
 from agent.service.station.stored import EVER
-from agent.web.station import views
 from experts.document import suggestion
 from experts.errors import OrderRefused, Refusing
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agent.runtime.flight_record import Eviction
     from agent.runtime.loop import LoopStatistics
     from agent.service.desk.line_desk import LineParts
-    from agent.web.station import questions as asked
+    from agent.service.station import questions as asked
 
 EVICTIONS = 20
 TOKENS_S = 10.0
@@ -52,7 +52,6 @@ class Machine:
             raise OrderRefused(Refusing.NOT_FOUND, f"no expert {name!r} - {suggestion(name, listed)}", field="id")
         (values,) = self._experts(name)
         record, now = agent.loop.record, (datetime.now(UTC), time.monotonic())
-        seen = record.seen(agent.expert(name))
         evictions = [each for each in record.evictions() if line_name(each.expert) == name]
         return views.ExpertDetail(
             **values,
@@ -64,7 +63,7 @@ class Machine:
                 str(one): count
                 for one, count in self._reviews.counts(EVER).get(name, dict.fromkeys(Finding, 0)).items()
             },
-            seen=views.SeenView(seen.images, seen.batches, seen.p50_s, seen.p99_s),
+            seen=record.seen(agent.expert(name)),
             evictions_recent=tuple(_eviction(each, *now) for each in reversed(evictions[-EVICTIONS:])),
         )
 
@@ -96,12 +95,7 @@ class Machine:
         shown = max(first.counts.values())
         return views.TextsDocument(
             tuple(line.texts.models()),
-            tuple(
-                views.TextRow(
-                    one.number, one.model, one.expert, round(one.waited_s, 3), one.read_tokens, one.written_tokens
-                )
-                for one in line.texts.glances()
-            ),
+            tuple(line.texts.glances()),
             round(per_s, 1),
             first.sum_s / shown if shown else None,
         )  # fmt: skip

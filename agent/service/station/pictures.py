@@ -14,7 +14,7 @@ from PIL import Image
 
 from agent.runtime.machine.threads import give_way
 from agent.sources.folder.files.shelves import image_file
-from agent.web.station.views import Shown
+from agent.web.station.routes import Shown
 from experts.daemon_threads import DaemonThreads
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
 from experts.expert import Orientation

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from agent.service.station.views import BoardTile, MeasuredView, OutputView, ResultView, StepView
 from agent.sources.folder.files.shelves import keeps_image
-from agent.web.station.views import BoardTile, MeasuredView, OutputView, ResultView, ReviewView, StepView
 from experts.expert import BoundingBox
 
 if TYPE_CHECKING:
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
     from agent.records.boards import BoardRun
     from agent.records.results import BoardRow, Result
     from agent.records.station.pages import ListedResult
-    from agent.records.station.reviews import Review
-
-
-def review_view(review: Review) -> ReviewView:
-    return ReviewView(**asdict(review) | {"finding": str(review.finding), "verdict": str(review.verdict)})
 
 
 def result_view(listed: ListedResult, config: LineConfig) -> ResultView:
@@ -48,7 +42,7 @@ def values_of(listed: ListedResult, config: LineConfig) -> dict[str, Any]:
         "seconds": round(result.seconds, 6),
         "has_image": keeps_image(config, subject.key, result.verdict, result.kept_as),
         "has_maps": listed.has_maps,
-        "review": None if listed.review is None else review_view(listed.review),
+        "review": listed.review,
     }
 
 

@@ -15,10 +15,10 @@ from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
 from agent.records.station.shifts import Shifts
 from agent.service.desk.line_desk import standing_of
+from agent.service.station import views
 from agent.service.station.live import BOARDS, Live
 from agent.service.station.rates import RecentRates
 from agent.service.station.shown import result_view, tile_of_row, tile_of_run
-from agent.web.station import views
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ class LineState:
                 _takt_target_s(config, figures), figures.findings,
                 tuple(views.ParetoBar(*bar) for bar in figures.totals.bad[:BARS]),
             ),
-            alarms=tuple(
-                views.AlarmView(each.number, each.name, each.message, each.raised_at) for each in line.open_alarms()
-            ),
+            alarms=tuple(line.open_alarms()),
             boards=self._boards(figures),
             cases=tuple(result_view(case, config) for case in figures.cases),
             sources=self._sources(recent),

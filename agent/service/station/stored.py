@@ -9,9 +9,10 @@ from agent.records.result_reader import LARGEST_SEQ
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
 from agent.records.station.reviews import ReviewQuery, ReviewReader
 from agent.records.station.reworks import reworks_of
-from agent.service.station.shown import result_view, review_view, steps_of, tile_of_row, values_of
+from agent.service.station import views
+from agent.service.station.shown import result_view, steps_of, tile_of_row, values_of
 from agent.sources.folder.files.inbox import Inbox
-from agent.web.station import views
+from agent.web.station.routes import Shown
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import heat_png
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.records.result_writer import ResultStore
     from agent.records.results import BoardRow
+    from agent.service.station import questions as asked
     from agent.service.station.pictures import Pictures
-    from agent.web.station import questions as asked
 
     CourseOf = Callable[[str], Mapping[str, Any] | None]
 
@@ -63,7 +64,7 @@ class StoredRows:
             box=result.subject.box,
             size=self._pictures.size(listed.row),
             config_sha256=result.config_sha256,
-            reviews=tuple(map(review_view, reviews)),
+            reviews=reviews,
             timeline=result.detail.get("course") or self._course_of(result.subject.key),
         )
 
@@ -79,19 +80,19 @@ class StoredRows:
             raise OrderRefused(Refusing.NOT_FOUND, f"no result {seq}", field="seq")
         return found
 
-    def image(self, query: asked.ImageAsked) -> views.Shown:
+    def image(self, query: asked.ImageAsked) -> Shown:
         return self._pictures.part(self._listed(query.seq).row, query.width)
 
-    def thumbnail(self, query: asked.OfResult) -> views.Shown:
+    def thumbnail(self, query: asked.OfResult) -> Shown:
         return self._pictures.thumbnail(self._listed(query.seq).row)
 
-    def frame(self, query: asked.ImageAsked) -> views.Shown:
+    def frame(self, query: asked.ImageAsked) -> Shown:
         return self._pictures.frame(self._listed(query.seq).row, query.width)
 
-    def heat(self, query: asked.MapAsked) -> views.Shown:
+    def heat(self, query: asked.MapAsked) -> Shown:
         kept = {each.step: each.png for each in self._store.maps(self._listed(query.seq).row.seq)}
         try:
-            return views.Shown(heat_png(kept[query.step]), "image/png")
+            return Shown(heat_png(kept[query.step]), "image/png")
         except KeyError:
             reason = f"result {query.seq} has no anomaly map of step {query.step}"
             raise OrderRefused(Refusing.NOT_FOUND, reason, field="step") from None
@@ -122,7 +123,7 @@ class StoredRows:
             parts=parts,
             size=None if layout is None or not framed else layout.size,
             frame=framed[0] if framed else None,
-            reworks=tuple(views.ReworkView(each.who, each.reason, each.at) for each in reworks),
+            reworks=reworks,
         )
 
     def _parts(self, found: BoardRow) -> Sequence[ListedResult]:
@@ -137,5 +138,5 @@ class StoredRows:
 
     def reviews(self, query: asked.ReviewsAsked) -> views.ReviewsDocument:
         wanted = ReviewQuery(**query.model_dump())
-        found = tuple(review_view(each.review) for each in self.reviews_read.page(wanted))
+        found = tuple(each.review for each in self.reviews_read.page(wanted))
         return views.ReviewsDocument(found, found[-1].number if len(found) == query.limit else None)

@@ -83,7 +83,7 @@ class TextUnderWay:
         writer = None if request is None else request.writer
         written = writer.written if isinstance(writer, TextWriter) else 0
         read = 0 if request is None else len(request.generation.prompt)
-        return TextGlance(self.number, self.order.model, expert, until_s - self.since_s, read, written)
+        return TextGlance(self.number, self.order.model, expert, round(until_s - self.since_s, 3), read, written)
 
     def prepare(self, reached: Sequence[str]) -> None:
         """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""

@@ -41,7 +41,8 @@ def asked(address, path, method="GET", body=None, tls=None, **headers):
         connection = connected(address)
         caller.sock = connection if tls is None else tls.wrap_socket(connection, server_hostname="localhost")
         content = json.dumps(body) if isinstance(body, dict) else body
-        caller.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
+        kind = {} if body is None else {"content-type": "application/json"}
+        caller.request(method, path, content, kind | {name.replace("_", "-"): it for name, it in headers.items()})
         answer = caller.getresponse()
         return answer.status, answer.headers, answer.read().decode("utf-8", "replace")
 

@@ -303,17 +303,17 @@ def test_the_course_of_what_is_not_ok_is_stored_with_its_result(line):
         assert courses["api/ok"] is None
         ok = service.desk.explanation("ok")  # the record has it
     ng = courses["api/ng"]
-    for course, expert in ((ng, "cls/f0"), (ok.course, "cls/f1")):
+    for course, expert in ((ng, "cls/f0"), (ok.timeline, "cls/f1")):
         (step,) = course["steps"]
         assert (step["expert"], step["executor"], step["processor"], step["joined"]) == (expert, 0, "cpu", False)
         assert 0.0 <= step["queued_s"] <= step["batch"]["began_s"] <= course["total_s"]
         assert step["batch"]["images"] == 1
     with line.served() as service:  # a restart, and the record is empty
         again = service.desk.explanation("ng")
-        assert again.course == ng
+        assert again.timeline == ng
         assert any("it opened a group on executor 0 (cpu)" in sentence for sentence in again.sentences)
         later = service.desk.explanation("ok")
-    assert later.course is None
+    assert later.timeline is None
     assert any("not known any more" in sentence for sentence in later.sentences)
 
 
@@ -324,9 +324,9 @@ def test_where_an_image_is_while_it_is_under_way(line, batches):
         wait_for_a_batch(service)
         callers += ordered(service, question(key="second", component="c1"))
         until(lambda: service.desk.status().requests_in_flight == 2)
-        (running,) = service.desk.explanation("first").course["steps"]
+        (running,) = service.desk.explanation("first").timeline["steps"]
         assert running["batch"]["seconds"] is None
-        until(lambda: service.desk.explanation("second").course["steps"])
+        until(lambda: service.desk.explanation("second").timeline["steps"])
         assert any("waits there for its batch" in sentence for sentence in service.desk.explanation("second").sentences)
         assert "Requests that wait for it on executor 0: 1." in service.desk.explanation("cls/f1").sentences
         batches.set()

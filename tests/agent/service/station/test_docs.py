@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from agent.web.station.served import OF_SESSION, OPERATIONS
+from agent.service.station.served import OPERATIONS
 from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of
 
@@ -37,5 +37,5 @@ def test_each_operation_is_told_with_its_role():
         for operations, role in re.findall(r"^\| (`(?:GET|POST|DELETE) .*?) \| (\w+) \|", PAGE, re.MULTILINE)
         for operation in re.findall(r"`(.*?)`", operations)
     }
-    known = {(f"{each.method} {each.path}", each.least.name.lower()) for each in (*OPERATIONS, *OF_SESSION)}
+    known = {(f"{each.method} {each.path}", each.least.name.lower()) for each in OPERATIONS}
     assert told == known

@@ -10,7 +10,7 @@ from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks
 from typer.testing import CliRunner
 
-from agent.web.station.served import OF_SESSION, OPERATIONS
+from agent.service.station.served import OPERATIONS
 from agent.web.texts import described
 from coserve import app
 from tests.agent.service.fake_line import FakeLine, asked, picture
@@ -21,7 +21,7 @@ CHECKS = [
     not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
     checks.response_schema_conformance, checks.negative_data_rejection,
 ]  # fmt: skip
-ALL = (*OPERATIONS, *OF_SESSION, *described.OPERATIONS)
+ALL = (*OPERATIONS, *described.OPERATIONS)
 QUICK = settings(
     max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 
-from agent.web.station import views
+from agent.api.calls.desk import Explanation
+from agent.service.station import views
 
 WORDS = ("", "OK", "x", "<b>&\"'</b>", "\u202eabc", "cls/a b", "ä" * 40, "a" * 300, "%2e%2e/..", "null")
 NUMBERS = {int: (0, 1, 2, 7, 59, 10**12), float: (0.004, 0.5, 1.0, 59.9, 1e9)}
@@ -23,7 +24,7 @@ KINDS = {  # path's beginning -> document
     "/api/expert?": views.ExpertDetail,
     "/api/engine": views.EngineDocument,
     "/api/texts": views.TextsDocument,
-    "/api/explain": views.ExplainDocument,
+    "/api/explain": Explanation,
     "/api/line": views.LineDocument,
     "/api/audit": views.AuditDocument,
 }
@@ -46,7 +47,9 @@ def made(kind, pick):
     if origin is tuple:
         kinds = parts if parts[-1] is not Ellipsis else parts[:1] * pick.choice((0, 1, 3))
         return [made(each, pick) for each in kinds]
-    if origin is Mapping:
+    if origin is list:
+        return [made(parts[0], pick) for _ in range(pick.choice((0, 1, 3)))]
+    if origin in (dict, Mapping):
         return {made(parts[0], pick): made(parts[1], pick) for _ in range(pick.choice((0, 1, 3)))}
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)

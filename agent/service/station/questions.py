@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from agent.web.operations import WHOLE, Asked, Limit, Moment, Seq, Short, Yes
 
@@ -114,7 +114,3 @@ class TriggerGiven(Asked):
 class PageAsked(Asked):
     before: Seq | None = None
     limit: Limit = 50
-
-
-class SessionGiven(BaseModel):
-    token: Annotated[str, Field(min_length=1)]

@@ -1,19 +1,20 @@
-"""Operations of `/api`, and the contract of the station that answers them: routes and the OpenAPI document follow."""
+"""Operations of `/api`: routes and the OpenAPI document follow."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from agent.api.access import Role
-from agent.api.calls.desk import ReloadView
+from agent.api.calls.desk import Explanation, ReloadView
+from agent.records.boards import Rework
+from agent.records.station.reviews import Review
+from agent.service.station import questions as asked
+from agent.service.station import views
 from agent.web.operations import Operation
-from agent.web.station import questions as asked
-from agent.web.station import views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from agent.web.session import OPERATIONS as OF_SESSION
 
 PICTURES = ("image/jpeg", "image/png")
+LINE_FILE_BYTES = 512 * 1024  # of a line file: hundreds of experts take a quarter
 FOUND, OPERATE, ADMIN = (404,), Role.OPERATE, Role.ADMIN
 ONE, NUMBERED = "/api/results/{seq}", "/api/boards/{number}"
 
@@ -28,7 +29,7 @@ EXPERTS = Operation("GET", "/api/experts", "Experts of the line", views.ExpertsD
 EXPERT = Operation("GET", "/api/expert", "An expert", views.ExpertDetail, asked.OfExpert, failures=FOUND)
 ENGINE = Operation("GET", "/api/engine", "What ran and was loaded", views.EngineDocument, asked.EngineAsked)
 TEXTS = Operation("GET", "/api/texts", "Texts under way", views.TextsDocument)
-EXPLAIN = Operation("GET", "/api/explain", "Why", views.ExplainDocument, asked.ExplainAsked, failures=FOUND)
+EXPLAIN = Operation("GET", "/api/explain", "Why", Explanation, asked.ExplainAsked, failures=FOUND)
 LINE = Operation("GET", "/api/line", "The line file", views.LineDocument, least=OPERATE)
 AUDIT = Operation("GET", "/api/audit", "Who changed what", views.AuditDocument, asked.PageAsked, least=OPERATE)
 
@@ -40,15 +41,15 @@ HEAT = Operation("GET", f"{ONE}/maps/{{step}}", "Anomaly map in colours", PICTUR
 TRACE = Operation("GET", "/api/trace", "A Perfetto trace", ("application/octet-stream",), asked.EngineAsked)
 
 REVIEW = Operation(
-    "POST", "/api/reviews", "Agree, or not", views.ReviewView, body=asked.ReviewGiven, status=201, failures=FOUND,
+    "POST", "/api/reviews", "Agree, or not", Review, body=asked.ReviewGiven, status=201, failures=FOUND,
     least=OPERATE, action="review",
 )  # fmt: skip
 UNDO = Operation(
-    "DELETE", "/api/reviews/{number}", "Undo a review", views.ReviewView, asked.OfNumber, failures=FOUND,
+    "DELETE", "/api/reviews/{number}", "Undo a review", Review, asked.OfNumber, failures=FOUND,
     least=OPERATE, action="undo review",
 )  # fmt: skip
 REWORK = Operation(
-    "POST", "/api/boards/rework", "Let the next image open a new run", views.ReworkView, body=asked.ReworkGiven,
+    "POST", "/api/boards/rework", "Let the next image open a new run", Rework, body=asked.ReworkGiven,
     status=201, failures=FOUND, least=OPERATE, action="rework",
 )  # fmt: skip
 TRIGGER = Operation(
@@ -56,8 +57,9 @@ TRIGGER = Operation(
     failures=(404, 409), least=OPERATE, action="trigger",
 )  # fmt: skip
 CHECK = Operation(
-    "POST", "/api/line/check", "Check a line file", views.CheckedDocument, body=asked.LineText, least=OPERATE
-)
+    "POST", "/api/line/check", "Check a line file", views.CheckedDocument, body=asked.LineText,
+    body_bytes=LINE_FILE_BYTES, least=OPERATE,
+)  # fmt: skip
 RELOAD = Operation("POST", "/api/reload", "Serve the line file anew", ReloadView, least=ADMIN, action="reload")
 PROMOTE = Operation(
     "POST", "/api/experts/promote", "Serve an expert's shadow", views.PromotedDocument, body=asked.PromoteGiven,
@@ -67,31 +69,4 @@ PROMOTE = Operation(
 READS = (RESULTS, RESULT, BOARDS, BOARD, REVIEWS, EXPERTS, EXPERT, ENGINE, TEXTS, EXPLAIN, LINE, AUDIT)
 SHOWN = (IMAGE, THUMBNAIL, FRAME, HEAT, TRACE)
 CHANGES = (REVIEW, UNDO, REWORK, TRIGGER, CHECK, RELOAD, PROMOTE)
-OF_SESSION = (
-    Operation("GET", "/api/session", "Who calls", views.SessionDocument),
-    Operation("POST", "/api/session", "Sign in", views.SessionDocument, body=asked.SessionGiven),
-    Operation("DELETE", "/api/session", "Sign out", (), status=204),
-)  # answered by the door
-OPERATIONS = (STATE, OPENAPI, *READS, *SHOWN, *CHANGES)
-
-
-class Station(Protocol):
-    """Calls come from any thread, may take long, or never return. Refusals raise OrderRefused.
-
-    ``reads``: answers of READS, and files of SHOWN, by what is asked; ``changes``: of CHANGES, by whom, and a body
-    or else parameters.
-    """
-
-    @property
-    def reads(self) -> Mapping[Operation, Callable[[Any], object]]: ...
-
-    @property
-    def changes(self) -> Mapping[Operation, Callable[[str, Any], object]]: ...
-
-    def state(self) -> views.StateView:
-        """One call at a time."""
-
-    def uptime_s(self) -> float: ...
-
-    def stop(self) -> None:
-        """No call follows; a call that hangs is abandoned."""
+OPERATIONS = (STATE, OPENAPI, *READS, *SHOWN, *CHANGES, *OF_SESSION)

@@ -13,9 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from agent.api.calls.desk import ReloadView, TextModelView
+from agent.records.boards import Rework
+from agent.records.results import AlarmRow
+from agent.records.station.audit import AuditEntry
+from agent.records.station.reviews import Review
+from agent.runtime.flight_record import ExpertSeen
+from agent.service.texts.text_under_way import TextGlance
 from experts.expert import BoundingBox, Verdict
 
-Finding = Literal["agree", "false_call", "missed_defect", "decided"]
 Span = tuple[float, float, str, int]
 
 
@@ -49,16 +54,6 @@ class ShiftView:
 
 
 @dataclass(frozen=True, slots=True)
-class AlarmView:
-    """``number``: null until it is stored."""
-
-    number: int | None
-    name: str
-    message: str
-    raised_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class BoardTile:
     """``number``, ``verdict``, ``closed_at``: null while it is open. ``missing``: images that did not come."""
 
@@ -71,22 +66,6 @@ class BoardTile:
     takt_s: float | None
     counts: Mapping[Verdict, int]
     missing: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReviewView:
-    """A person's verdict beside the machine's. ``finding``: what both say together."""
-
-    number: int
-    result: int
-    finding: Finding
-    verdict: Literal["OK", "NG"]
-    label: str | None
-    reason: str | None
-    who: str
-    at: datetime
-    undone_at: datetime | None = None
-    undone_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +89,7 @@ class ResultView:
     seconds: float
     has_image: bool
     has_maps: bool
-    review: ReviewView | None
+    review: Review | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +174,7 @@ class StateView:
     phase: str | None
     judging: JudgingView
     shift: ShiftView
-    alarms: tuple[AlarmView, ...]
+    alarms: tuple[AlarmRow, ...]
     boards: tuple[BoardTile, ...]
     cases: tuple[ResultView, ...]
     sources: tuple[SourceView, ...]
@@ -268,7 +247,7 @@ class ResultDetail(ResultView):
     box: tuple[int, int, int, int] | None
     size: tuple[int, int] | None
     config_sha256: str
-    reviews: tuple[ReviewView, ...]
+    reviews: tuple[Review, ...]
     timeline: Mapping[str, Any] | None
 
 
@@ -284,25 +263,18 @@ class PartView(ResultView):
 
 
 @dataclass(frozen=True, slots=True)
-class ReworkView:
-    who: str
-    reason: str | None
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class BoardDetail(BoardTile):
     """``size``: [height, width] of its frames; ``frame``: a result whose whole frame is at /api/results/SEQ/frame."""
 
     parts: tuple[PartView, ...]
     size: tuple[int, int] | None
     frame: int | None
-    reworks: tuple[ReworkView, ...]
+    reworks: tuple[Rework, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReviewsDocument:
-    reviews: tuple[ReviewView, ...]
+    reviews: tuple[Review, ...]
     next: int | None
 
 
@@ -340,16 +312,6 @@ class LatencyView:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenView:
-    """In the flight record; seconds from queued to answered."""
-
-    images: int
-    batches: int
-    p50_s: float | None
-    p99_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class EvictionView:
     """``stage``: of the eviction's rules; ``why``: the claim; ``for``: the newcomer, null where memory ran short."""
 
@@ -370,7 +332,7 @@ class ExpertDetail(ExpertView):
     latency: Mapping[str, LatencyView]
     drift: float
     reviews: Mapping[str, int]
-    seen: SeenView
+    seen: ExpertSeen
     evictions_recent: tuple[EvictionView, ...]
 
 
@@ -418,30 +380,13 @@ class EngineDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class TextRow:
-    number: int
-    model: str
-    expert: str | None
-    waited_s: float
-    read_tokens: int
-    written_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class TextsDocument:
     """``first_token_s``: mean since the start."""
 
     models: tuple[TextModelView, ...]
-    under_way: tuple[TextRow, ...]
+    under_way: tuple[TextGlance, ...]
     tokens_per_s: float
     first_token_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainDocument:
-    subject: str
-    sentences: tuple[str, ...]
-    timeline: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,32 +430,6 @@ class TriggeredDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRow:
-    number: int
-    at: datetime
-    who: str
-    role: str
-    action: str
-    subject: str
-    outcome: str
-    config_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class AuditDocument:
-    entries: tuple[AuditRow, ...]
+    entries: tuple[AuditEntry, ...]
     next: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionDocument:
-    name: str
-    role: str
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A file for a browser. ``kind``: its media type."""
-
-    content: bytes
-    kind: str
