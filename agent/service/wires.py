@@ -99,10 +99,10 @@ class LineWires:
         from agent.api.calls.orders import Orders
         from agent.service.station import served
         from agent.service.station.line_station import LineStation
-        from agent.web.door import Door
+        from agent.web.door import WebDoor
         from agent.web.inference.endpoint import InferenceEndpoint
         from agent.web.monitoring import Monitoring
-        from agent.web.pages.files import pages_part
+        from agent.web.pages.files import pages_section
         from agent.web.server import WebServer
         from agent.web.station.routes import StationRoutes
         from agent.web.texts import described
@@ -111,11 +111,11 @@ class LineWires:
         limits, deliveries = self._section.limits, self._upkeep.deliveries
         station = LineStation(self._line, self._desk, deliveries.statistics)
         sections = [
-            TextEndpoint(Orders(self._desk)).part(),
-            InferenceEndpoint(Orders(self._desk), limits, self._call_statistics).part(),
-            StationRoutes(station, (*served.OPERATIONS, *described.OPERATIONS)).part(),
-            Monitoring(LineMetrics(self._line, self._upkeep)).part(),
-            pages_part(),  # the last one answers the rest
+            TextEndpoint(Orders(self._desk)).section(),
+            InferenceEndpoint(Orders(self._desk), limits, self._call_statistics).section(),
+            StationRoutes(station, (*served.OPERATIONS, *described.OPERATIONS)).section(),
+            Monitoring(LineMetrics(self._line, self._upkeep)).section(),
+            pages_section(),  # the last one answers the rest
         ]
-        door = Door(sections, self._credentials.tokens, self.audit, limits)
+        door = WebDoor(sections, self._credentials.tokens, self.audit, limits)
         return WebServer(self._section, door, self._credentials.context())

@@ -1,9 +1,9 @@
-"""Door of HTTP: who calls, from where, and which part answers.
+"""Door of HTTP: who calls, from where, and which section answers.
 
-Guarantees: a part sees a request only from a caller with a role (``agent.api.access``). Beyond this machine each caller
-sends a token, except to routes that are open. A page of another site reads and changes nothing: its Origin is refused,
-and so is a name of the host that is not this machine's, of a caller without a token. Requests under way are bounded for
-each address and part. An error of an answer is 500 and in the log, and costs no other request.
+Guarantees: a section sees a request only from a caller with a role (``agent.api.access``). Beyond this machine each
+caller sends a token, except to routes that are open. A page of another site reads and changes nothing: its Origin is
+refused, and so is a name of the host that is not this machine's, of a caller without a token. Requests under way are
+bounded for each address and section. An error of an answer is 500 and in the log, and costs no other request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal err
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class DoorSection:
     """Routes below some paths. ``refusal``: answer with status and reason to a request that no route sees.
     ``requests``: under way at a time, at each address. ``stall_s``: for a caller that reads nothing."""
 
@@ -58,35 +58,35 @@ class Part:
     stop: Callable[[], None] = lambda: None
 
 
-class Door:
-    """ASGI application, for the server's loop. The first part with a root of the path answers, else the last one."""
+class WebDoor:
+    """ASGI application, for the server's loop. The first section with a root of the path answers, else the last one."""
 
-    def __init__(self, parts: Sequence[Part], tokens: Tokens, audit: Audit, limits: ApiLimitsSection) -> None:
-        self._parts = (Part(("/api/session",), session_routes(tokens)), *parts)
+    def __init__(self, sections: Sequence[DoorSection], tokens: Tokens, audit: Audit, limits: ApiLimitsSection) -> None:
+        self._sections = (DoorSection(("/api/session",), session_routes(tokens)), *sections)
         self._tokens = tokens
         self._audit = audit
         largest_bytes = max((_endpoint(each).rule.body_bytes for each in self.routes()), default=0)
         size_bytes = max(limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
         self._bodies = Budget(size_bytes)
-        self._under_way: Counter[tuple[str, Part]] = Counter()
+        self._under_way: Counter[tuple[str, DoorSection]] = Counter()
 
     def routes(self) -> Iterator[Route]:
-        return (route for part in self._parts for route in part.routes)
+        return (route for section in self._sections for route in section.routes)
 
     def stop(self) -> None:
-        for part in self._parts:
-            part.stop()
+        for section in self._sections:
+            section.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedProtocol = scope["state"][CONNECTION]
         path: str = scope["path"]
-        part = next((part for part in self._parts if path.startswith(part.roots)), self._parts[-1])
-        connection.stall_s = part.stall_s
-        place = (connection.listener.address, part)
+        section = next((section for section in self._sections if path.startswith(section.roots)), self._sections[-1])
+        connection.stall_s = section.stall_s
+        place = (connection.listener.address, section)
         scope.update({AUDIT: self._audit, BODIES: self._bodies})
-        answer = self._answering(part, scope, connection)
-        if isinstance(answer, Endpoint) and self._under_way[place] >= part.requests:
-            answer = part.refusal(503, f"{part.requests} {TOO_MANY}")
+        answer = self._answering(section, scope, connection)
+        if isinstance(answer, Endpoint) and self._under_way[place] >= section.requests:
+            answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
         self._under_way[place] += 1
         try:
             await answer(scope, receive, send)
@@ -99,34 +99,34 @@ class Door:
         except Exception:  # the boundary of one request
             log.exception("web_failed path=%s", path)
             if not connection.cycle.response_started:
-                await part.refusal(500, MISTAKE)(scope, receive, send)
+                await section.refusal(500, MISTAKE)(scope, receive, send)
             else:
                 connection.transport.abort()
         finally:
             self._under_way[place] -= 1
 
-    def _answering(self, part: Part, scope: Scope, connection: BoundedProtocol) -> ASGIApp:
+    def _answering(self, section: DoorSection, scope: Scope, connection: BoundedProtocol) -> ASGIApp:
         headers = Headers(scope=scope)
         where = Where.OWNER if connection.is_owner else connection.listener.where
         host, origin = headers.get("host"), headers.get("origin")
         if origin is not None and scope["method"] not in SAFE and origin != f"{scope['scheme']}://{host}":
-            return part.refusal(403, f"a page of {origin[:100]!r} must not do this - use the pages of this address")
-        endpoint, allowed = _found(part.routes, scope)
+            return section.refusal(403, f"a page of {origin[:100]!r} must not do this - use the pages of this address")
+        endpoint, allowed = _found(section.routes, scope)
         try:
             caller = self._caller(headers, where)
         except OrderRefused as refused:
             if endpoint is None or not endpoint.rule.is_open:
-                return part.refusal(401, str(refused))
+                return section.refusal(401, str(refused))
             caller = NOBODY
         if where is Where.LOOPBACK and caller is NOBODY and not (host is None or _is_own_name(host)):
             reason = f"{host[:100]!r} is not a name of this machine - use localhost or a loopback address"
-            return part.refusal(421, reason)  # a browser's page of another site, whose name leads here
+            return section.refusal(421, reason)  # a browser's page of another site, whose name leads here
         if endpoint is not None:
             CALLING.set(caller)
             return endpoint
         if not allowed:
-            return part.refusal(404, f"nothing is served at {scope['path'][:200]}")
-        refusal = part.refusal(405, f"only {allowed} is answered here")
+            return section.refusal(404, f"nothing is served at {scope['path'][:200]}")
+        refusal = section.refusal(405, f"only {allowed} is answered here")
         refusal.headers["allow"] = allowed
         return refusal
 

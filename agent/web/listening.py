@@ -23,7 +23,7 @@ CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(slots=True, eq=False)
-class Listener:
+class WebListener:
     """Bound address. ``place``: of a unix socket. ``arrivals``: connections without a request under way."""
 
     address: str
@@ -47,12 +47,12 @@ class Listener:
             self.place.close()
 
 
-def listener_at(address: str, api: ApiSection) -> Listener:
+def listener_at(address: str, api: ApiSection) -> WebListener:
     """Raises AddressUnusable."""
     return _at_path(address, is_owners=api.is_owners(address)) if address.startswith(UNIX) else _at_port(address)
 
 
-def _at_path(address: str, *, is_owners: bool) -> Listener:
+def _at_path(address: str, *, is_owners: bool) -> WebListener:
     place = UnixSocket(address, OWNERS if is_owners else GROUPS)
     with ExitStack() as undoing:
         undoing.callback(place.close)
@@ -60,10 +60,10 @@ def _at_path(address: str, *, is_owners: bool) -> Listener:
         undoing.callback(listening.close)
         place.show()
         undoing.pop_all()
-    return Listener(address, listening, Where.OWNER if is_owners else Where.GROUP, place)
+    return WebListener(address, listening, Where.OWNER if is_owners else Where.GROUP, place)
 
 
-def _at_port(address: str) -> Listener:
+def _at_port(address: str) -> WebListener:
     host, _, port = address.rpartition(":")
     try:
         family, *_, where = sockets.getaddrinfo(host.strip("[]") or None, int(port), type=sockets.SOCK_STREAM,
@@ -72,7 +72,7 @@ def _at_port(address: str) -> Listener:
         raise AddressUnusable(address, error.strerror or str(error)) from error
     listening = _listening(address, family, where)
     side = Where.LOOPBACK if is_loopback(address) else Where.FAR
-    return Listener(f"{host}:{listening.getsockname()[1]}", listening, side)
+    return WebListener(f"{host}:{listening.getsockname()[1]}", listening, side)
 
 
 def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:

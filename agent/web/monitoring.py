@@ -17,9 +17,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from agent.web.door import Part
+from agent.web.door import DoorSection
 from agent.web.readings import Histogram, MetricKind
-from agent.web.routes import STATUS, Rule, route
+from agent.web.routes import STATUS, RouteRule, route
 from agent.web.single_flight import SingleFlight
 from experts.daemon_threads import DaemonThreads
 
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class Monitoring:
-    """The part of the door with the pages; also the last one, for paths of no other part."""
+    """The section of the door with the pages; also the last one, for paths of no other section."""
 
     def __init__(self, line: ObservedLine, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
@@ -52,10 +52,10 @@ class Monitoring:
         self._writing = DaemonThreads(1, "web-text")  # exposition takes a while
         self._process = ProcessCollector(PREFIX, registry=None)
 
-    def part(self) -> Part:
+    def section(self) -> DoorSection:
         answers = (self._exposition, self._live, self._ready)
         routes = [route("GET", path, self._soon(answer), RULE) for path, answer in zip(PATHS, answers, strict=True)]
-        return Part(("/metrics", "/health"), routes, _refusal, REQUESTS, stop=self.stop)
+        return DoorSection(("/metrics", "/health"), routes, _refusal, REQUESTS, stop=self.stop)
 
     def stop(self) -> None:
         """Stop asking the line; a question that hangs is abandoned."""
@@ -123,4 +123,4 @@ def _refusal(status: int, reason: str) -> Response:
     return _said(status, f"no such page - there are {', '.join(PATHS)}" if status == 404 else reason)
 
 
-RULE = Rule(refused=lambda refused: _said(STATUS[refused.reason], str(refused)))
+RULE = RouteRule(refused=lambda refused: _said(STATUS[refused.reason], str(refused)))

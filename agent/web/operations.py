@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.responses import Response
 
 from agent.api.access import Role
-from agent.web.routes import Rule, json_refused, route
+from agent.web.routes import RouteRule, json_refused, route
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ErrorDocument:
 
 def route_of(operation: Operation, answer: Callable[[Call], Awaitable[Response]], *, is_open: bool = False) -> Route:
     largest = 1024 if operation.body is None else operation.body_bytes
-    rule = Rule(json_refused, operation.least, operation.action, largest, is_open)
+    rule = RouteRule(json_refused, operation.least, operation.action, largest, is_open)
     return route(operation.method, operation.path, answer, rule)
 
 

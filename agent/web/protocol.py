@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
-    from agent.web.listening import Listener
+    from agent.web.listening import WebListener
 
 CONNECTION = "coserve.connection"  # key of the state in a scope
 HEAD_BYTES = 16 * 1024  # of a request's line and headers
@@ -56,9 +56,11 @@ class _Requests(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """Connection of a listener, which counted it when it came. ``is_owner``: see ``Listener.is_owner``."""
+    """Connection of a listener, which counted it when it came. ``is_owner``: see ``WebListener.is_owner``."""
 
-    def __init__(self, config: Config, state: ServerState, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, config: Config, state: ServerState, listener: WebListener, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(config, state, {CONNECTION: self}, loop)
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
         self.logger = quiet

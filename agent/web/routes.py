@@ -62,7 +62,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RouteRule:
     """``least``: role of the caller. ``action``: name in the audit, of a call that changes something; else None.
     ``refused``: answer of a refusal, in the protocol's format. ``is_open``: answered without a token everywhere."""
 
@@ -78,7 +78,7 @@ class Endpoint:
     """ASGI application of a route; ``rule`` is there for the door, for tests and for the OpenAPI document."""
 
     answer: Callable[[Call], Awaitable[Response]]
-    rule: Rule
+    rule: RouteRule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         rule, request = self.rule, Request(scope, receive)
@@ -125,7 +125,7 @@ class Pieces(Response):
             await send({"type": "http.response.body", "body": b""})
 
 
-def route(method: str, path: str, answer: Callable[[Call], Awaitable[Response]], rule: Rule) -> Route:
+def route(method: str, path: str, answer: Callable[[Call], Awaitable[Response]], rule: RouteRule) -> Route:
     assert rule.action is None or rule.least >= Role.OPERATE, path
     return Route(path, Endpoint(answer, rule), methods=[method])
 

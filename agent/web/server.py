@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from agent.web.listening import Listener, listener_at
+from agent.web.listening import WebListener, listener_at
 from agent.web.protocol import HEAD_BYTES, HEAD_S, BoundedProtocol
 from experts.errors import AddressUnusable
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import ssl
 
     from agent.line_file.api import ApiSection
-    from agent.web.door import Door
+    from agent.web.door import WebDoor
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ class WebServer:
     """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0. ``tls``: of the
     HOST:PORT addresses."""
 
-    def __init__(self, api: ApiSection, door: Door, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, api: ApiSection, door: WebDoor, tls: ssl.SSLContext | None = None) -> None:
         self.addresses: tuple[str, ...] = ()
         self._api = api
         self.door = door
         self._tls = tls
-        self._listeners: list[Listener] = []
+        self._listeners: list[WebListener] = []
         self._connecting = set[asyncio.Task[None]]()
         self._state = ServerState()
         self._is_stopping = False
@@ -87,11 +87,11 @@ class WebServer:
             listener.close()
         self._listeners.clear()
 
-    def _watch(self, listener: Listener) -> None:
+    def _watch(self, listener: WebListener) -> None:
         if not self._is_stopping:
             self._loop.add_reader(listener.socket, self._accept, listener)
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: WebListener) -> None:
         """Accept one connection. No task waits for it: a task that is cancelled meanwhile would lose it."""
         try:
             connection, _ = listener.socket.accept()
@@ -111,7 +111,7 @@ class WebServer:
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, listener: Listener, connection: socket.socket) -> None:
+    async def _connect(self, listener: WebListener, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         tls = None if listener.place is not None else self._tls
         try:

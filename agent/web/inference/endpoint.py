@@ -18,9 +18,9 @@ from agent.api.access import Role
 from agent.api.calls.messages import text
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services.inference import InferenceService
-from agent.web.door import Part
+from agent.web.door import DoorSection
 from agent.web.inference.bodies import index_request, infer_answer, infer_request, load_request, plain
-from agent.web.routes import STATUS, Rule, route
+from agent.web.routes import STATUS, RouteRule, route
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,7 +44,7 @@ STALL_S = 30.0
 
 
 class InferenceEndpoint:
-    """The part of the door for inference, over the methods of gRPC."""
+    """The section of the door for inference, over the methods of gRPC."""
 
     def __init__(self, orders: Orders, limits: ApiLimitsSection, statistics: CallStatistics) -> None:
         self._service = InferenceService(orders, limits, statistics)
@@ -52,14 +52,14 @@ class InferenceEndpoint:
         self._limits = limits
         self._open_bodies = asyncio.Semaphore(OPEN_BODIES)
 
-    def part(self) -> Part:
+    def section(self) -> DoorSection:
         requests = min(self._limits.requests, REQUESTS)
-        return Part((V2,), self._routes(), _refusal, requests, STALL_S, self._stop)
+        return DoorSection((V2,), self._routes(), _refusal, requests, STALL_S, self._stop)
 
     def _routes(self) -> list[Route]:
-        ask, tell = Rule(refused), Rule(refused, body_bytes=FEW_BYTES)
-        infer = Rule(refused, body_bytes=self._limits.message)
-        load, unload = (Rule(refused, Role.ADMIN, f"{each} model", FEW_BYTES) for each in ("load", "unload"))
+        ask, tell = RouteRule(refused), RouteRule(refused, body_bytes=FEW_BYTES)
+        infer = RouteRule(refused, body_bytes=self._limits.message)
+        load, unload = (RouteRule(refused, Role.ADMIN, f"{each} model", FEW_BYTES) for each in ("load", "unload"))
         return [
             route("GET", f"{V2}/health/live", self._live, ask),
             route("GET", f"{V2}/health/ready", self._ready, ask),
@@ -125,7 +125,7 @@ class InferenceEndpoint:
             return infer_answer(await answering, is_binary)
 
 
-def _of_model(method: str, what: str, answer: Answer, rule: Rule) -> list[Route]:
+def _of_model(method: str, what: str, answer: Answer, rule: RouteRule) -> list[Route]:
     paths = (f"{MODEL}/versions/{{version}}{what}", f"{MODEL}{what}")
     return [route(method, path, answer, rule) for path in paths]
 

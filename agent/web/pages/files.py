@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from agent.web.door import Part
-from agent.web.routes import Rule, json_refused, route
+from agent.web.door import DoorSection
+from agent.web.routes import RouteRule, json_refused, route
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -37,10 +37,10 @@ HEADERS = {
 }
 
 
-def pages_part() -> Part:
+def pages_section() -> DoorSection:
     """For the end of the door's parts: its root is that of every path."""
     paths = [*((path, DOCUMENT) for path in PAGES), *((f"/{name}", name) for name in FILES if name != DOCUMENT)]
-    return Part(("/",), [_file_at(path, name) for path, name in paths])
+    return DoorSection(("/",), [_file_at(path, name) for path, name in paths])
 
 
 def _file_at(path: str, name: str) -> Route:
@@ -52,4 +52,4 @@ def _file_at(path: str, name: str) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=FILES[name])
 
-    return route("GET", path, answer, Rule(json_refused, is_open=True))
+    return route("GET", path, answer, RouteRule(json_refused, is_open=True))

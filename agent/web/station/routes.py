@@ -19,10 +19,10 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from agent.api.access import ended
-from agent.web.door import Part
+from agent.web.door import DoorSection
 from agent.web.openapi import document
 from agent.web.operations import NO_STORE, Asked, asked_of, body_of_json, json_answer, route_of
-from agent.web.routes import Rule, json_refused, route
+from agent.web.routes import RouteRule, json_refused, route
 from agent.web.single_flight import SingleFlight
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
@@ -89,7 +89,7 @@ class _Told:
 
 
 class StationRoutes:
-    """The part of the door with `/api`."""
+    """The section of the door with `/api`."""
 
     def __init__(self, station: Station, told: Sequence[Operation], patience_s: float = PATIENCE_S) -> None:
         """``told``: operations of the OpenAPI document, those of other parts too."""
@@ -102,15 +102,15 @@ class StationRoutes:
         # one each: a check or reload that waits for a share's files keeps no review waiting
         self._changing = {operation: DaemonThreads(1, "station-change") for operation in station.changes}
         self._routes = [
-            route("GET", "/api/state", self._answer_state, Rule(json_refused)),
-            route("GET", "/api/openapi.json", self._answer_document, Rule(json_refused)),
+            route("GET", "/api/state", self._answer_state, RouteRule(json_refused)),
+            route("GET", "/api/openapi.json", self._answer_document, RouteRule(json_refused)),
             *(route_of(operation, self._reader(operation, ask)) for operation, ask in station.reads.items()),
             *(route_of(operation, self._shower(operation, show)) for operation, show in station.shown.items()),
             *(route_of(operation, self._changer(operation, change)) for operation, change in station.changes.items()),
         ]
 
-    def part(self) -> Part:
-        return Part(("/api/",), self._routes, stop=self.stop)
+    def section(self) -> DoorSection:
+        return DoorSection(("/api/",), self._routes, stop=self.stop)
 
     def stop(self) -> None:
         self._station.stop()

@@ -1,23 +1,83 @@
-"""Operations of `/v1`, for the OpenAPI document. Their answers have OpenAI's formats."""
+"""Operations of `/v1`, for the OpenAPI document: whole answers in OpenAI's formats (``agent.web.texts.replies``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agent.web.operations import Asked, Operation, Short
 from agent.web.texts.requests import ChatBody, CompletionBody
 
 EVENTS = ("text/event-stream",)
-Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextFault:
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class TextRefusal:
-    """``error``: message, type, param and code."""
+    error: TextFault
 
-    error: Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class WritingModel:
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int | None
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WritingModels:
+    object: Literal["list"]
+    data: list[WritingModel]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """``text``: of a completion; ``message``: of a chat."""
+
+    index: int
+    text: str = ""
+    message: ChatMessage | None = None
+    logprobs: Mapping[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """``coserve``: the end of the text as the desk tells it, for a request with `coserve`."""
+
+    id: str
+    object: Literal["text_completion", "chat.completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: TokenUsage
+    coserve: Mapping[str, Any] | None = None
 
 
 class OfModel(Asked):
@@ -25,14 +85,14 @@ class OfModel(Asked):
 
 
 OPERATIONS = (
-    Operation("GET", "/v1/models", "Models that write texts", Plain, error=TextRefusal),
-    Operation("GET", "/v1/models/{name}", "A model", Plain, OfModel, failures=(404,), error=TextRefusal),
+    Operation("GET", "/v1/models", "Models that write texts", WritingModels, error=TextRefusal),
+    Operation("GET", "/v1/models/{name}", "A model", WritingModel, OfModel, failures=(404,), error=TextRefusal),
     Operation(
-        "POST", "/v1/completions", "Continue a prompt", Plain, body=CompletionBody, failures=(404,), error=TextRefusal,
-        media=EVENTS,
+        "POST", "/v1/completions", "Continue a prompt", TextAnswer, body=CompletionBody, failures=(404,),
+        error=TextRefusal, media=EVENTS,
     ),
     Operation(
-        "POST", "/v1/chat/completions", "Write the next message of a chat", Plain, body=ChatBody, failures=(404,),
-        error=TextRefusal, media=EVENTS,
+        "POST", "/v1/chat/completions", "Write the next message of a chat", TextAnswer, body=ChatBody,
+        failures=(404,), error=TextRefusal, media=EVENTS,
     ),
 )  # fmt: skip

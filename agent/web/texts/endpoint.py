@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import TextEnd
 from agent.api.calls.orders import check_names
-from agent.web.door import Part
-from agent.web.routes import Pieces, Rule, route
+from agent.web.door import DoorSection
+from agent.web.routes import Pieces, RouteRule, route
 from agent.web.texts.replies import (
     EVENTS,
     TextReply,
@@ -45,21 +45,21 @@ CODES = {401: "invalid_api_key", 403: "forbidden", 404: "unknown_url", 405: "met
 
 
 class TextEndpoint:
-    """The part of the door for texts."""
+    """The section of the door for texts."""
 
     def __init__(self, texts: Orders) -> None:
         self._texts = texts
         self._created = int(time.time())
 
-    def part(self) -> Part:
-        asking, reading = Rule(refused_answer, body_bytes=BODY_BYTES), Rule(refused_answer)
+    def section(self) -> DoorSection:
+        asking, reading = RouteRule(refused_answer, body_bytes=BODY_BYTES), RouteRule(refused_answer)
         routes = [
             route("GET", MODELS, self._models, reading),
             route("GET", MODELS + "/{name:path}", self._model, reading),
             route("POST", COMPLETIONS, lambda call: self._written(call, completion_of), asking),
             route("POST", CHATS, lambda call: self._written(call, chat_of, is_chat=True), asking),
         ]
-        return Part(("/v1/",), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
+        return DoorSection(("/v1/",), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
 
     async def _models(self, call: Call) -> Response:
         models = await self._texts.ask(self._texts.desk.text_models)

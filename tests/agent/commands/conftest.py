@@ -4,7 +4,7 @@ import pytest
 
 from agent.api.access import logged
 from agent.api.calls.orders import Orders
-from agent.web.door import Door
+from agent.web.door import WebDoor
 from agent.web.server import WebServer
 from agent.web.texts.endpoint import TextEndpoint
 from tests.agent.api.conftest import section, server_of
@@ -33,7 +33,7 @@ def line(tmp_path, desk):
     api = section(tmp_path, **keys, http=["unix:./state/coserve-web.sock", "127.0.0.1:0"])
     server = server_of(api, desk)
     server.start()
-    web = WebServer(api, Door([TextEndpoint(Orders(desk)).part()], server.credentials.tokens, logged, api.limits))
+    web = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], server.credentials.tokens, logged, api.limits))
     web.start()
     file = tmp_path / "line.yaml"
     file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))

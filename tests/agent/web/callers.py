@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 
 from agent.api.access import Tokens
 from agent.line_file.api import ApiSection
-from agent.web.door import Door
+from agent.web.door import WebDoor
 from agent.web.server import WebServer
 
 PATIENCE_S = 60.0
@@ -17,7 +17,7 @@ TCP = "127.0.0.1:0"
 @contextmanager
 def opened(parts, api=None, *, audit=print, tokens=None, tls=None):
     api = ApiSection(http=[TCP]) if api is None else api
-    server = WebServer(api, Door(parts, tokens or Tokens(api), audit, api.limits), tls)
+    server = WebServer(api, WebDoor(parts, tokens or Tokens(api), audit, api.limits), tls)
     try:
         server.start()
         yield server

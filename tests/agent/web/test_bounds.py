@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 
 from agent.api.access import Role, Tokens
 from agent.line_file.api import ApiSection
-from agent.web.door import Part
-from agent.web.routes import Pieces, Rule, json_refused, route
+from agent.web.door import DoorSection
+from agent.web.routes import Pieces, RouteRule, json_refused, route
 from tests.agent.web.callers import TCP, asked, connected, hears_nothing_more, opened
 from tests.waiting import until
 
@@ -51,12 +51,12 @@ class Slow:
     def audit(self, caller, action, subject, outcome):
         self.audited.append((action, outcome))
 
-    def part(self):
-        large = Rule(json_refused, body_bytes=BODY_BYTES)
-        return Part(("/",), [
+    def section(self):
+        large = RouteRule(json_refused, body_bytes=BODY_BYTES)
+        return DoorSection(("/",), [
             route("POST", "/wait", self.wait, large), route("POST", "/told", self.told, large),
-            route("GET", "/pieces", self.pieces, Rule(json_refused)),
-            route("POST", "/do", self.wait, Rule(json_refused, Role.OPERATE, "do", BODY_BYTES)),
+            route("GET", "/pieces", self.pieces, RouteRule(json_refused)),
+            route("POST", "/do", self.wait, RouteRule(json_refused, Role.OPERATE, "do", BODY_BYTES)),
         ], requests=4)  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def slow():
 @pytest.fixture
 def server(slow):
     api = ApiSection(http=[TCP], limits={"memory": "2MiB"})
-    with opened([slow.part()], api, audit=slow.audit, tokens=Owned(api)) as server:
+    with opened([slow.section()], api, audit=slow.audit, tokens=Owned(api)) as server:
         yield server
 
 
@@ -154,7 +154,7 @@ class TestBodies:
     def test_all_callers_together_hold_so_many_bytes_and_small_ones_go_on(self, slow, monkeypatch):
         monkeypatch.setattr("agent.web.door.LARGEST_BODIES", 2)
         api = ApiSection(http=[TCP], limits={"memory": "1MiB"})
-        with opened([slow.part()], api, tokens=Owned(api)) as server:
+        with opened([slow.section()], api, tokens=Owned(api)) as server:
             (address,) = server.addresses
             held = [connected(address) for _ in range(2)]
             for each in held:

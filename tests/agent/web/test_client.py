@@ -14,8 +14,8 @@ from agent.api.credentials import Credentials
 from agent.commands.asking import AgentAccess, web_client
 from agent.line_file.api import ApiSection
 from agent.web.client import HttpAccess, WebClient
-from agent.web.door import Part
-from agent.web.routes import Pieces, Rule, json_refused, route
+from agent.web.door import DoorSection
+from agent.web.routes import Pieces, RouteRule, json_refused, route
 from experts.errors import AgentUnreachable, ConfigError, OrderRefused, Refusing
 from tests.agent.web.callers import TCP, opened
 from tests.authority import Authority
@@ -45,16 +45,16 @@ async def nothing(call):
     return Response(status_code=204)
 
 
-def part():
-    rule = Rule(json_refused)
+def section():
+    rule = RouteRule(json_refused)
     routes = {"/repeat": repeated, "/refuse": refuses, "/events": cut, "/nothing": nothing}
-    return Part(("/",), [route("POST", path, answer, rule) for path, answer in routes.items()])
+    return DoorSection(("/",), [route("POST", path, answer, rule) for path, answer in routes.items()])
 
 
 @pytest.fixture
 def addresses(tmp_path):
     api = ApiSection.model_validate({"http": [TCP, "unix:./w.sock"]}, context={"folder": tmp_path})
-    with opened([part()], api) as server:
+    with opened([section()], api) as server:
         yield server.addresses
 
 
@@ -145,7 +145,7 @@ def test_the_command_line_s_files_let_it_in_from_another_machine(tmp_path):
     keys = {"http": "0.0.0.0:0", "tls": tls, "tokens": tokens}
     api = ApiSection.model_validate(keys, context={"folder": tmp_path})
     credentials = Credentials(api)
-    with opened([part()], api, tokens=credentials.tokens, tls=credentials.context()) as server:
+    with opened([section()], api, tokens=credentials.tokens, tls=credentials.context()) as server:
         address = server.addresses[0].replace("0.0.0.0", "localhost")
         names = {"authority": "ours.pem", "certificate": "caller.pem", "key": "caller.key"}
         files = {option: tmp_path / name for option, name in names.items()}

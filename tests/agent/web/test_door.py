@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 from agent.api.access import Role
 from agent.api.credentials import Credentials
 from agent.line_file.api import ApiSection
-from agent.web.door import Part
-from agent.web.routes import Rule, json_refused, route
+from agent.web.door import DoorSection
+from agent.web.routes import RouteRule, json_refused, route
 from experts.errors import OrderRefused, Refusing
 from tests.agent.web.callers import TCP, asked, connected, opened
 from tests.authority import Authority
@@ -37,12 +37,14 @@ async def fails(call):
     return 1 / 0
 
 
-def part():
-    rules = {path: Rule(json_refused, least, path if least >= Role.OPERATE else None) for path, least in PATHS.items()}
+def section():
+    rules = {
+        path: RouteRule(json_refused, least, path if least >= Role.OPERATE else None) for path, least in PATHS.items()
+    }
     routes = [route("POST", path, who, rule) for path, rule in rules.items()]
-    routes += [route("POST", "/x/refuse", refuses, Rule(json_refused, Role.OPERATE, "refuse"))]
-    routes += [route("POST", "/x/fail", fails, Rule(json_refused, Role.OPERATE, "fail"))]
-    return Part(("/x/",), [*routes, route("GET", "/x/open", who, Rule(json_refused, is_open=True))])
+    routes += [route("POST", "/x/refuse", refuses, RouteRule(json_refused, Role.OPERATE, "refuse"))]
+    routes += [route("POST", "/x/fail", fails, RouteRule(json_refused, Role.OPERATE, "fail"))]
+    return DoorSection(("/x/",), [*routes, route("GET", "/x/open", who, RouteRule(json_refused, is_open=True))])
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def door(folder, audit):
         credentials = Credentials(api)
         tls = credentials.context()
         tell = lambda caller, *what: audit.append((caller.name, *what))  # noqa: E731
-        running.append(opened([part()], api, audit=tell, tokens=credentials.tokens, tls=tls))
+        running.append(opened([section()], api, audit=tell, tokens=credentials.tokens, tls=tls))
         return running[-1].__enter__(), credentials
 
     yield start
@@ -288,7 +290,7 @@ class TestOtherMachines:
 
 def test_a_unix_socket_of_the_state_is_its_owners_alone(folder, audit):
     api = ApiSection.model_validate({}, context={"folder": folder}).with_local_doors(folder)
-    with opened([part()], api, audit=lambda *_: None) as server:
+    with opened([section()], api, audit=lambda *_: None) as server:
         assert oct(os.stat(folder / "coserve-web.sock").st_mode)[-3:] == "600"
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(folder / "coserve-web.sock"))

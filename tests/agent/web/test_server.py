@@ -58,7 +58,7 @@ def served(line, *addresses, **options):
     tls, token = {"certificate": "box.pem", "key": "box.key"}, {"role": "read", "file": "mes.token"}
     far = {"tls": tls, "tokens": {"mes": token}}  # for addresses of other machines
     api = ApiSection.model_validate({"http": addresses or (TCP,), **far}, context={"folder": Path()})
-    with opened([Monitoring(line, **options).part()], api, tokens=Tokens(ApiSection())) as server:
+    with opened([Monitoring(line, **options).section()], api, tokens=Tokens(ApiSection())) as server:
         yield server.addresses
 
 

@@ -41,17 +41,20 @@ def api(tmp_path_factory):
         yield service, schemathesis.openapi.from_dict(web.json("/api/openapi.json"))
 
 
+def at(service):
+    return {"base_url": f"http://{service.web.addresses[0]}", "headers": {"authorization": "Bearer secret-of-master"}}
+
+
 def keeps_its_promise(api, operation, examples):
     service, schema = api
     described = schema[operation.path][operation.method]
-    where = {"base_url": f"http://{service.web.addresses[0]}", "headers": {"authorization": "Bearer secret-of-master"}}
     takes_nothing = not operation.asked.model_fields and operation.body is None
     for mode in (GenerationMode.POSITIVE,) if takes_nothing else GenerationMode:
 
         @examples
         @given(case=described.as_strategy(mode))
         def sent(case):
-            case.call_and_validate(checks=CHECKS, **where)
+            case.call_and_validate(checks=CHECKS, **at(service))
 
         sent()
 
@@ -69,6 +72,33 @@ def test_what_the_document_promises_is_kept(api, operation):
 @pytest.mark.parametrize("operation", ALL, ids=named)
 def test_what_the_document_promises_is_kept_at_length(api, operation):
     keeps_its_promise(api, operation, THOROUGH)
+
+
+def test_what_the_document_promises_of_texts_is_kept_by_a_line_that_writes_them(text_line):
+    with with_door(text_line).served() as service:
+        schema = schemathesis.openapi.from_dict(Web(service, "master").json("/api/openapi.json"))
+        bodies = {
+            "/v1/completions": {"prompt": "the quick", "max_tokens": 4, "logprobs": 2, "coserve": {}},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+        }
+        for path, more in bodies.items():
+            described = schema[path]["POST"]
+            for streams in (False, True):
+                body = {"model": "llm/code", "stream": streams, **more}
+                case = described.Case(body=body, media_type="application/json")
+                assert case.call_and_validate(checks=CHECKS, **at(service)).status_code == 200
+
+            @QUICK
+            @given(case=described.as_strategy(GenerationMode.POSITIVE))
+            def sent(case):
+                case.body |= {"model": "llm/code", "max_tokens": 4}
+                case.call_and_validate(checks=CHECKS, **at(service))
+
+            sent()
+        named_model = schema["/v1/models/{name}"]["GET"].Case(path_parameters={"name": "llm/code"})
+        assert named_model.call_and_validate(checks=CHECKS, **at(service)).status_code == 200
+        listed = schema["/v1/models"]["GET"].Case()
+        assert listed.call_and_validate(checks=CHECKS, **at(service)).json()["data"]
 
 
 def test_every_operation_is_in_the_document(api):

@@ -6,7 +6,7 @@ from agent.api.access import Caller, Role, Tokens
 from agent.api.calls.orders import Orders
 from agent.api.services.statistics import CallStatistics
 from agent.line_file.api import ApiSection
-from agent.web.door import Door
+from agent.web.door import WebDoor
 from agent.web.inference.endpoint import InferenceEndpoint
 from agent.web.server import WebServer
 
@@ -32,8 +32,8 @@ class Served(Tokens):
 def served(desk):
     api = ApiSection(http=["127.0.0.1:0"], limits={"message": "1MiB", "requests": 100})
     here = Served(desk)
-    part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).part()
-    server = WebServer(api, Door([part], here, here.audit, api.limits))
+    part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).section()
+    server = WebServer(api, WebDoor([part], here, here.audit, api.limits))
     server.start()
     (here.address,) = server.addresses
     yield here

@@ -21,15 +21,15 @@ from agent.api.access import logged, Tokens
 from agent.api.calls.orders import Orders
 from agent.api.services.statistics import CallStatistics
 from agent.line_file.api import ApiSection
-from agent.web.door import Door
+from agent.web.door import WebDoor
 from agent.web.inference.endpoint import InferenceEndpoint
 from agent.web.server import WebServer
 from tests.agent.api.fake_desk import FakeDesk
 gc.disable()  # what is let go by the collector alone is not let go in time
 desk = FakeDesk(most=30, holds=True)
 api = ApiSection(http=["127.0.0.1:0"], limits={"memory": "64MiB", "message": "16MiB"})
-part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).part()
-server = WebServer(api, Door([part], Tokens(api), logged, api.limits))
+part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).section()
+server = WebServer(api, WebDoor([part], Tokens(api), logged, api.limits))
 server.start()
 print(server.addresses[0], flush=True)
 for line in sys.stdin:

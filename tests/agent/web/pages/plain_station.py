@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 
 from agent.api.access import Role, Tokens
 from agent.line_file.api import ApiSection
-from agent.web.door import Door, Part
-from agent.web.pages.files import pages_part
-from agent.web.routes import Rule, json_refused, route
+from agent.web.door import DoorSection, WebDoor
+from agent.web.pages.files import pages_section
+from agent.web.routes import RouteRule, json_refused, route
 from agent.web.server import WebServer
 from experts.errors import OrderRefused, Refusing
 
@@ -348,7 +348,7 @@ class PlainStation:
             return JSONResponse(told, 201 if method == "POST" else 200, {"etag": tag, "cache-control": "no-cache"})
 
         action = path if method in ("POST", "DELETE") else None
-        return route(method, path, answered, Rule(json_refused, least, action, body_bytes=65_536))
+        return route(method, path, answered, RouteRule(json_refused, least, action, body_bytes=65_536))
 
     def _results(self, call: Call) -> dict[str, Any]:
         asked = call.request.query_params
@@ -563,8 +563,8 @@ class Served:
             values = {"http": f"127.0.0.1:{self.port}", "tokens": tokens}
             api = ApiSection.model_validate(values, context={"folder": Path(folder)})
             known = Tokens(api)
-        parts = [Part(("/api",), self.station.routes()), pages_part()]
-        self._server = WebServer(api, Door(parts, known, lambda *_: None, api.limits))
+        parts = [DoorSection(("/api",), self.station.routes()), pages_section()]
+        self._server = WebServer(api, WebDoor(parts, known, lambda *_: None, api.limits))
         self._server.start()
         self.port = int(self._server.addresses[0].rpartition(":")[2])
 

@@ -9,7 +9,7 @@ import pytest
 
 from agent.api.access import Tokens
 from agent.api.calls.orders import Orders
-from agent.web.door import Door
+from agent.web.door import WebDoor
 from agent.web.server import WebServer
 from agent.web.texts.endpoint import TextEndpoint
 from tests.agent.api.conftest import DEADLINE_S, section
@@ -22,7 +22,7 @@ def serve_texts(tmp_path, desk):
 
         def start(**keys):
             api = section(tmp_path, http=["127.0.0.1:0", "unix:./h.sock"], **keys)
-            server = WebServer(api, Door([TextEndpoint(Orders(desk)).part()], Tokens(api), print, api.limits))
+            server = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], Tokens(api), print, api.limits))
             running.callback(server.stop)
             server.start()
             return server.addresses
