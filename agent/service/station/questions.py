@@ -12,7 +12,14 @@ Machine = Literal["OK", "NG", "UNKNOWN"]
 Found = Literal["agree", "false_call", "missed_defect", "decided"]
 
 
-class Period(Asked):
+class PageAsked(Asked):
+    """``before``: number of the last row of the page before."""
+
+    before: Seq | None = None
+    limit: Limit = 50
+
+
+class Period(PageAsked):
     """From ``since``, before ``until``."""
 
     since: Moment | None = None
@@ -20,7 +27,7 @@ class Period(Asked):
 
 
 class ResultsAsked(Period):
-    """Filters of stored results; ``before``: a result's number, for the next page."""
+    """Filters of stored results."""
 
     verdict: Machine | None = None
     component: Short | None = None
@@ -30,8 +37,6 @@ class ResultsAsked(Period):
     source: Short | None = Field(None, description="camera, api, or the path of a folder")
     reviewed: Yes | None = None
     finding: Found | None = None
-    before: Seq | None = None
-    limit: Limit = 50
 
 
 class OfResult(Asked):
@@ -50,8 +55,6 @@ class BoardsAsked(Period):
     serial: Short | None = None
     verdict: Machine | None = None
     board_type: Short | None = None
-    before: Seq | None = None
-    limit: Limit = 50
 
 
 class OfNumber(Asked):
@@ -69,8 +72,6 @@ class ReworkGiven(Asked):
 class ReviewsAsked(Period):
     who: Short | None = None
     expert: Short | None = None
-    before: Seq | None = None
-    limit: Limit = 50
 
 
 class ReviewGiven(Asked):
@@ -109,8 +110,3 @@ class TriggerGiven(Asked):
     board: Short | None = None
     board_type: Short | None = None
     key: Short | None = None
-
-
-class PageAsked(Asked):
-    before: Seq | None = None
-    limit: Limit = 50
