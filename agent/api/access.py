@@ -161,5 +161,6 @@ def audited(
 
 
 def ended(answer: Any) -> str:  # noqa: ANN401  # of any call
-    """Outcome of an answered call: a reload may have changed nothing."""
-    return "done" if getattr(answer, "is_applied", True) else f"not applied: {'; '.join(answer.problems)}"
+    """Outcome of an answered call: a reload may have changed nothing, also one behind a promotion."""
+    reload = getattr(answer, "reload", answer)
+    return "done" if getattr(reload, "is_applied", True) else f"not applied: {'; '.join(reload.problems)}"

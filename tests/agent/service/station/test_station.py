@@ -457,6 +457,9 @@ def test_an_expert_and_its_shadow_change_places(line):
         assert (done["shadow"], done["keys"], done["reload"]["is_applied"]) == ("cls/f2", ["weights"], True)
         assert web.json("/api/line")["is_served"] is True
         assert web.error("/api/experts/promote", {"expert": "cls/f1"}, 404)["field"] == "expert"
+        line.fake(0, weight_bytes=10**14)
+        assert not web.json("/api/experts/promote", {"expert": "cls/f0"})["reload"]["is_applied"]
+        until(lambda: web.json("/api/audit")["entries"][0]["outcome"].startswith("not applied: "))
 
 
 def test_experts_executors_texts_and_reasons_are_told(busy):
