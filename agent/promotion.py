@@ -49,7 +49,8 @@ def shadow_of(config: LineConfig, expert: str) -> str:
         raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
     shadow = config.catalog.graph.shadows.get(expert)
     if shadow is None:
-        raise ConfigError(f"{expert} has no shadow - name one as `shadow:` of its entry, or give --over and --weights")
+        remedy = "name one as `shadow:` of its entry; `experts compare` takes --over and --weights instead"
+        raise ConfigError(f"{expert} has no shadow - {remedy}")
     return shadow
 
 

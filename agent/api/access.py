@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.config import read_secret
-from experts.errors import OrderRefused, Refusing
+from experts.errors import OrderRefused, Refusing, SecretMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +95,11 @@ class Tokens:
         ]
         if api.token is not None:
             self._all.append(_Token(Caller("token", Role.ADMIN), read_secret(api.token).encode()))
+        names: dict[bytes, str] = {}
+        for token in self._all:  # else the audit would name another caller, with another role
+            if names.setdefault(token.secret, token.caller.name) != token.caller.name:
+                reason = f"{names[token.secret]!r} has the same token, and each needs one of its own"
+                raise SecretMissing(f"the token of {token.caller.name!r}", reason)
 
     def become(self, other: Tokens) -> None:
         """Take the tokens of a reloaded line file. Whether a token is required stays as at the start."""

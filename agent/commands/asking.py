@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agent.api.client import Access, AgentClient
 from agent.config import read_secret
-from agent.line_file.api import UNIX
+from agent.line_file.api import UNIX, host_and_port
 from experts.errors import ConfigError
 from experts.expert import Anomaly, Verdict
 from experts.filesystem import whole_file
@@ -180,8 +180,8 @@ def web_client(config: LineConfig | None, access: AgentAccess) -> WebClient:
     from agent.web.client import HttpAccess, WebClient
 
     target = _target(config, access, "http")
-    if target.startswith(UNIX):
-        return WebClient(target)
+    if target.startswith(UNIX):  # where only callers of its group need a token
+        return WebClient(target, HttpAccess(_token(access.token)))
     given = _access(config, access)
     return WebClient(target, HttpAccess(given.token, None if given.authority is None else _context(access, given)))
 
@@ -208,18 +208,30 @@ def _target(config: LineConfig | None, access: AgentAccess, wire: Literal["grpc"
     addresses: Sequence[str] = () if config is None else getattr(config.api, wire)
     if not access.target and not addresses:
         raise ConfigError(f"the line file has no address of an agent - add api: {{{wire}: ...}}, or use --target")
+    if access.target and not access.target.startswith(UNIX):
+        try:
+            return host_and_port(access.target)
+        except ValueError as error:
+            raise ConfigError(f"--target: {error}") from None
     return access.target or addresses[0]
 
 
 def _access(config: LineConfig | None, files: AgentAccess) -> Access:
     api = None if config is None else config.api
     authority = files.authority or (None if api is None or api.tls is None else api.tls.certificate)
-    token = read_secret(api.token) if api and api.token and not files.token else None
-    if given := _bytes(files.token):
-        token = given.decode("utf-8", "replace").rstrip("\r\n")
+    token = read_secret(api.token) if api and api.token and not files.token else _token(files.token)
     return Access(
         token=token, authority=_bytes(authority), certificate=_bytes(files.certificate), key=_bytes(files.key)
     )
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    token = (_bytes(file) or b"").decode("utf-8", "replace").rstrip("\r\n")
+    if not (token and token.isascii() and token.isprintable()):  # HTTP sends no other
+        raise ConfigError(f"{file}: is no token - name a file that holds one line of printable ASCII alone")
+    return token
 
 
 def _bytes(file: Path | None) -> bytes | None:

@@ -111,8 +111,8 @@ def line_yaml() -> str:
         "# What has a number in it is a sum.\n"
         f"texts:\n  routes:\n    {ROUTE}: {{rules: [{{matches: '\\d', expert: {SUMS}}}], otherwise: {MANUAL}}}\n"
         f"memory: {{host: {MEMORY_BYTES // sizes.MEBIBYTE}MiB}}\n"
-        "# For `coserve generate`, the openai client and grpc: see docs/texts.md.\n"
-        'api:\n  grpc: ["unix:./state/api.sock"]\n'
+        "# `coserve generate` asks at a socket in the state. OpenAI's clients need an address (docs/texts.md):\n"
+        "# api: {http: '127.0.0.1:8462'}\n"
     )
 
 

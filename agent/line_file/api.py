@@ -29,6 +29,11 @@ def _address(text: str, info: ValidationInfo) -> str:
             raise ValueError("the address has no path - write unix:./state/coserve.sock")
         folder: Path = (info.context or {})["folder"]
         return f"unix:{(folder / path).absolute()}"
+    return host_and_port(text)
+
+
+def host_and_port(text: str) -> str:
+    """The same text. Raises ValueError for one without a port."""
     _, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address - write unix:PATH or 127.0.0.1:PORT, a port from 0 to 65535")

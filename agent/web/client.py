@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 60.0
 EVENT, DONE = b"data: ", b"[DONE]"
+OTHERWISE = " (--token-file FILE), or ask the agent's unix socket as its user (--target unix:PATH)"
 CUT_OFF = "the agent stopped in the middle of its answer - try again"
 
 
@@ -83,7 +84,9 @@ class WebClient:
             advice = "run this as the agent's user (`sudo -u`), or add a socket to `api.http` that your group may open"
             raise AgentUnreachable(self.address, f"this user may not open the socket - {advice}") from None
         except HTTPException as error:
-            why = f"another program answers there, not an agent - is this one of its addresses (`api.http`)? ({error})"
+            why = (
+                f"another program answers there, not an agent - is this one of its addresses (`api.http`)? ({error!r})"
+            )
             raise AgentUnreachable(self.address, why) from error
         except OSError as error:
             advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.http`)?"
@@ -124,4 +127,5 @@ def _refused(status: int, error: dict[str, Any]) -> OrderRefused:
     told = str(error.get("reason") or error.get("code") or "").upper()
     by_status = next((reason for reason, known in STATUS.items() if known == status), Refusing.NOT_NOW)
     reason = Refusing(told) if told in Refusing.__members__ else by_status
-    return OrderRefused(reason, str(error.get("message")), field=error.get("field") or error.get("param"))
+    remedy = OTHERWISE if reason is Refusing.UNAUTHENTICATED else ""
+    return OrderRefused(reason, f"{error.get('message')}{remedy}", field=error.get("field") or error.get("param"))

@@ -124,14 +124,48 @@ def another_program(says):
 
 def test_who_is_no_agent_is_told_from_one():
     told = pytest.raises(AgentUnreachable, match="another program answers there")
-    with another_program(b"220 mail.example ESMTP\r\n") as address, told:
+    with another_program(b"220 \x1b[31mmail.example ESMTP\r\n") as address, told as refused:
         WebClient(address).call("GET", "/api/state")
+    assert str(refused.value).isprintable()
 
 
 def test_an_answer_that_is_cut_off_is_told_as_such():
     told = pytest.raises(OrderRefused, match="stopped in the middle")
     with another_program(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf") as address, told:
         WebClient(address).content("GET", "/api/trace")
+
+
+@pytest.mark.parametrize("content", ["", "\n", "s3cret\nanother\n", "s3cr\u00e9t"])
+def test_a_file_that_is_no_token_is_named_and_not_shown(tmp_path, content):
+    (tmp_path / "token").write_text(content, "utf-8")
+    for target in (TCP, f"unix:{tmp_path}/w.sock"):
+        with pytest.raises(ConfigError, match="token: is no token") as told:
+            web_client(None, AgentAccess(target, token=tmp_path / "token"))
+        assert "s3cr" not in str(told.value)
+
+
+@pytest.mark.parametrize("target", ["foo", "127.0.0.1", "http://127.0.0.1:8462/", "127.0.0.1:99999"])
+def test_a_target_without_a_port_is_no_address(target):
+    with pytest.raises(ConfigError, match="is not an address"):
+        web_client(None, AgentAccess(target))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_a_token_counts_at_the_groups_socket(tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+    keys = {"http": "unix:./w.sock", "tokens": {"lead": {"role": "operate", "file": "token"}}}
+    api = ApiSection.model_validate(keys, context={"folder": tmp_path})
+    with opened([section()], api, tokens=Credentials(api).tokens) as server:
+        for each in (tmp_path, *tmp_path.parents):
+            each.chmod(each.stat().st_mode | 0o55)
+        (tmp_path / "w.sock").chmod(0o666)
+        (tmp_path / "token").chmod(0o644)
+        os.seteuid(65534)
+        try:
+            access = AgentAccess(server.addresses[0], token=tmp_path / "token")
+            assert web_client(None, access).call("POST", "/repeat")["who"] == "lead"
+        finally:
+            os.seteuid(0)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
@@ -151,7 +185,7 @@ def test_the_command_line_s_files_let_it_in_from_another_machine(tmp_path):
         files = {option: tmp_path / name for option, name in names.items()}
         access = AgentAccess(address, token=tmp_path / "token", **files)
         assert web_client(None, access).call("POST", "/repeat")["who"] == "mes"
-        with pytest.raises(OrderRefused, match="wants a token") as refused:
+        with pytest.raises(OrderRefused, match="--token-file") as refused:
             web_client(None, AgentAccess(address, **files)).call("POST", "/repeat")
         assert refused.value.reason is Refusing.UNAUTHENTICATED
         with pytest.raises(AgentUnreachable, match="certificate"):

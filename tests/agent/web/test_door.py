@@ -15,7 +15,7 @@ from agent.api.credentials import Credentials
 from agent.line_file.api import ApiSection
 from agent.web.door import DoorSection
 from agent.web.routes import RouteRule, json_refused, route
-from experts.errors import OrderRefused, Refusing
+from experts.errors import ConfigError, OrderRefused, Refusing
 from tests.agent.web.callers import TCP, asked, connected, opened
 from tests.authority import Authority
 from tests.waiting import until
@@ -117,6 +117,14 @@ class TestRoles:
         for shown in ("Basic read-s3cret", "Bearer ", ""):
             told = json.loads(asked(address, "/x/read", "POST", authorization=shown)[2])
             assert told == ["anonymous", "INSPECT"]
+
+    def test_two_names_need_two_tokens_also_in_a_reload(self, door, folder):
+        (server, credentials), alike = door(), {"file": "read.token"}
+        same = {"mes": {"role": "read"} | alike, "boss": {"role": "admin"} | alike}
+        for keys in ({"tokens": same}, {"tokens": {"mes": same["mes"]}, "token": alike}):
+            with pytest.raises(ConfigError, match=r"the token of .* has the same token"):
+                credentials.reload(ApiSection.model_validate(keys, context={"folder": folder}))
+        assert json.loads(asked(server.addresses[0], "/x/rule", "POST", **bearer("admin"))[2]) == ["admin", "ADMIN"]
 
     def test_the_one_token_of_all_callers_is_an_administrators(self, door, folder):
         (address, path) = door(token={"file": "admin.token"}, tokens={}, http=[TCP, "unix:./w.sock"])[0].addresses
