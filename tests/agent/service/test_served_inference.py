@@ -83,6 +83,7 @@ def test_the_owner_loads_and_unloads_at_a_unix_socket_and_it_is_audited(line, so
             assert http.post(f"/v2/repository/models/expert:cls/f1/{change}").status_code == 200
         asked = http.post("/v2/models/c0/infer", content=picture(), headers={"inference-header-content-length": "0"})
         assert asked.json()["outputs"][0]["data"] == ["OK"]
+        until(lambda: len(http.get("/api/audit").json()["entries"]) == 2)  # once they are committed
         found = http.get("/api/audit").json()["entries"]
     told = [(entry["who"], entry["action"], entry["subject"], entry["outcome"]) for entry in reversed(found)]
     assert told == [("owner", f"{change} model", "expert:cls/f1", "done") for change in ("unload", "load")]
