@@ -21,7 +21,7 @@ from starlette.routing import Match
 from agent.api.access import CALLING, NOBODY, Where
 from agent.api.calls.budget import Budget
 from agent.line_file.api import is_loopback_name
-from agent.web.protocol import CONNECTION, STALL_S
+from agent.web.protocol import CONNECTION
 from agent.web.routes import AUDIT, BODIES, SPARED_BYTES, Endpoint, json_refusal
 from agent.web.session import COOKIE, session_routes
 from experts.errors import OrderRefused
@@ -48,13 +48,14 @@ TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal err
 @dataclass(frozen=True, slots=True, eq=False)
 class DoorSection:
     """Routes below some paths. ``refusal``: answer with status and reason to a request that no route sees.
-    ``requests``: under way at a time, at each address. ``stall_s``: for a caller that reads nothing."""
+    ``requests``: under way at a time, at each address. ``stall_s``: for a caller that reads nothing, if
+    not STALL_S."""
 
     roots: tuple[str, ...]
     routes: Sequence[Route]
     refusal: Callable[[int, str], Response] = json_refusal
     requests: int = 32
-    stall_s: float = STALL_S
+    stall_s: float | None = None
     stop: Callable[[], None] = lambda: None
 
 
@@ -81,7 +82,8 @@ class WebDoor:
         connection: BoundedProtocol = scope["state"][CONNECTION]
         path: str = scope["path"]
         section = next((section for section in self._sections if path.startswith(section.roots)), self._sections[-1])
-        connection.stall_s = section.stall_s
+        if section.stall_s is not None:
+            connection.stall_s = section.stall_s
         place = (connection.listener.address, section)
         scope.update({AUDIT: self._audit, BODIES: self._bodies})
         answer = self._answering(section, scope, connection)

@@ -23,7 +23,7 @@ CHECKS = [
 ]  # fmt: skip
 ALL = (*OPERATIONS, *described.OPERATIONS)
 QUICK = settings(
-    max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=5, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 THOROUGH = settings(QUICK, max_examples=150)
 

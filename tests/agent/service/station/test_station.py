@@ -150,6 +150,7 @@ def test_an_idle_line_and_one_that_fails_are_told_apart_from_one_that_judges(lin
         until(lambda: state(web)["judging"]["state"] == "JUDGING")
 
 
+@pytest.mark.slow
 def test_a_line_that_stops_says_so_to_its_end(line):
     line.fake(0, B_s=2.0)
     said = []

@@ -67,6 +67,7 @@ class TestEachPage:
         assert opened.wrong == []
         assert opened.elsewhere() == []
 
+    @pytest.mark.slow
     def test_shows_whatever_the_contract_allows(self, opened):
         def answer(asked):
             document = document_of(asked.request.url.removeprefix(opened.served.url), pick)
@@ -93,7 +94,11 @@ class TestEachPage:
             adapter = TypeAdapter(KINDS[path])
             assert shape(adapter.dump_python(adapter.validate_python(document), mode="json")) == shape(document), path
 
-    @pytest.mark.parametrize("opened", ["busy", "failing", "empty"], indirect=True)
+    @pytest.mark.parametrize(
+        "opened",
+        ["busy", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failing", "empty"))],
+        indirect=True,
+    )
     def test_fits_a_kiosk_and_a_phone(self, opened):
         page = opened.go("/")
         for width, height in (KIOSK, DESK):
@@ -107,6 +112,7 @@ class TestEachPage:
             assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0], path
             assert page.evaluate(SMALL_TARGETS) == [], path
 
+    @pytest.mark.slow
     def test_dark_and_light_is_kept(self, opened):
         page = opened.go("/")
         page.get_by_label("dark or light").click()
@@ -126,6 +132,7 @@ class TestTheStation:
         expect(page.locator(".takt")).to_contain_text("too slow")
         expect(page.locator(".rows .bad").first).to_contain_text("OFFLINE")
 
+    @pytest.mark.slow
     def test_a_new_board_moves_no_other_node(self, opened):
         page = opened.go("/")
         expect(page.locator(".tile")).to_have_count(24)
@@ -136,6 +143,7 @@ class TestTheStation:
         expect(page.locator(".tile").first).to_contain_text("SN-NEW")
         assert page.evaluate("[...document.querySelectorAll('.tile')].findIndex((tile) => tile.isKnown)") == 3
 
+    @pytest.mark.slow
     def test_an_unchanged_state_is_not_sent_again(self, opened):
         statuses = []
         opened.page.on(
@@ -145,6 +153,7 @@ class TestTheStation:
         opened.page.wait_for_event("response", lambda answer: answer.status == 304)
         assert statuses[0] == 200
 
+    @pytest.mark.slow
     def test_a_page_that_follows_is_in_the_history(self, opened):
         page = opened.go("/")
         page.locator(".tile").nth(2).click()
@@ -176,6 +185,7 @@ class TestTheSecondVerdict:
         assert reviews(opened.station) == {second: "false_call"}
         assert opened.wrong == []
 
+    @pytest.mark.slow
     def test_label_and_reason_go_with_it_and_keys_typed_there_judge_nothing(self, opened):
         page = opened.go("/")
         page.get_by_label("label", exact=True).fill("lifted lead")
@@ -233,6 +243,7 @@ class TestTheSecondVerdict:
         page.unroute("**/api/state")
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
 
+    @pytest.mark.slow
     def test_reviewing_a_list_goes_on_to_the_next(self, opened):
         page = opened.go("/review?verdict=UNKNOWN")
         rows = page.locator("tr[aria-selected]")
@@ -272,6 +283,7 @@ class TestWithoutAnAnswer:
         page.unroute("**/api/**")
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
 
+    @pytest.mark.slow
     def test_a_page_that_fails_says_so_and_shows_nothing_as_current(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
@@ -279,6 +291,7 @@ class TestWithoutAnAnswer:
         expect(page.locator("header")).to_contain_text("This page failed")
         expect(page.locator(".judging")).to_have_count(0)
 
+    @pytest.mark.slow
     def test_a_question_that_hangs_is_given_up_and_asked_once_at_a_time(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
@@ -304,6 +317,7 @@ class TestWithoutAnAnswer:
             opened.station.state = {**state, "version": "0.3.0"}
         expect(page.locator(".judging b")).to_have_text("JUDGING")
 
+    @pytest.mark.slow
     def test_nothing_grows_with_updates(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
