@@ -1,8 +1,9 @@
 """Clients that ask an agent what its station's page asks: `python -m proof.parts.page_clients HOST:PORT COUNT`.
 
-Each has one connection. Once a second a client asks for the state, unless unchanged; then for the thumbnail of each
-case it has not seen, and for the newest case with its image. They end with their standard input, and print the number
-of answers by kind as JSON. Only the standard library is loaded: a client is no load by itself.
+Each has one connection. Once a second a client asks for the state, unless unchanged; then for the newest case, if it is
+new, with its image and its board, and for the thumbnails of cases that have stayed since the answer before. They end
+with their standard input, and print the number of answers by kind as JSON. Only the standard library is loaded: a
+client is no load by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from http.client import HTTPConnection
+from urllib.parse import urlencode
 
 EVERY_S = 1.0
 
@@ -21,7 +23,8 @@ class PageClient:
     def __init__(self, address: str) -> None:
         self._connection = HTTPConnection(address, timeout=60)
         self._etag = ""
-        self._seen = set[int]()
+        self._cases: list[int] = []
+        self._seen = set[int]()  # thumbnails
         self.answers = Counter[str]()
 
     def run(self, is_over: threading.Event, first_after_s: float) -> None:
@@ -32,13 +35,18 @@ class PageClient:
 
     def _look(self) -> None:
         state = self._asked("state", "/api/state", {"if-none-match": self._etag} if self._etag else {})
-        cases = [case["seq"] for case in json.loads(state)["state"]["cases"]] if state else []
-        for seq in (unseen := [seq for seq in cases if seq not in self._seen]):
+        before, cases = self._cases, json.loads(state)["state"]["cases"] if state else None
+        if cases is not None:
+            self._cases = [case["seq"] for case in cases]
+        if cases and cases[0]["seq"] not in before:
+            self._asked("result", f"/api/results/{cases[0]['seq']}")
+            self._asked("image", f"/api/results/{cases[0]['seq']}/image?width=1280")
+            board = {"serial": cases[0]["board"], "board_type": cases[0]["board_type"], "limit": 1}
+            if board["serial"] is not None:
+                self._asked("board", f"/api/boards?{urlencode({key: each for key, each in board.items() if each})}")
+        for seq in [seq for seq in self._cases if seq in before and seq not in self._seen]:
             self._asked("thumbnail", f"/api/results/{seq}/thumbnail")
-        if unseen and unseen[0] == cases[0]:
-            self._asked("result", f"/api/results/{cases[0]}")
-            self._asked("image", f"/api/results/{cases[0]}/image?width=1280")
-        self._seen.update(unseen)
+            self._seen.add(seq)
 
     def _asked(self, kind: str, path: str, headers: dict[str, str] | None = None) -> bytes:
         self._connection.request("GET", path, headers=headers or {})

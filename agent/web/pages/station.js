@@ -172,6 +172,7 @@ async function poll() {
   known.polling = true;
   try {
     const [status, told, etag] = await call("GET", "/api/state", undefined, HUNG_MS, known.etag ? {"if-none-match": known.etag} : {});
+    known.stayed = new Set(known.state?.cases.map((each) => each.seq)); // others get no picture
     if (status !== 304) Object.assign(known, {state: told.state, etag});
     known.version ??= known.state.version;
     if (known.version !== known.state.version) location.reload();
@@ -401,7 +402,7 @@ function caseView(result, cases, title = "Newest NG and UNKNOWN") {
     h("div.body", picture(result, answer.value), chosen.isWhy ? why(result.seq) : chain(result, answer)),
     h("div.strip", {role: "group", "aria-label": "cases"}, cases.slice(Math.max(0, at - 11), Math.max(12, at + 1)).map((each) => h("button", {key: each.seq, type: "button",
       class: `${each.verdict} ${each.review ? "reviewed" : ""}`, "aria-current": each === result ? "true" : null, onclick: () => choose(each.seq),
-      "aria-label": `${each.verdict} ${partOf(each)} ${each.label ?? ""}${each.review ? ", reviewed" : ""}`}, thumbnail(each), mark(each.verdict)))),
+      "aria-label": `${each.verdict} ${partOf(each)} ${each.label ?? ""}${each.review ? ", reviewed" : ""}`}, (location.pathname !== "/" || known.stayed.has(each.seq)) && thumbnail(each), mark(each.verdict)))),
     secondVerdict(result, answer.value));
 }
 
