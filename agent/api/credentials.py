@@ -26,7 +26,8 @@ class Certificates:
 
 
 class Credentials:
-    """Of a line. The start decides whether addresses are encrypted, and whether callers need a certificate or token."""
+    """Tokens and certificates of a line. The start decides whether addresses are encrypted, and whether callers need a
+    certificate or token."""
 
     def __init__(self, api: ApiSection) -> None:
         """Raises ConfigError for unreadable certificates or tokens."""

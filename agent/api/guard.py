@@ -25,7 +25,7 @@ Call = Any  # gRPC has no types
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """Of one address."""
+    """Access check of the calls at one address."""
 
     def __init__(self, tokens: Tokens, where: Where) -> None:
         self._tokens = tokens

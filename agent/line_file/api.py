@@ -33,7 +33,7 @@ def _address(text: str, info: ValidationInfo) -> str:
 
 
 def host_and_port(text: str) -> str:
-    """The same text. Raises ValueError for one without a port."""
+    """Check an address, and return it. Raises ValueError for one without a port."""
     _, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address - write unix:PATH or 127.0.0.1:PORT, a port from 0 to 65535")

@@ -197,7 +197,7 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
 
 
 def read_verdicts(path: Path, pair: Pair) -> dict[str, tuple[Verdict, Verdict]]:
-    """What expert and shadow said of each reviewed image: OK or NG, by key. Raises FileNotFoundError."""
+    """Answers of expert and shadow to each reviewed image: OK or NG, by key. Raises FileNotFoundError."""
     verdicts = (Verdict.NG, Verdict.OK)
     rows = read_rows(path, REVIEWED, astuple(pair))
     return {key: (verdicts[passes], verdicts[shadow_passes]) for key, passes, shadow_passes in rows}

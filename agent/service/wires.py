@@ -90,7 +90,7 @@ class LineWires:
 
     @cached_property
     def _call_statistics(self) -> CallStatistics:
-        """Of gRPC and HTTP together."""
+        """Counts of gRPC and HTTP together."""
         from agent.api.services.statistics import CallStatistics
 
         return CallStatistics()

@@ -1,1 +1,1 @@
-"""What people and the station add to the records: second verdicts, the audit, alarms, and pages of stored rows."""
+"""Records that people and the station add: second verdicts, the audit, alarms, and pages of stored rows."""

@@ -57,7 +57,7 @@ class AuditTrail:
         self._wall = wall
 
     def record(self, who: str, role: str, action: str, subject: str, outcome: str, config_sha256: str) -> None:
-        """As the fields of an AuditEntry."""
+        """Record a call; arguments as in ``AuditEntry``."""
         texts = [storable(text) for text in (who, role, action, subject, outcome, config_sha256)]
         log.info("audited who=%s role=%s action=%s subject=%r outcome=%r", *texts[:-1])
         values = utc_text(self._wall()), *texts

@@ -135,7 +135,7 @@ class StationReader:
         return next(iter(self.numbered([seq])), None)
 
     def numbered(self, numbers: Sequence[int]) -> tuple[ListedResult, ...]:
-        """Those of these results that are there, oldest first."""
+        """Results with these numbers, oldest first; missing ones are left out."""
         return tuple(map(_listed, reversed(read_rows(self.path, LISTED, (json.dumps(numbers),)))))
 
     def board_page(self, query: BoardQuery) -> tuple[BoardRow, ...]:

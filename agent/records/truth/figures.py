@@ -21,7 +21,7 @@ Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 
 
 def said_by(expert: str, experts: Sequence[str], verdict: Verdict) -> Verdict | None:
-    """What an expert said of an image: OK where it let the image pass to another; None if it was not asked.
+    """Answer of an expert to an image: OK where it let the image pass to another; None if it was not asked.
 
     ``experts``: those that judged the image, in the order of its route; ``verdict``: at its end.
     """
@@ -37,7 +37,7 @@ def right_answer(
     truth: tuple[Verdict, str | None],
     labels: Mapping[str, Collection[str]],
 ) -> Verdict | None:
-    """What an expert should say of an image; None where its review does not tell. ``experts``, ``verdict``: as the
+    """Right answer of an expert to an image; None where its review does not tell. ``experts``, ``verdict``: as the
     person saw them; ``truth``: the person's verdict and label; ``labels``: those of each expert.
 
     A good part is OK for all. A defect is NG for the experts that have its label. A defect without a label, or with one

@@ -27,7 +27,7 @@ def reviewed_results(config: LineConfig, query: ReviewQuery | None = None) -> li
 
 
 def right_answer_of(config: LineConfig, reviewed: ReviewedResult, expert: str) -> Verdict | None:
-    """What an expert should have said, as ``right_answer`` tells."""
+    """Right answer of an expert to a reviewed image, see ``right_answer``."""
     review, result, experts = reviewed.review, reviewed.row.result, config.catalog.experts
     labels = {name: experts[name].labels for name in (expert, *result.experts) if name in experts}
     return right_answer(expert, result.experts, result.verdict, (review.verdict, review.label), labels)

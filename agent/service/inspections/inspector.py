@@ -225,7 +225,7 @@ class Inspector:
         return self.usage().statistics()
 
     def usage(self) -> UsageDrift:
-        """What was counted of the experts' usage until now."""
+        """Copy of the experts' usage counted so far."""
         with self._drift_guard:
             return self._drift.sample()
 

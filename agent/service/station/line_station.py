@@ -109,7 +109,7 @@ class LineStation:
         return undone
 
     def _reviews(self) -> Reviews:
-        """By the shifts that are served now."""
+        """Reviews by the shifts of the line file in service."""
         return Reviews(self._line.store, Shifts(self._config().records.shifts), lambda: datetime.now(UTC))
 
     def _rework(self, who: str, given: asked.ReworkGiven) -> Rework:

@@ -1,4 +1,4 @@
-"""What `/api` is asked: parameters of paths and queries, and bodies."""
+"""Parameters and bodies of requests to `/api`."""
 
 from __future__ import annotations
 

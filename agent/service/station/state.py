@@ -147,7 +147,7 @@ def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views
 
 
 def _takt_target_s(config: LineConfig, figures: LiveFigures) -> float | None:
-    """Of the newest board's type, or of the line's only one."""
+    """Takt of the newest board's type, or of the line's only one."""
     newest = [row.board.board_type for row in figures.boards[:1]] or list(config.boards)
     section = config.boards.get(newest[0]) if len(newest) == 1 else None
     return None if section is None else section.takt_s

@@ -69,7 +69,7 @@ class StoredRows:
         )
 
     def _source(self, name: str | None) -> str | None:
-        """As keys begin: a folder's with its digest."""
+        """Beginning of a source's keys; a folder's has its digest."""
         digests = {str(folder.path): Inbox(folder.path, "").source for folder in self._config().intake.folders}
         return None if name is None else digests.get(name, name)
 
