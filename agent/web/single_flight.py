@@ -34,6 +34,8 @@ class SingleFlight(Generic[Found]):
                 self._began_s = time.monotonic()
                 self._under_way = self.thread.submit(self._ask)
             under_way = self._under_way
+        if under_way.done():
+            return under_way.result()
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(asyncio.wrap_future(under_way))
 

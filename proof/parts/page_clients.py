@@ -1,9 +1,9 @@
 """Clients that ask an agent what its station's page asks: `python -m proof.parts.page_clients HOST:PORT COUNT`.
 
-Each has one connection. Once a second a client asks for the state, unless unchanged; then for the newest case, if it is
-new, with its image and its board, and for the thumbnails of cases that have stayed since the answer before. They end
-with their standard input, and print the number of answers by kind as JSON. Only the standard library is loaded: a
-client is no load by itself.
+Each has one connection. Once a second a client asks for the state, unless unchanged; then for the newest case with its
+image and its board, if it is new and the case before has been shown for HELD_S, and for the thumbnails of cases that
+have stayed since the answer before. They end with their standard input, and print the number of answers by kind as
+JSON. Only the standard library is loaded: a client is no load by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from http.client import HTTPConnection
 from urllib.parse import urlencode
 
-EVERY_S = 1.0
+EVERY_S, HELD_S = 1.0, 3.0  # as station.js
 
 
 class PageClient:
@@ -24,6 +24,7 @@ class PageClient:
         self._connection = HTTPConnection(address, timeout=60)
         self._etag = ""
         self._cases: list[int] = []
+        self._held, self._held_s = 0, -HELD_S
         self._seen = set[int]()  # thumbnails
         self.answers = Counter[str]()
 
@@ -38,7 +39,8 @@ class PageClient:
         before, cases = self._cases, json.loads(state)["state"]["cases"] if state else None
         if cases is not None:
             self._cases = [case["seq"] for case in cases]
-        if cases and cases[0]["seq"] not in before:
+        if cases and cases[0]["seq"] != self._held and time.monotonic() - self._held_s >= HELD_S:
+            self._held, self._held_s = cases[0]["seq"], time.monotonic()
             self._asked("result", f"/api/results/{cases[0]['seq']}")
             self._asked("image", f"/api/results/{cases[0]['seq']}/image?width=1280")
             board = {"serial": cases[0]["board"], "board_type": cases[0]["board_type"], "limit": 1}

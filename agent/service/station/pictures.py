@@ -81,7 +81,7 @@ class Pictures:
             threads.stop(0.0)
 
     def _made(self, make: Callable[[], Made], threads: DaemonThreads | None = None) -> Made:
-        making = (threads or self._thread).submit(make)
+        making = (threads or self._thread).submit(_made_again, make)
         try:
             return making.result(PATIENCE_S)
         except TimeoutError:
@@ -103,7 +103,8 @@ class Pictures:
 
     def _path(self, row: ResultRow) -> Path:
         result = row.result
-        path = image_file(self._config(), result.subject.key, result.finished_at, result.kept_as)
+        about = self._config(), result.subject.key, result.finished_at, result.kept_as
+        path = image_file(*about) or image_file(*about)  # it may be put away between two places of a lookup
         if path is None:
             kept = "it was not kept, or is no longer there" if result.kept_as is None else "it is no longer there"
             raise OrderRefused(Refusing.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
@@ -128,6 +129,16 @@ class Pictures:
         """Upright pixels; of a JPEG not many more than ``width`` needs."""
         least = None if width is None else (width, width)
         return decode_image(path, path.name, SHOWN_PIXELS, least=least).turned(Orientation.EXIF)
+
+
+def _made_again(make: Callable[[], Made]) -> Made:
+    """A judged file may be put away between its lookup and its reading."""
+    try:
+        return make()
+    except (ImageError, OSError) as error:
+        if not isinstance(error.__cause__ or error, FileNotFoundError):
+            raise
+        return make()
 
 
 def _encoded(pixels: NDArray[np.uint8], most: int) -> Shown:

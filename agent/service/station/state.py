@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from heapq import nlargest
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class LineState:
         self._line = parts
         self._receivers = receivers
         self._live = live
+        self._version = version("coserve")
         self._recent, self._switches = RecentRates(BUSY_S), RecentRates(SWITCHES_S)
 
     def view(self) -> views.StateView:
@@ -56,7 +58,7 @@ class LineState:
         recent = self._recent.per_s(self._counters(loop), now_s)
         return views.StateView(
             line=config.line,
-            version=version("coserve"),
+            version=self._version,
             config_sha256=config.catalog.sha256,
             phase=line.phase(),
             judging=self._judging(loop, figures),
@@ -105,8 +107,8 @@ class LineState:
         return counters | {"tokens": float(sum(one.written_tokens for one in loop.executors))}
 
     def _boards(self, figures: LiveFigures) -> tuple[views.BoardTile, ...]:
-        runs = sorted(self._line.boards.open_runs(), key=lambda run: run.opened_at, reverse=True)
-        return (*map(tile_of_run, runs), *map(tile_of_row, figures.boards))[:BOARDS]
+        runs = nlargest(BOARDS, self._line.boards.open_runs(), key=lambda run: run.opened_at)
+        return (*map(tile_of_run, runs), *map(tile_of_row, figures.boards[: BOARDS - len(runs)]))
 
     def _sources(self, recent: Mapping[str, float]) -> tuple[views.SourceView, ...]:
         return tuple(

@@ -10,6 +10,7 @@ const SLOW_MS = 60000; // reload, promote
 const HIDDEN_S = 15;
 const FORGET_MS = 30000;
 const TURNED_MS = 800; // a key pressed this soon after the case changed was meant for the case before
+const HELD_MS = 3000; // the newest case stays this long: a rush can be looked at
 const SVG = "http://www.w3.org/2000/svg";
 
 // ---- nodes: h() describes, patch() makes the page so
@@ -71,6 +72,7 @@ function dress(node, attrs) {
 
 function dressOne(node, name, value) {
   if (name === "key" || name === "draw" || name === "value" && node.tagName !== "OPTION") return;
+  if (name === "label") name = "aria-label";
   if (name.startsWith("on")) node[name] = value;
   else if (name === "style") for (const [key, to] of Object.entries(value ?? {})) node.style.setProperty(key, to);
   else if ((value ?? null) === null || value === false && !name.startsWith("aria")) node.removeAttribute(name);
@@ -82,6 +84,7 @@ function dressOne(node, name, value) {
 const known = {
   state: null, etag: null, version: null, answeredAt: null, startedAt: performance.now(), failures: 0, isDenied: false,
   polling: false, askAt: 0, session: null, isSigning: false, isBusy: false, message: null, changedAt: 0,
+  held: null, heldAt: -HELD_MS,
 };
 const chosen = {seq: null, shown: null, turnedAt: -TURNED_MS, isWhy: false, label: "", reason: "", at: 0};
 const shows = {boxes: true, map: true};
@@ -135,7 +138,8 @@ async function refresh(path, answer, everyS) {
   }
 }
 
-async function act(method, path, body, done, patienceMs = HUNG_MS) {
+async function act(...asked) {
+  const [method, path, body, done, patienceMs] = asked;
   if (known.isBusy) return null;
   known.isBusy = true;
   redraw();
@@ -148,6 +152,7 @@ async function act(method, path, body, done, patienceMs = HUNG_MS) {
   } catch (error) {
     tell(error.message, true);
     denied(error, {});
+    if (body?.token === undefined) known.again = known.isSigning && asked;
     return null;
   } finally {
     known.isBusy = false;
@@ -205,7 +210,6 @@ const theme = () => localStorage.getItem("coserve.theme") ?? (matchMedia("(prefe
 
 // ---- words and numbers
 
-const two = (number) => String(number).padStart(2, "0");
 const fixed = (number, digits = 0) => number?.toFixed(digits) ?? "–";
 const few = (number) => fixed(number, number && number < 9.95 ? 1 : 0);
 const percent = (part) => `${fixed(100 * part, part && Math.abs(part) < 0.0995 ? 1 : 0)} %`;
@@ -220,30 +224,28 @@ function seconds(value) {
 
 function bytes(value) {
   const power = Math.min(Math.floor(Math.log2(Math.max(value, 1)) / 10), 4);
-  return `${power ? few(value / 1024 ** power) : value} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  return `${power ? few(value / 1024 ** power) : value} ${"B KiB MiB GiB TiB".split(" ")[power]}`;
 }
 
 function clock(iso) {
   if (!iso) return "–";
-  const at = new Date(iso);
-  const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} `;
-  const isToday = at.toDateString() === new Date().toDateString();
-  return `${isToday ? "" : day}${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+  const [at, today] = [new Date(iso), new Date()].map((each) => each.toLocaleString("sv")); // 2026-01-31 23:59:59
+  return at.slice(0, 10) === today.slice(0, 10) ? at.slice(11) : at;
 }
 
 const FINDINGS = {agree: "agreed", false_call: "false call", missed_defect: "missed defect", decided: "decided"};
+const MUTE = {"aria-hidden": "true"};
 const SHAPES = { // a shape of its own for each verdict, for those who see no red or green
   OK: "M8 1a7 7 0 1 0 .01 0zM4.6 8.3l2.3 2.4 4.5-5",
   NG: "M5 1h6l4 4v6l-4 4H5l-4-4V5zM5.3 5.3l5.4 5.4M10.7 5.3l-5.4 5.4",
   UNKNOWN: "M8 .6L15.4 8 8 15.4.6 8zM6.2 6.4c.2-2.2 3.7-2 3.6.1C9.7 7.7 8 7.7 8 9.2M8 11.4v.4",
 };
-const mark = (verdict) => h("svg.mark", {viewBox: "0 0 16 16", "aria-hidden": "true"},
+const mark = (verdict) => h("svg.mark", {viewBox: "0 0 16 16", ...MUTE},
   h("path", {d: SHAPES[verdict] ?? "M8 2a6 6 0 1 0 .01 0z", "stroke-dasharray": SHAPES[verdict] ? null : "3 2.6"}));
 const badge = (verdict, size = "") => h("span.badge", {class: `${verdict ?? "OPEN"} ${size}`}, mark(verdict), h("b", verdict ?? "OPEN"));
-const bar = (part, kind = "", at = null) => h("span.bar", {class: `${kind} ${at === null ? "" : "at"}`, "aria-hidden": "true",
+const bar = (part, kind = "", at = null) => h("span.bar", {class: `${kind} ${at === null ? "" : "at"}`, ...MUTE,
   style: {"--part": `${100 * Math.min(Math.max(part || 0, 0), 1)}%`, "--at": `${100 * at}%`}});
 
-const link = (href, ...children) => h("a", {href}, ...children);
 const expertLink = (id) => id ? h("a.expert", {href: `/expert/${id.split("/").map(encodeURIComponent).join("/")}`}, id) : "–";
 const partOf = (result) => [result.component ?? "no component", result.ref].filter(Boolean).join(" ");
 const query = (values) => {
@@ -251,7 +253,7 @@ const query = (values) => {
   return given.length ? `?${new URLSearchParams(given)}` : "";
 };
 const panel = (title, note, ...children) =>
-  h("section.panel", {"aria-label": title, class: note?.class}, h("h2", title, " ", h("small", note?.class ? note.text : note)), ...children);
+  h("section.panel", {label: title, class: note?.class}, h("h2", title, " ", h("small", note?.class ? note.text : note)), ...children);
 const figure = (name, value) => h("div.figure", h("span", name), h("b", value));
 const button = (text, onclick, attrs) => h("button", {type: "button", onclick, ...attrs}, text);
 const thumbnail = (result) => result.has_image && h("img", {src: `/api/results/${result.seq}/thumbnail`, alt: "", loading: "lazy"});
@@ -282,7 +284,7 @@ function header() {
   const count = state?.shift.verdicts.UNKNOWN;
   return h("header", {class: isStale() ? "stale" : ""},
     h("div.top", h("a.line", {href: "/"}, state?.line ?? "CoServe"),
-      h("div.judging", {class: judging.replace(" ", "-"), role: "status"}, h("span.dot", {"aria-hidden": "true"}), h("b", judging), h("small", {title: reason}, reason)),
+      h("div.judging", {class: judging.replace(" ", "-"), role: "status"}, h("span.dot", MUTE), h("b", judging), h("small", {title: reason}, reason)),
       takt(state?.shift), h("a.figure", {href: "/review?verdict=UNKNOWN&reviewed=false", class: count ? "warn" : ""}, h("span", "UNKNOWN"), h("b", fixed(count))), age()),
     h("div.second", alarms(state?.alarms ?? []), navigation()));
 }
@@ -298,7 +300,7 @@ function age() {
   const who = known.session;
   const text = isStale() ? `no answer for ${Math.floor(ageS())} s: reconnecting` : !known.state ? "no data yet" : `data ${Math.max(1, Math.round(ageS()))} s old`;
   return h("div.age", h("span.data", {role: "timer", "aria-live": isStale() ? "assertive" : "off"}, text),
-    button(isNamed() ? who.name : "sign in", () => sign(true), {class: "quiet", "aria-label": isNamed() ? `signed in as ${who.name}, role ${who.role}` : "sign in"}));
+    button(isNamed() ? who.name : "sign in", () => sign(true), {class: "quiet", label: isNamed() ? `signed in as ${who.name}, role ${who.role}` : "sign in"}));
 }
 
 function alarms(all) {
@@ -310,20 +312,21 @@ function alarms(all) {
 
 function navigation() {
   const pages = [["/", "Station"], ["/review", "Review"], ["/engine", "Engine"], ["/texts", "Texts"], ["/line", "Line"]];
-  return h("nav", {"aria-label": "pages"}, pages.filter(([path]) => path !== "/texts" || known.state?.texts).map(([path, name]) =>
+  return h("nav", {label: "pages"}, pages.filter(([path]) => path !== "/texts" || known.state?.texts).map(([path, name]) =>
     h("a", {key: path, href: path, "aria-current": location.pathname === path ? "page" : null}, name)),
   button("◐", () => {
     localStorage.setItem("coserve.theme", theme() === "dark" ? "light" : "dark");
     redraw();
-  }, {class: "quiet", "aria-label": "dark or light"}));
+  }, {class: "quiet", label: "dark or light"}));
 }
 
 // ---- the station
 
 function station() {
   const state = known.state;
-  if (!state) return h("p.none", known.isDenied ? "A token is needed to see this line." : "asking the agent…");
-  return h("div.station", lastBoards(state), caseView(turned(state.cases), state.cases),
+  if (!state) return h("p.none", known.isDenied ? "A token is needed to see this." : "asking the agent…");
+  const cases = held(state.cases);
+  return h("div.station", lastBoards(state), caseView(turned(cases, cases.find((each) => each.seq === known.held?.seq)), cases),
     h("div.side", sources(state), executors(state), memories(state.memories), pareto(state.shift.pareto)));
 }
 
@@ -345,7 +348,7 @@ function sources(state) {
     ...state.sources.map((each) => ({key: `${each.kind} ${each.name}`, mark: each.alarm ? "NG" : "OK", name: each.name.split("/").slice(-2).join("/"), extra: each.kind, title: each.name, bad: each.alarm,
       word: each.state, told: told(each).filter(Boolean).join(" · ")})),
     ...state.receivers.map((each) => ({key: `receiver ${each.name}`, mark: each.alarm ? "NG" : "OK", name: each.name, extra: "receiver", bad: each.alarm,
-      word: each.alarm ? "FAILS" : "TOLD", told: `${each.waiting} behind`}))], "no camera and no folder: images come over the API"));
+      word: each.alarm ? "FAILS" : "TOLD", told: `${each.waiting} behind`}))], "none: images come over the API"));
 }
 
 const executorName = (each) => `${each.processor} ${each.executor}`;
@@ -364,6 +367,12 @@ const pareto = (bars) => panel("Defects of the shift", null, rows(bars.map((each
   part: each.images / bars[0].images, kind: "bad"})), "none"));
 
 // ---- a case: the image, the chain of experts, the second verdict
+
+/** `cases`, with the held one. */
+function held(cases) {
+  if (now() - known.heldAt >= HELD_MS && cases[0]?.seq !== known.held?.seq) Object.assign(known, {held: cases[0], heldAt: now()});
+  return known.held && cases.every((each) => each.seq !== known.held.seq) ? [...cases.slice(0, -1), known.held] : cases;
+}
 
 /** The chosen case, else the usual one; notes when that is another one than before. */
 function turned(cases, usual = cases[0]) {
@@ -397,12 +406,12 @@ function caseView(result, cases, title = "Newest NG and UNKNOWN") {
       h("div.what", h("b", result.label ?? "no label", h("small", result.score === null ? "" : fixed(result.score, 3))),
         h("span", `${partOf(result)} · `, boardLink(result), ` · ${clock(result.finished_at)}`)),
       h("div.turn", location.pathname === "/" && chosen.seq !== null && at > 0 && button(`${at} newer`, () => choose(null), {class: "quiet"}),
-        button("‹", () => step(-1), {"aria-label": "newer case", disabled: at <= 0}), h("span", `${at + 1}/${cases.length}`),
-        button("›", () => step(1), {"aria-label": "older case", disabled: at >= cases.length - 1}))),
+        button("‹", () => step(-1), {label: "newer case", disabled: at <= 0}), h("span", `${at + 1}/${cases.length}`),
+        button("›", () => step(1), {label: "older case", disabled: at >= cases.length - 1}))),
     h("div.body", picture(result, answer.value), chosen.isWhy ? why(result.seq) : chain(result, answer)),
-    h("div.strip", {role: "group", "aria-label": "cases"}, cases.slice(Math.max(0, at - 11), Math.max(12, at + 1)).map((each) => h("button", {key: each.seq, type: "button",
+    h("div.strip", {role: "group", label: "cases"}, cases.slice(Math.max(0, at - 11), Math.max(12, at + 1)).map((each) => h("button", {key: each.seq, type: "button",
       class: `${each.verdict} ${each.review ? "reviewed" : ""}`, "aria-current": each === result ? "true" : null, onclick: () => choose(each.seq),
-      "aria-label": `${each.verdict} ${partOf(each)} ${each.label ?? ""}${each.review ? ", reviewed" : ""}`}, (location.pathname !== "/" || known.stayed.has(each.seq)) && thumbnail(each), mark(each.verdict)))),
+      label: `${each.verdict} ${partOf(each)} ${each.label ?? ""}${each.review ? ", reviewed" : ""}`}, (location.pathname !== "/" || known.stayed.has(each.seq)) && thumbnail(each), mark(each.verdict)))),
     secondVerdict(result, answer.value));
 }
 
@@ -410,7 +419,7 @@ function caseView(result, cases, title = "Newest NG and UNKNOWN") {
 function boardLink({board, board_type, image}) {
   if (board === null) return image;
   const found = ask(`/api/boards${query({serial: board, board_type, limit: 1})}`, 20).value?.boards[0];
-  return link(found ? `/board/${found.number}` : `/review${query({board})}`, `board ${board}`);
+  return h("a", {href: found ? `/board/${found.number}` : `/review${query({board})}`}, `board ${board}`);
 }
 
 function picture(result, detail) {
@@ -421,7 +430,7 @@ function picture(result, detail) {
   const mapAt = steps.findLastIndex((each) => each.anomaly?.has_map);
   const boxes = steps.flatMap((each) => each.boxes);
   return h("div.picture", h("img", {key: source, src: source, alt: `${partOf(result)}: ${result.verdict} ${result.label ?? ""}`}),
-    width > 0 && h("svg.over", {key: `over ${result.seq}`, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true"},
+    width > 0 && h("svg.over", {key: `over ${result.seq}`, viewBox: `0 0 ${width} ${height}`, ...MUTE},
       shows.map && mapAt >= 0 && h("image.map", {href: `/api/results/${result.seq}/maps/${mapAt}`, width, height, preserveAspectRatio: "none"}),
       shows.boxes && boxes.map((box) => boxMark(box, Math.max(width, height) / 32))),
     h("div.toggles", {key: "toggles"}, mapAt >= 0 && toggle("heat map", "map"), boxes.length > 0 && toggle(plural(boxes.length, "box"), "boxes")));
@@ -435,7 +444,7 @@ const toggle = (name, key) => button(name, () => {
   redraw();
 }, {key, "aria-pressed": shows[key]});
 
-const chain = (result, answer) => h("div.chain", {key: "chain", tabindex: 0, "aria-label": "chain of experts"}, result.reason && h("p.reason", result.reason),
+const chain = (result, answer) => h("div.chain", {key: "chain", tabindex: 0, label: "chain of experts"}, result.reason && h("p.reason", result.reason),
   missing(answer) ?? h("ol", answer.value.steps.map((each, index, all) => h("li", {class: index === all.length - 1 ? result.verdict : "passed"},
     expertLink(each.expert), h("b", each.label), h("span", fixed(each.score, 3)), h("div.measured", measured(each))))));
 
@@ -448,7 +457,7 @@ function measured({anomaly, outputs, score}) {
 
 function why(subject) {
   const answer = ask(`/api/explain${query({subject})}`, 20);
-  return h("div.chain", {key: "why", tabindex: 0, "aria-label": "why"}, missing(answer) ??
+  return h("div.chain", {key: "why", tabindex: 0, label: "why"}, missing(answer) ??
     h("ul.sentences", answer.value.sentences.map((sentence) => h("li", sentence))));
 }
 
@@ -460,7 +469,7 @@ const CHOICES = { // machine's verdict -> key, word, the person's verdict
 
 function secondVerdict(result, detail) {
   const review = detail ? detail.review : result.review;
-  const field = (name) => h("input", {key: `${name} ${result.seq}`, list: name === "label" ? "labels" : null, placeholder: name, "aria-label": name, maxlength: 200, onfocus: pin,
+  const field = (name) => h("input", {key: `${name} ${result.seq}`, list: name === "label" ? "labels" : null, placeholder: name, label: name, maxlength: 200, onfocus: pin,
     oninput: (event) => {
       pin();
       chosen[name] = event.target.value;
@@ -470,9 +479,9 @@ function secondVerdict(result, detail) {
     h("span", h("b", FINDINGS[review.finding]), ` by ${review.who} at ${clock(review.at)} `, [review.label, review.reason].filter(Boolean).join(" · ")),
     button("Undo", () => act("DELETE", `/api/reviews/${review.number}`, undefined, "undone"), {class: "quiet", disabled: known.isBusy}))
     : h("div.fields", {key: "fields"}, field("label"), field("reason"), h("datalist", {id: "labels"}, [...labels].map((label) => h("option", {value: label})))),
-  h("div.choices", CHOICES[result.verdict].map(([key, word, verdict]) => button([h("kbd", {"aria-hidden": "true"}, key), word, mark(verdict)], () => judge(result, verdict),
+  h("div.choices", CHOICES[result.verdict].map(([key, word, verdict]) => button([h("kbd", MUTE, key), word, mark(verdict)], () => judge(result, verdict),
     {key, class: `choice ${verdict}`, disabled: known.isBusy, "aria-keyshortcuts": key, "aria-pressed": review?.verdict === verdict})),
-  button([h("kbd", {"aria-hidden": "true"}, "W"), "Why?"], () => {
+  button([h("kbd", MUTE, "W"), "Why?"], () => {
     pin();
     chosen.isWhy = !chosen.isWhy;
     redraw();
@@ -524,7 +533,7 @@ function boardTimeline({parts, opened_at}) {
 }
 
 const rework = ({serial, board_type, reworks}) => h("div.rework", reworks.map((each) => h("p", `reworked by ${each.who} at ${clock(each.at)}${each.reason ? `: ${each.reason}` : ""}`)),
-  h("input", {id: "rework", placeholder: "what was reworked", "aria-label": "what was reworked", maxlength: 1000}),
+  h("input", {id: "rework", placeholder: "what was reworked", label: "what was reworked", maxlength: 1000}),
   button("Open a new run of this serial", () => act("POST", "/api/boards/rework", {serial, board_type, reason: byId("rework").value.trim() || null},
     `The next image of ${serial} opens a new run.`), {disabled: known.isBusy, class: "choice"}));
 
@@ -563,7 +572,7 @@ function engine() {
     ...value.links.map((each) => ({name: each.name, spans: each.spans, of: bytes}))];
   const busy = ({spans}) => percent(spans.reduce((sum, [begin, end]) => sum + Math.min(end, 0) - Math.max(begin, -value.span_s), 0) / value.span_s);
   return h("div.page", panel(`Last ${fixed(value.span_s)} s`, "batches of executors, loads over links", h("ul.lanes", lanes.map((lane) => h("li", {key: lane.name}, h("span", lane.name),
-    h("canvas", {role: "img", "aria-label": `${lane.name}: ${plural(lane.spans.length, "span")}, busy ${busy(lane)}`, draw: (canvas) => paint(canvas, lane.spans, value.span_s),
+    h("canvas", {role: "img", label: `${lane.name}: ${plural(lane.spans.length, "span")}, busy ${busy(lane)}`, draw: (canvas) => paint(canvas, lane.spans, value.span_s),
       onpointermove: (event) => point(event, lane, value.span_s), onpointerleave: () => tell(null)}), h("b", busy(lane))))),
   h("div.axis", [1, 0.75, 0.5, 0.25, 0].map((ago) => h("span", ago ? `-${fixed(value.span_s * ago)} s` : "now")))),
   h("div.cards", memories(value.memories), known.state && executors(known.state)),
@@ -606,15 +615,16 @@ function texts() {
 
 const FILTERS = [["verdict", ["NG", "UNKNOWN", "OK"]], ["reviewed", ["true", "false"]], ["finding", Object.keys(FINDINGS)], ["component"], ["expert"], ["label"], ["board"], ["source"]];
 const WORDS = {...FINDINGS, true: "yes", false: "no", "": "all"};
-const reviewPath = () => `/api/results${query({...Object.fromEntries(new URLSearchParams(location.search)), limit: 50})}`;
+const filters = () => Object.fromEntries(new URLSearchParams(location.search));
+const reviewPath = () => `/api/results${query({...filters(), limit: 50})}`;
 
 function review() {
-  const given = Object.fromEntries(new URLSearchParams(location.search));
+  const given = filters();
   const answer = ask(reviewPath(), 3);
   const results = answer.value?.results ?? [];
   const shown = turned(results, results[Math.min(chosen.at, results.length - 1)]);
   const next = answer.value?.next;
-  const filter = (name) => ({key: `${name} ${given[name]}`, "aria-label": name, onchange: (event) => go(`/review${query({...given, before: null, [name]: event.target.value.trim()})}`)});
+  const filter = (name) => ({key: `${name} ${given[name]}`, label: name, onchange: (event) => go(`/review${query({...given, before: null, [name]: event.target.value.trim()})}`)});
   return h("div.two", h("div.column", h("form.filters", {role: "search", onsubmit: (event) => event.preventDefault()}, FILTERS.map(([name, values]) => h("label", h("span", name),
     values ? h("select", filter(name), ["", ...values].map((value) => h("option", {value, selected: (given[name] ?? "") === value}, WORDS[value] ?? value)))
       : h("input", {...filter(name), value: given[name] ?? ""})))),
@@ -640,10 +650,10 @@ function lineFile() {
   }, {key: name, class: "choice", disabled: known.isBusy});
   return h("div.page", h("p", {class: value.is_served ? "" : "warn"}, h("b", value.file), value.is_served ? " is being served." : " has changed since the agent read it: reload it.",
     " Edit the file on the box; a change made here is only checked."),
-  h("textarea", {id: "text", key: value.sha256, value: value.text, spellcheck: "false", "aria-label": "text of the line file", wrap: "off"}),
+  h("textarea", {id: "text", key: value.sha256, value: value.text, spellcheck: "false", label: "text of the line file", wrap: "off"}),
   h("div.choices", keep("checked", "/api/line/check", () => ({text: byId("text").value}), "checked"), keep("reloaded", "/api/reload", undefined, "asked", SLOW_MS)),
   line.checked && panel("Check", null, line.checked.problems.length ? h("ul.problems", line.checked.problems.map(problem)) : h("p.good", "This text is a valid line file.")),
-  line.reloaded && panel("Reload", null, h("p", {class: line.reloaded.is_applied ? "good" : "bad"}, line.reloaded.is_applied ? "The line serves the file as it is now." : "The line serves what it served before."),
+  line.reloaded && panel("Reload", null, h("p", {class: line.reloaded.is_applied ? "good" : "bad"}, line.reloaded.is_applied ? "The line serves this file." : "The line serves what it did before."),
     ["problems", "added", "replaced", "removed", "needs_restart"].map((name) => line.reloaded[name].length > 0 && h("p", h("b", `${name.replace("_", " a ")}: `), line.reloaded[name].join(", ")))),
   panel("Who changed what", "newest first", missing(audit) ?? table(["at", "who", "action", "subject", "outcome"], audit.value.entries.map((each) => ({key: each.number,
     cells: [clock(each.at), each.who, each.action, each.subject, each.outcome]})), "nothing yet")));
@@ -659,15 +669,15 @@ const problem = (each) => h("li", each.line !== null && button(`line ${each.line
 // ---- signing in
 
 function sign(isSigning) {
-  known.isSigning = isSigning;
+  Object.assign(known, {isSigning, again: null});
   redraw();
 }
 
-const signIn = () => h("dialog", {onclose: () => sign(false), "aria-label": "sign in", draw: (node) => {
+const signIn = () => h("dialog", {onclose: () => sign(false), label: "sign in", draw: (node) => {
   if (known.isSigning !== node.open) node[known.isSigning ? "showModal" : "close"]();
 }}, h("form", {onsubmit: submitToken}, h("h1", isNamed() ? `Signed in as ${known.session.name}` : "Sign in"),
-  h("p", known.session && `Role: ${known.session.role}. `, "A token of this line says what you may do, and names you beside your verdicts."),
-  h("input", {id: "token", type: "password", placeholder: "token", "aria-label": "token", autocomplete: "off", maxlength: 4096}),
+  h("p", known.session && `Role: ${known.session.role}. `, "A token says what you may do, and names you beside your verdicts."),
+  h("input", {id: "token", type: "password", placeholder: "token", label: "token", autocomplete: "off", maxlength: 4096}),
   h("p.bad", {role: "alert"}, known.message?.isError && known.message.text),
   h("div.choices", h("button.choice", "Sign in"), button("Sign out", () => session("DELETE", undefined, "signed out"), {class: "choice", disabled: !isNamed()}),
     button("Close", () => sign(false), {class: "choice"}))));
@@ -681,8 +691,10 @@ function submitToken(event) {
 
 async function session(method, body, done) {
   if (!await act(method, "/api/session", body, done)) return;
+  const again = body && known.again; // what was refused before
   sign(false);
   await whoAmI();
+  if (again) act(...again);
 }
 
 async function whoAmI() {

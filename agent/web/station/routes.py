@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Answering = Callable[[Call], Awaitable[Response]]
 
-FRESH_S = 0.5
+FRESH_S = 0.75  # three pages that ask once a second share one; with their second, less than the 2 s of an NG
 PATIENCE_S = 5.0
 CHANGE_S = 300.0  # a reload packs new experts
 THREADS = 4  # of questions about what is stored

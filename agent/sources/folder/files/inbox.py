@@ -144,9 +144,8 @@ class Inbox:
     def claim(self, relpath: str, sighting: Sighting) -> Claimed:
         """Claim the file. Raises FileNotFoundError if another agent, or the owner, was faster."""
         folder, _, name = relpath.rpartition("/")
-        prefix = f"{_identity(sighting)}~"
-        fits = len(os.fsencode(prefix + name)) <= self._name_limit
-        target = self.work / folder / (prefix + name if fits else f".{prefix}/{name}")
+        usual, long = _claim_names(_identity(sighting), name)
+        target = self.work / folder / (usual if len(os.fsencode(usual)) <= self._name_limit else long)
         self._make(target.parent)
         try:
             self._move(self.root / relpath, target)
@@ -418,6 +417,18 @@ def _identity(sighting: Sighting) -> str:
 
 def _sighting(status: os.stat_result) -> Sighting:
     return Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def claims_of(root: Path, relpath: str, identity: str) -> Iterator[Path]:
+    """Where an agent keeps the file once it has claimed it, until it is put away."""
+    folder, _, name = relpath.rpartition("/")
+    for owner in (root / WORK).glob("*"):
+        yield from (owner / folder / place for place in _claim_names(identity, name))
+
+
+def _claim_names(identity: str, name: str) -> tuple[str, str]:
+    """Below the owner's folder: the usual one, and that of a long name."""
+    return f"{identity}~{name}", f".{identity}~/{name}"
 
 
 def sighting_of(path: Path) -> Sighting | None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox, other_name, sighting_of
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox, claims_of, other_name, sighting_of
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import image_key
 from experts.errors import SidecarUnfinished
@@ -81,7 +81,7 @@ def keeps_image(config: LineConfig, key: str, verdict: Verdict, kept_as: str | N
 
 
 def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:
-    """Place of a judged file: on the shelves of its day or the next, or kept where it came; None: gone.
+    """Place of a judged file: on the shelves of its day or the next, kept where it came, or still claimed; None: gone.
 
     ``identity``: of its key. Another inode is the same file, brought back from a backup.
     """
@@ -92,4 +92,4 @@ def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) ->
             seen = sighting_of(place)
             if seen is not None and f"{seen.size_bytes:x}-{seen.mtime_ns:x}" == identity.partition("-")[2]:
                 return place
-    return None
+    return next((place for place in claims_of(root, relpath, identity) if sighting_of(place) is not None), None)

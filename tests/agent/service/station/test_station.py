@@ -281,7 +281,11 @@ def test_an_image_is_turned_as_its_exif_says_and_a_gone_or_broken_one_says_why(l
         assert shown(web, "/api/results/1/image").size == (4, 8)
         assert web.json("/api/results/1")["size"] == [8, 4]
         (file,) = [each for each in line.inbox.rglob("S1_*") if each.is_file()]
-        file.unlink()
+        claimed = line.inbox / ".work" / "agent" / f"{web.json('/api/results/1')['key'].rpartition('@')[2]}~{file.name}"
+        claimed.parent.mkdir(parents=True)
+        file.rename(claimed)  # as it is until it is put away
+        assert shown(web, "/api/results/1/image").size == (4, 8)
+        claimed.unlink()
         assert "no longer there" in web.error("/api/results/1/image", status=404)["message"]
         assert web.json("/api/results/1")["size"] is None
 
@@ -304,7 +308,7 @@ def test_a_picture_that_nobody_waits_for_any_more_is_not_made(monkeypatch):
     def config():
         begun.append(None)
         goes_on.wait(PATIENCE_S)
-        raise FileNotFoundError("the share is gone")
+        raise OSError("the share is gone")
 
     pictures, row = Pictures(config), ResultRow(1, result())
     monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", 0.01)

@@ -211,6 +211,29 @@ class TestTheSecondVerdict:
         page.keyboard.press("a")
         expect(case(page).get_by_role("status")).to_contain_text("agreed")
 
+    def test_in_a_rush_a_case_stays_three_seconds_though_newer_ones_are_in_the_strip(self, opened):
+        opened.page.clock.install(time=0)
+        page = opened.go("/")
+        expect(page.locator(".choice").first).to_be_visible()
+        page.clock.pause_at(3_600_000)
+        state, first = opened.station.state, opened.station.results[59]
+
+        def come(*numbers):
+            for number in numbers:
+                opened.station.results[number] = {**first, "seq": number, "label": f"defect {number}"}
+            cases = [opened.station.results[number] for number in reversed(numbers)]
+            opened.station.state = {**state, "cases": [*cases, *state["cases"]][:12]}
+            with page.expect_response("**/api/state"):
+                page.clock.run_for(1000)
+            expect(page.get_by_role("button", name=f"defect {numbers[-1]}")).to_be_visible()
+
+        come(61)
+        expect(case(page)).to_contain_text("defect 61")
+        come(*range(61, 80))  # the first of them is none of the twelve newest any more
+        assert "defect 61" in case(page).inner_text()
+        page.clock.run_for(3000)
+        expect(case(page)).to_contain_text("defect 79")
+
     def test_a_token_is_asked_for_once_it_is_needed(self, opened):
         opened.page.context.clear_cookies()
         page = opened.go("/")
@@ -223,7 +246,6 @@ class TestTheSecondVerdict:
         token.fill("anna-secret")
         token.press("Enter")
         expect(page.get_by_role("button", name="signed in as anna, role admin")).to_be_visible()
-        page.keyboard.press("f")
         expect(case(page).get_by_role("status")).to_contain_text("false call by anna")
 
     def test_whoever_may_no_longer_see_the_line_sees_nothing_of_it(self, opened):
@@ -267,7 +289,7 @@ class TestTheSecondVerdict:
         page.get_by_role("button", name="line 2").click()
         expect(page.get_by_label("text of the line file")).to_be_focused()
         page.get_by_role("button", name="Reload the file").click()
-        expect(page.get_by_text("The line serves the file as it is now.")).to_be_visible()
+        expect(page.get_by_text("The line serves this file.")).to_be_visible()
 
 
 class TestWithoutAnAnswer:
