@@ -179,10 +179,10 @@ def _seen(expert: str, agent: Agent) -> list[str]:
     seen = agent.loop.record.seen(agent.expert(expert))
     if seen.p50_s is None or seen.p99_s is None:
         return []
-    return [
-        f"Images that it ran lately: {seen.images}, batches: {seen.batches}. From queued to answered, half of them "
-        f"took at most {seen.p50_s:.3f} s, 99 of 100 at most {seen.p99_s:.3f} s."
-    ]
+    of = f"Images that it ran lately: {seen.images}, batches: {seen.batches}. From queued to answered, half of them"
+    if not seen.images:
+        of = "From queued to its end, half of its texts lately"
+    return [f"{of} took at most {seen.p50_s:.3f} s, 99 of 100 at most {seen.p99_s:.3f} s."]
 
 
 def _meaning(step: RouteStep | None, label: str, score: float) -> str:

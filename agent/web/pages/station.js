@@ -6,7 +6,7 @@
 
 const STALE_S = 5;
 const HUNG_MS = 4000;
-const SLOW_MS = 60000; // reload, promote
+const SLOW_MS = 60000; // reload
 const HIDDEN_S = 15;
 const FORGET_MS = 30000;
 const TURNED_MS = 800; // a key pressed this soon after the case changed was meant for the case before
@@ -141,6 +141,7 @@ async function refresh(path, answer, everyS) {
 async function act(...asked) {
   const [method, path, body, done, patienceMs] = asked;
   if (known.isBusy) return null;
+  let again;
   known.isBusy = true;
   redraw();
   try {
@@ -152,12 +153,12 @@ async function act(...asked) {
   } catch (error) {
     tell(error.message, true);
     denied(error, {});
-    if (body?.token === undefined) known.again = known.isSigning && asked;
-    return null;
+    if (known.isSigning && body?.token === undefined) again = new Promise((end) => known.again = end);
   } finally {
     known.isBusy = false;
     redraw();
   }
+  return await again ? act(...asked) : null;
 }
 
 function tell(text, isError = false) {
@@ -520,7 +521,7 @@ function boardPicture({size, frame, serial, parts}, part) {
     const [left, top, right, bottom] = each.box;
     return h("g.part", {key: each.seq, class: `${each.verdict} ${each === part ? "chosen" : ""}`, onclick: () => choose(each.seq)}, h("title", `${partOf(each)}: ${each.verdict} ${each.label ?? ""}`),
       h("rect", {x: left, y: top, width: right - left, height: bottom - top}),
-      each.verdict !== "OK" && h("text", {x: left, y: Math.max(top - size[0] / 90, size[0] / 30), "font-size": size[0] / 32}, `${each.verdict} ${each.ref ?? each.component}`));
+      each.verdict !== "OK" && h("text", {x: left, y: Math.max(top - size[0] / 90, size[0] / 30), "font-size": size[0] / 32}, each.ref ?? each.component));
   })));
 }
 
@@ -550,7 +551,7 @@ function expert() {
   h("div.figures", figure("images", fixed(value.seen?.images)), figure("p50", seconds(value.seen?.p50_s)), figure("p99", seconds(value.seen?.p99_s)),
     figure("loads", value.loads), figure("evictions", value.evictions), figure("in memory", value.memories.join(", ") || "no"),
     h("a.figure", {href: `/review${query({expert: value.id, finding: "false_call"})}`, class: value.false_calls ? "warn" : ""}, h("span", "false calls"), h("b", `${value.false_calls} of ${value.reviewed}`))),
-  h("div.cards", panel("Usage", value.usage_seen ? `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}` : "not seen yet", rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
+  h("div.cards", panel("Share of runs", value.usage_seen ? `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}` : "not seen yet", rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
     ({name, word: percent(share), part: share / most})))),
   panel("Second verdicts", null, rows(Object.entries(FINDINGS).map(([name, word]) => ({name: word, word: `${value.reviews[name] ?? 0}`})))),
   panel("Labels", null, h("p.labels", value.labels.map((label) => h("span", label))))),
@@ -605,7 +606,7 @@ function texts() {
   const answer = ask("/api/texts", 1);
   const value = answer.value;
   return missing(answer) ?? h("div.page", h("div.figures", figure("tokens/s", few(value.tokens_per_s)), figure("first token", seconds(value.first_token_s)), figure("under way", value.under_way.length)),
-    panel("Who waits", null, table(["#number", "model", "expert", "#waited", "#tokens read", "#written"], value.under_way.map((each) => ({key: each.number,
+    panel("Under way", null, table(["#number", "model", "expert", "#waited", "#tokens read", "#written"], value.under_way.map((each) => ({key: each.number,
       cells: [each.number, each.model, expertLink(each.expert), seconds(each.waited_s), each.read_tokens, each.written_tokens]})), "no text is under way")),
     panel("Models", null, table(["model", "experts", "#context", "state"], value.models.map((each) => ({key: each.name,
       cells: [each.name, each.experts.join(", "), fixed(each.context_tokens), each.is_ready ? "ready" : each.reason ?? "not ready"]})), "no language model")));
@@ -669,6 +670,7 @@ const problem = (each) => h("li", each.line !== null && button(`line ${each.line
 // ---- signing in
 
 function sign(isSigning) {
+  known.again?.(false);
   Object.assign(known, {isSigning, again: null});
   redraw();
 }
@@ -691,10 +693,11 @@ function submitToken(event) {
 
 async function session(method, body, done) {
   if (!await act(method, "/api/session", body, done)) return;
-  const again = body && known.again; // what was refused before
+  const {again} = known;
+  known.again = null;
   sign(false);
   await whoAmI();
-  if (again) act(...again);
+  again?.(body);
 }
 
 async function whoAmI() {
@@ -755,7 +758,7 @@ document.addEventListener("keydown", (event) => {
 addEventListener("popstate", redraw);
 document.addEventListener("visibilitychange", () => {
   known.askAt = 0;
-  if (!document.hidden && !known.polling) poll(); // which draws once it is answered
+  if (!document.hidden && !known.polling) poll();
 });
 
 setInterval(tick, 1000);

@@ -240,13 +240,16 @@ class TestTheSecondVerdict:
         page.get_by_role("button", name="False call").click()
         token = page.get_by_label("token")
         expect(token).to_be_focused()
+        page.get_by_role("button", name="Close").click()  # then it is not done
+        page.get_by_role("button", name="Agree").click()
         token.fill("wrong")
         token.press("Enter")
         expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("this is no token of the line file")
         token.fill("anna-secret")
         token.press("Enter")
         expect(page.get_by_role("button", name="signed in as anna, role admin")).to_be_visible()
-        expect(case(page).get_by_role("status")).to_contain_text("false call by anna")
+        expect(case(page).get_by_role("status")).to_contain_text("agreed by anna")
+        assert list(reviews(opened.station).values()) == ["agree"]
 
     def test_whoever_may_no_longer_see_the_line_sees_nothing_of_it(self, opened):
         opened.page.clock.install()
