@@ -477,8 +477,8 @@ def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
             break
     if short <= 0:
         return True
-    if pool.has_spare and any(entry.is_spare and not entry.is_evictable for entry in pool.entries()):
-        return False
+    if pool.has_spare and any(entry.is_spare and (entry.uses or not entry.is_resident) for entry in pool.entries()):
+        return False  # it runs or loads; a spare copy that was pinned since would hold the others forever
     if claim.evicts is Evicts.NOTHING or (claim is STAGE and pool.name in state.all_queued):
         return False
     rank = RANKS[state.policy.evicting]

@@ -74,3 +74,10 @@ def test_its_failures_end_it_and_lower_no_budget(out_of_memory):
     line.failed("n", out_of_memory=out_of_memory)
     assert line.reason == "n: broke"
     assert line.pools()[0].expert_bytes == 2
+
+
+def test_an_expert_that_a_reload_pins_holds_the_others_no_longer_than_it_runs():
+    line = IdleLine()
+    line.play(SHOWN)
+    line.handle(events.LineChanged(line.graph, line.matrix, frozenset("n"), frozenset()))
+    line.play("arrive a -> load a ssd>host; loaded a; finished a; arrive b -> evict a host stage 2, load b ssd>host")
