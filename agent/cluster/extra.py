@@ -13,7 +13,7 @@ SETTINGS = {
 
 
 def why_absent() -> str | None:
-    """What to install; None if the extra is there."""
+    """Advice what to install; None if the extra is there."""
     missing = [name for name in MODULES if find_spec(name) is None]
     if not missing:
         return None

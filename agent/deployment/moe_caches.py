@@ -95,7 +95,7 @@ class MoeCaches:
         return places
 
     def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """By expert: bytes that its memories lack; negative: bytes left."""
+        """Bytes that the memories of each expert lack; negative: bytes left."""
         found: dict[str, int] = {}
         is_settled = self._allocation is not None or self._config.memory.workspace is not None
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):

@@ -45,7 +45,7 @@ ANSWER_LIMIT_S = 1200.0
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """What a user of Ray Serve sets. ``window``: max_batch_size; larger than a GPU's batch it is run in several."""
+    """Settings of a user of Ray Serve. ``window``: max_batch_size; larger than a GPU's batch it is run in several."""
 
     window: int
     wait_s: float

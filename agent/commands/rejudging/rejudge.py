@@ -46,7 +46,7 @@ NO_HURRY_S = 86_400.0  # the largest value of max_overtake_s
 
 
 def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Progress, cluster: str | None = None) -> Row:
-    """What `--json` tells of an archive judged anew, into ``out``. Goes on where an earlier run ended.
+    """Judge an archive anew, into ``out``; returns the values of `--json`. Goes on where an earlier run ended.
 
     Raises ConfigError, AgentCrashed.
     """
@@ -76,7 +76,7 @@ def rejudge(config: LineConfig, query: ArchiveQuery, out: Path, progress: Progre
 def rejudge_candidate(
     config: LineConfig, query: ArchiveQuery, weights: Path | None, page: Path | None, progress: Progress
 ) -> Row:
-    """What `--json` tells of an expert's images, judged by their routes with its candidate and with itself.
+    """Judge an expert's images by their routes, with its candidate and with itself; returns the values of `--json`.
 
     ``weights``: the candidate's; None: its shadow is the candidate. Raises ConfigError, AgentCrashed.
     """

@@ -87,7 +87,7 @@ def place(part: ComponentType, taken: np.ndarray, rng: np.random.Generator) -> t
 
 
 def panels(parts: Sequence[tuple[ComponentType, str]], rng: np.random.Generator) -> list[list[tuple[Site, str]]]:
-    """As many dense panels as it takes to hold these parts, in rows of about the same height; with their labels."""
+    """Dense panels, enough for these parts, in rows of about the same height; with their labels."""
     filled: list[list[tuple[Site, str]]] = [[]]
     x, y, row_px = EDGE_PX, EDGE_PX, 0
     for number, (part, label) in enumerate(sorted(parts, key=lambda each: -each[0].window_px)):

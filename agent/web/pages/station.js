@@ -6,7 +6,6 @@
 
 const STALE_S = 5;
 const HUNG_MS = 4000;
-const SLOW_MS = 60000; // reload
 const HIDDEN_S = 15;
 const FORGET_MS = 30000;
 const TURNED_MS = 800; // a key pressed this soon after the case changed was meant for the case before
@@ -166,7 +165,7 @@ function tell(text, isError = false) {
   redraw();
 }
 
-/** Ask for a token. Once closed, the dialog is not opened again by further tries of the same question. */
+/** Ask for a token, once for each question. */
 function denied({status}, asked) {
   const isDenied = status === 401 || status === 403;
   known.isSigning ||= isDenied && !asked.isDenied;
@@ -236,7 +235,7 @@ function clock(iso) {
 
 const FINDINGS = {agree: "agreed", false_call: "false call", missed_defect: "missed defect", decided: "decided"};
 const MUTE = {"aria-hidden": "true"};
-const SHAPES = { // a shape of its own for each verdict, for those who see no red or green
+const SHAPES = { // for those who see no red or green
   OK: "M8 1a7 7 0 1 0 .01 0zM4.6 8.3l2.3 2.4 4.5-5",
   NG: "M5 1h6l4 4v6l-4 4H5l-4-4V5zM5.3 5.3l5.4 5.4M10.7 5.3l-5.4 5.4",
   UNKNOWN: "M8 .6L15.4 8 8 15.4.6 8zM6.2 6.4c.2-2.2 3.7-2 3.6.1C9.7 7.7 8 7.7 8 9.2M8 11.4v.4",
@@ -327,7 +326,7 @@ function station() {
   const state = known.state;
   if (!state) return h("p.none", known.isDenied ? "A token is needed to see this." : "asking the agent…");
   const cases = held(state.cases);
-  return h("div.station", lastBoards(state), caseView(turned(cases, cases.find((each) => each.seq === known.held?.seq)), cases),
+  return h("div.station", lastBoards(state), caseView(turned(cases, known.held), cases),
     h("div.side", sources(state), executors(state), memories(state.memories), pareto(state.shift.pareto)));
 }
 
@@ -369,13 +368,15 @@ const pareto = (bars) => panel("Defects of the shift", null, rows(bars.map((each
 
 // ---- a case: the image, the chain of experts, the second verdict
 
-/** `cases`, with the held one. */
+/** `cases`, with the held one: the chosen case, or one that is the newest for HELD_MS. */
 function held(cases) {
-  if (now() - known.heldAt >= HELD_MS && cases[0]?.seq !== known.held?.seq) Object.assign(known, {held: cases[0], heldAt: now()});
-  return known.held && cases.every((each) => each.seq !== known.held.seq) ? [...cases.slice(0, -1), known.held] : cases;
+  const seq = chosen.seq ?? known.held?.seq;
+  known.held = cases.find((each) => each.seq === seq) ?? known.held;
+  if (known.held?.seq !== chosen.seq && now() - known.heldAt >= HELD_MS && cases[0]?.seq !== known.held?.seq) Object.assign(known, {held: cases[0], heldAt: now()});
+  return !known.held || cases.includes(known.held) ? cases : [...cases.slice(0, -1), known.held];
 }
 
-/** The chosen case, else the usual one; notes when that is another one than before. */
+/** The chosen case, else the usual one; notes when it is another one. */
 function turned(cases, usual = cases[0]) {
   const at = cases.findIndex((each) => each.seq === chosen.seq);
   const found = at >= 0 ? cases[at] : usual;
@@ -388,12 +389,13 @@ const turn = (seq, shown, turnedAt) => Object.assign(chosen, {seq, shown, turned
 const pin = () => chosen.seq = chosen.shown;
 
 function choose(seq) {
+  if (seq === null) known.heldAt = -HELD_MS;
   turn(seq, seq, -TURNED_MS);
   redraw();
 }
 
 function step(by) {
-  const cases = {"/": known.state?.cases, "/review": answers.get(reviewPath())?.value?.results}[location.pathname] ?? answers.get(boardPath())?.value?.parts ?? [];
+  const cases = {"/": held(known.state?.cases ?? []), "/review": answers.get(reviewPath())?.value?.results}[location.pathname] ?? answers.get(boardPath())?.value?.parts ?? [];
   const next = cases[cases.findIndex((each) => each.seq === chosen.shown) + by];
   if (next) choose(next.seq);
 }
@@ -652,7 +654,7 @@ function lineFile() {
   return h("div.page", h("p", {class: value.is_served ? "" : "warn"}, h("b", value.file), value.is_served ? " is being served." : " has changed since the agent read it: reload it.",
     " Edit the file on the box; a change made here is only checked."),
   h("textarea", {id: "text", key: value.sha256, value: value.text, spellcheck: "false", label: "text of the line file", wrap: "off"}),
-  h("div.choices", keep("checked", "/api/line/check", () => ({text: byId("text").value}), "checked"), keep("reloaded", "/api/reload", undefined, "asked", SLOW_MS)),
+  h("div.choices", keep("checked", "/api/line/check", () => ({text: byId("text").value}), "checked"), keep("reloaded", "/api/reload", undefined, "asked", 60000)),
   line.checked && panel("Check", null, line.checked.problems.length ? h("ul.problems", line.checked.problems.map(problem)) : h("p.good", "This text is a valid line file.")),
   line.reloaded && panel("Reload", null, h("p", {class: line.reloaded.is_applied ? "good" : "bad"}, line.reloaded.is_applied ? "The line serves this file." : "The line serves what it did before."),
     ["problems", "added", "replaced", "removed", "needs_restart"].map((name) => line.reloaded[name].length > 0 && h("p", h("b", `${name.replace("_", " a ")}: `), line.reloaded[name].join(", ")))),

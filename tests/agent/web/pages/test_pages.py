@@ -233,6 +233,16 @@ class TestTheSecondVerdict:
         assert "defect 61" in case(page).inner_text()
         page.clock.run_for(3000)
         expect(case(page)).to_contain_text("defect 79")
+        page.get_by_label("reason", exact=True).fill("glare")
+        come(*range(80, 99))
+        page.clock.run_for(4000)
+        assert "defect 79" in case(page).inner_text()  # a person is at it
+        expect(page.get_by_label("reason", exact=True)).to_have_value("glare")
+        page.get_by_role("button", name="newer case").click()
+        expect(case(page)).to_contain_text("defect 88")
+        page.get_by_role("button", name="newer", exact=False).first.click()
+        page.keyboard.press("Escape")
+        expect(case(page)).to_contain_text("defect 98")
 
     def test_a_token_is_asked_for_once_it_is_needed(self, opened):
         opened.page.context.clear_cookies()
