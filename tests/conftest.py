@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -117,6 +118,20 @@ def forks(tmp_path_factory):
     forks = Forks(tmp_path_factory.mktemp("forks"))
     yield forks
     forks.close()
+
+
+@pytest.fixture
+def closed_socket(tmp_path):
+    """Address of a unix socket that listens, and that this user may not open."""
+    me, path = os.geteuid(), tmp_path / "closed.sock"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(path))
+        door.listen()
+        path.chmod(0)
+        if me == 0:
+            os.seteuid(65534)  # whom nothing lets in
+        yield f"unix:{path}"
+        os.seteuid(me)
 
 
 @pytest.fixture(scope="session")
