@@ -1,46 +1,71 @@
-"""Bytes for messages and bodies in receipt, or not yet counted by the desk; first come, first served."""
+"""Bytes for messages and bodies in receipt, or not yet counted by the desk; who holds least comes first."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
+
+from agent.api.calls.shares import Place, Shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Budget:
     def __init__(self, size_bytes: int) -> None:
-        self._free_bytes = size_bytes
-        self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
-        self._freed = asyncio.Event()
+        self._shares = Shares(size_bytes)
+        self._waiting: dict[Room, asyncio.Future[Place]] = {}  # in the order of their coming
 
-    async def take(self, size_bytes: int, spared_bytes: int) -> None:
-        """Wait for so many bytes, with ``spared_bytes`` left free. Calls that spare none delay no others."""
-        async with self._turns[spared_bytes > 0]:
-            while self._free_bytes < size_bytes + spared_bytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= size_bytes
+    async def take(self, room: Room) -> Place:
+        """Wait for the room's bytes, with its ``spared_bytes`` left free. Rooms that spare none delay no others."""
+        place: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting[room] = place
+        try:
+            self.serve()
+            return await place
+        except BaseException:
+            if place.done() and not place.cancelled():
+                place.result().leave()
+            raise
+        finally:
+            self._waiting.pop(room, None)
+            self.serve()
 
-    def give_back(self, size_bytes: int) -> None:
-        self._free_bytes += size_bytes
-        self._freed.set()
+    def serve(self) -> None:
+        """Give free bytes to waiting rooms: of each kind, to the peer that holds least."""
+        for spares in (True, False):
+            while waiting := [room for room, place in self._waiting.items()
+                              if (room.spared_bytes > 0) is spares and not place.done()]:  # fmt: skip
+                first = min(waiting, key=lambda room: self._shares.held(room.peer))
+                place = self._shares.take(first.peer, first.end, first.size_bytes, first.spared_bytes)
+                if place is None:
+                    break
+                self._waiting[first].set_result(place)
 
 
 class Room:
-    """Bytes reserved for one call's message until the desk has counted it."""
+    """Bytes reserved for one call's message until the desk has counted it. ``end``: ends a call that yields its bytes
+    to another peer before its message has come; None: it never yields."""
 
-    def __init__(self, budget: Budget, size_bytes: int, spared_bytes: int) -> None:
+    def __init__(
+        self, budget: Budget, size_bytes: int, spared_bytes: int, peer: str = "", end: Callable[[], None] | None = None
+    ) -> None:
+        self.size_bytes, self.spared_bytes, self.peer, self.end = size_bytes, spared_bytes, peer, end
         self._budget = budget
-        self._size_bytes = size_bytes
-        self._spared_bytes = spared_bytes
-        self._held_bytes = 0
+        self._place: Place | None = None
 
     async def enter(self) -> None:
-        await self._budget.take(self._size_bytes, self._spared_bytes)
-        self._held_bytes = self._size_bytes
+        self._place = await self._budget.take(self)
+
+    def touch(self) -> None:
+        if self._place is not None:
+            self._place.touch()
 
     def keep(self, size_bytes: int) -> None:
-        """Reduce the reservation to the bytes of the received message."""
-        self._budget.give_back(self._held_bytes - size_bytes)
-        self._held_bytes = size_bytes
+        """Reduce the reservation to the bytes of the received message, which does not yield any more."""
+        if self._place is not None:
+            self._place.keep(size_bytes)
+            self._budget.serve()
 
     def leave(self) -> None:
         """Release the reservation. Idempotent."""
