@@ -65,6 +65,11 @@ OF_IMAGES = ("confidence", "input", "iou", "otherwise", "stem", "task", "thresho
 LARGEST_SIDE_PX = 8192
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+ADDRESS = re.compile(r"\\\\|//|[\w.+-]+:[/\\]|[A-Za-z]:$")  # \\\\NAS\X, //nas/x, smb://nas/x, nas:/x, D:\X, D:
+MOUNT = (
+    "mount it, for a share of Windows or a NAS with a line of /etc/fstab such as `//NAS/SHARE /mnt/SHARE cifs "
+    "credentials=FILE,uid=coserve,_netdev 0 0`, and write the mount point: /mnt/SHARE"
+)
 COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; valid in file names, metrics and addresses
 
 
@@ -93,9 +98,21 @@ def _labels(labels: list[str] | None) -> list[str] | None:
     return labels
 
 
-def _not_empty(path: object) -> object:
+def path_of_this_box(path: object) -> object:
+    """Raises ValueError for an address of a share or a path of Windows: here it would be an odd name of a new folder.
+
+    No message repeats an address: it may contain a password.
+    """
     if path == "":
         raise ValueError("an empty path - name a file or folder, relative to this file")
+    if not isinstance(path, str):
+        return path
+    if path.startswith("file:"):
+        raise ValueError("an address, no path - leave out file://")
+    if ADDRESS.match(path):
+        raise ValueError(f"an address of a share, or of a Windows disk, is no path of this box - {MOUNT}")
+    if "\\" in path:
+        raise ValueError(f"{path!r} has the backslashes of Windows - write {path.replace(chr(92), '/')!r}")
     return path
 
 
@@ -111,7 +128,9 @@ def _size(value: object) -> int:
     return bytes_
 
 
-FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_in_folder)]  # relative to the file naming it
+FilePath = Annotated[
+    Path, BeforeValidator(path_of_this_box), AfterValidator(_in_folder)
+]  # relative to the file naming it
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
 Labels = Annotated[list[str], Field(min_length=1)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]

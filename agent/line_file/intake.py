@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from pydantic_core import PydanticCustomError
 
 from agent.line_file.values import Name, RegularExpression, Seconds, SecretSection
-from experts.catalog import ComponentType, FilePath, Section
+from experts.catalog import ComponentType, FilePath, Section, path_of_this_box
 from experts.document import suggestion
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
@@ -38,7 +38,7 @@ def _camera_url(text: str, info: ValidationInfo) -> str:
         _check_address(text)
     if scheme == "file":
         folder: Path = (info.context or {})["folder"]
-        return f"file:{(folder / rest).absolute()}"
+        return f"file:{(folder / str(path_of_this_box(rest))).absolute()}"
     return text
 
 

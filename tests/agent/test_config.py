@@ -124,6 +124,40 @@ def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path, addition, expected):
     assert expected in problems_of(tmp_path, MINIMAL + addition)[0]
 
 
+FOREIGN_PATHS = ["smb://u:secret@nas/x", r"\\nas\x", "//nas/x", "nas:/x", r"D:\x", "D:", "d:/x"]
+
+
+@pytest.mark.parametrize("path", FOREIGN_PATHS)
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("path: inbox", "path: '{}'", "line.yaml:14:7: intake.folders[0].path: an address of a share"),
+        ("state: ./state", "state: '{}'", "line.yaml:2:1: state: an address of a share"),
+        ("weights: r.safetensors", "weights: '{}'", "line.yaml:4:35: experts.cls/r.weights: an address of a share"),
+        (
+            "intake:\n",
+            "records: {{export: {{folder: '{}'}}}}\nintake:\n",
+            "records.export.folder: an address of a share",
+        ),
+    ],
+)
+def test_a_share_s_address_or_a_windows_disk_as_a_path_is_refused_with_the_remedy(
+    tmp_path, path, before, after, expected
+):
+    (problem,) = problems_of(tmp_path, MINIMAL.replace(before, after.format(path), 1))
+    assert expected in problem
+    assert "and write the mount point: /mnt/SHARE" in problem
+    assert "secret" not in problem
+
+
+def test_a_path_with_backslashes_is_refused_and_a_name_with_a_colon_is_none_of_windows(tmp_path):
+    (problem,) = problems_of(tmp_path, MINIMAL.replace("path: inbox", r"path: 'data\inbox'"))
+    assert r"intake.folders[0].path: 'data\\inbox' has the backslashes of Windows - write 'data/inbox'" in problem
+    (problem,) = problems_of(tmp_path, MINIMAL.replace("path: inbox", "path: 'file:///srv/inbox'"))
+    assert "an address, no path - leave out file://" in problem
+    assert line_of(tmp_path, MINIMAL.replace("path: inbox", "path: '2026-11-28 08:00'")).intake.folders[0].path.name
+
+
 def test_a_pattern_must_compile_and_tell_everything_but_a_constant_component(tmp_path):
     for pattern, expected in (
         ("(", "line.yaml:15:7: intake.folders[0].pattern: invalid regular expression"),
