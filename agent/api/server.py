@@ -44,6 +44,10 @@ SERVICES = (inspection.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers in transit when all calls have ended
 KEEPALIVE_MS = 10_000  # until a silent caller is probed, as its calls count against the limits
 KEEPALIVE_ANSWER_MS = 20_000
+CALLERS_PING_MS = 5_000  # callers' own pings may come as often, with calls and without
+CONNECTIONS = 512  # at each address: each is a file of this process, which the line needs too
+HANDSHAKE_MS = 20_000  # for TLS and HTTP/2, of a caller that has connected
+IDLE_MS = 300_000  # without a call: its caller connects again when it calls
 
 Server = Any  # gRPC has no types
 
@@ -164,6 +168,11 @@ class ApiServer:
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
             ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # one minute by default, and decisive
+            ("grpc.http2.min_ping_interval_without_data_ms", CALLERS_PING_MS),  # else a watcher's pings end it
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS),
+            ("grpc.max_connection_idle_ms", IDLE_MS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         )
         interceptors = [Guard(self.credentials.tokens, where), self._door]
         return grpc.aio.server(interceptors=interceptors, options=options)

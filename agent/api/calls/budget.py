@@ -45,21 +45,25 @@ class Budget:
 
 class Room:
     """Bytes reserved for one call's message until the desk has counted it. ``end``: ends a call that yields its bytes
-    to another peer before its message has come; None: it never yields."""
+    to another peer before its message has come; None: it never yields. ``call``: the call's own place, if it has one.
+    """
 
     def __init__(
         self, budget: Budget, size_bytes: int, spared_bytes: int, peer: str = "", end: Callable[[], None] | None = None
     ) -> None:
         self.size_bytes, self.spared_bytes, self.peer, self.end = size_bytes, spared_bytes, peer, end
         self._budget = budget
+        self.call: Place | None = None
         self._place: Place | None = None
 
     async def enter(self) -> None:
         self._place = await self._budget.take(self)
 
     def touch(self) -> None:
-        if self._place is not None:
-            self._place.touch()
+        """The caller was heard, or has read."""
+        for place in (self._place, self.call):
+            if place is not None:
+                place.touch()
 
     def keep(self, size_bytes: int) -> None:
         """Reduce the reservation to the bytes of the received message, which does not yield any more."""

@@ -5,6 +5,9 @@ message type are INVALID_ARGUMENT. Messages in receipt, or not yet counted by th
 ``limits.memory``: each call reserves the bytes of the largest message before it reads, a stream while it is open. Calls
 beyond the limit are refused before any of their bytes is received.
 
+Calls at once are bounded by their kind, and each bound is shared (``agent.api.calls.shares``): a lone caller may hold
+all, and is ended with QUEUE_FULL where it is silent longest when others come.
+
 Unary calls are served as streams of one message, which is equal on the wire: so a message is read only into reserved
 room.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,9 +27,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from agent.api.access import Role, audited, ended, logged
+from agent.api.access import CALLING, Role, audited, ended, logged
 from agent.api.calls.budget import Budget, Room
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
+from agent.api.calls.shares import Shares, peer_of
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ RECEIVE_S = 20.0  # a slower caller would delay others' messages
 QUESTIONS = 1000  # concurrent calls without images
 CHECKS = 1000  # concurrent health checks: a watch may last forever
 QUESTION_RECEIVE_S = 5.0  # for a message without an image
+SILENT_S = 20.0  # a message or stream without a word for so long yields to anyone; a watcher has nothing to say
 STALL_S = 30.0  # a caller that reads nothing of a stream for so long is cut off
 STREAMS = 64  # concurrent streams of images, if memory has room for a message of each
 WATCHERS = 64  # concurrent watchers, counted apart from streams
@@ -48,6 +54,7 @@ RECEIVED_AT_LEAST = 5  # messages with guaranteed room; more if `memory` is larg
 FIELDS = 1000  # of a message, which has a field per image, output and parameter
 QUESTION_BYTES = 2**20  # a parsed message takes many times these bytes; names and numbers need few
 FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for more"
+YIELDED = "of all that wait this was silent longest, and gives them its place - try again"
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 WATCHING = "/WatchResults"
@@ -102,12 +109,16 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self._message_bytes = received_at_most_bytes(limits.message)
         messages = max(limits.memory // self._message_bytes, RECEIVED_AT_LEAST)
         self._budget = Budget(messages * self._message_bytes)
-        self._at_most = {
+        at_most = {
             _Kind.IMAGE: limits.requests,
             _Kind.STREAM: min(messages - 2, STREAMS),  # spares a call's message, and a message without an image
             _Kind.WATCHER: WATCHERS,
             _Kind.QUESTION: QUESTIONS,
             _Kind.CHECK: CHECKS,
+        }
+        self._shares = {
+            kind: Shares(most, math.inf if kind in (_Kind.WATCHER, _Kind.CHECK) else SILENT_S)
+            for kind, most in at_most.items()
         }
         self._open: Counter[_Kind] = Counter()
         self._idle = asyncio.Event()
@@ -131,23 +142,36 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         return self._idle.is_set()
 
     @asynccontextmanager
-    async def entered(self, kind: _Kind) -> AsyncIterator[Room]:
-        """Context that counts a call, and gives the ``Room`` of its messages. Raises OrderRefused beyond the limit.
-        Calls without an image have bytes that images cannot take."""
+    async def entered(self, kind: _Kind, peer: str) -> AsyncIterator[Room]:
+        """Context that counts a call, and gives the ``Room`` of its messages. Raises OrderRefused beyond the limit, and
+        for a call that yields. Calls without an image have bytes that images cannot take."""
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - try again after its restart")
-        most = self._at_most[kind]
-        if self._open[kind] >= most:
-            advice = FEWER_BYTES if kind is _Kind.STREAM else "try again later"
-            raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - {advice}", FULL_RETRY_S)
-        has_image = kind in (_Kind.IMAGE, _Kind.STREAM)
-        room = Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
-        self._count(kind, 1)
+        yielding = asyncio.timeout(None)
+
+        def end() -> None:
+            if not yielding.expired():
+                yielding.reschedule(0.0)
+
+        shares, has_image = self._shares[kind], kind in (_Kind.IMAGE, _Kind.STREAM)
+        room = Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0, peer, end)
         try:
-            yield room
-        finally:
-            room.leave()
-            self._count(kind, -1)
+            async with yielding:
+                room.call = shares.take(peer, end)
+                if room.call is None:
+                    advice = FEWER_BYTES if kind is _Kind.STREAM else "try again later"
+                    raise OrderRefused(Refusing.QUEUE_FULL, f"{shares.size} {kind}s are open - {advice}", FULL_RETRY_S)
+                self._count(kind, 1)
+                try:
+                    yield room
+                finally:
+                    room.leave()
+                    room.call.leave()
+                    self._count(kind, -1)
+        except TimeoutError:
+            if not yielding.expired():
+                raise
+            raise OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {YIELDED}", FULL_RETRY_S) from None
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""
@@ -177,7 +201,7 @@ class _Guarded:
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """The answer; None for a refused call."""
         answer = None
-        async with _refusing(context, self._method), self._door.entered(self._kind) as room:
+        async with _refusing(context, self._method), self._door.entered(self._kind, _peer(context)) as room:
             action = ACTIONS.get(self._method.rpartition("/")[2])
             if action is None:  # no reference to the message stays here: a waiting image has one copy in memory
                 answer = await self._call(await self._given(context, room), room)
@@ -191,13 +215,14 @@ class _Guarded:
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         async with (
             _refusing(context, self._method),
-            self._door.entered(self._kind) as room,
+            self._door.entered(self._kind, _peer(context)) as room,
             aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
             async for answer in answers:
                 try:
                     async with asyncio.timeout(STALL_S):
                         await context.write(answer)
+                        room.touch()
                 except TimeoutError:
                     raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: try again") from None
 
@@ -208,11 +233,13 @@ class _Guarded:
         if not (self._takes_stream and is_check):
             await room.enter()
         if self._takes_stream:
-            return _Messages(context, self._parse, room if is_check else None)
+            return _Messages(context, self._parse, room, is_check=is_check)
         raw = await _read_within(RECEIVE_S if has_image else QUESTION_RECEIVE_S, context)
         if raw is grpc.aio.EOF:
             raise OrderRefused(Refusing.INVALID, "the call ended without a message")
         room.keep(len(raw))
+        if room.call is not None and self._kind is not _Kind.WATCHER:
+            room.call.keep()  # its message is here: it yields no longer
         if has_image:
             self._door.check_size(len(raw))
         elif len(raw) > QUESTION_BYTES:
@@ -225,27 +252,33 @@ class _Guarded:
 
 class _Messages:
     """Messages of a stream. gRPC's iterator, or a generator, would hold the last message until the next one arrives.
-    ``room``: for one message at a time; None if the stream has reserved one."""
+    ``room``: for one message at a time of a check; a stream of images has entered it."""
 
-    def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room | None) -> None:
+    def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room, *, is_check: bool) -> None:
         self._context = context
         self._parse = parse
         self._room = room
+        self._is_check = is_check
 
     def __aiter__(self) -> _Messages:
         return self
 
     async def __anext__(self) -> Any:  # noqa: ANN401  # gRPC has no types
         """Raises OrderRefused."""
-        if self._room is None:
+        if not self._is_check:
             raw = await self._context.read()
         else:
             await self._room.enter()
             raw = await _read_within(QUESTION_RECEIVE_S, self._context)
             self._room.leave()
+        self._room.touch()
         if raw is grpc.aio.EOF:
             raise StopAsyncIteration
         return _parsed(raw, self._parse)
+
+
+def _peer(context: Call) -> str:
+    return peer_of(CALLING.get().name, context.peer())
 
 
 def _kind_of(method: str, is_stream: bool) -> _Kind:

@@ -44,7 +44,7 @@ class Place:
 
 class Shares:
     def __init__(self, size: int, silent_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        self.free = size
+        self.size = self.free = size
         self._silent_s = silent_s
         self._clock = clock
         self._yielding: dict[Place, None] = {}  # silent longest first

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.api.calls import door
+from agent.api.calls.shares import Shares
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
@@ -238,8 +239,8 @@ def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_wi
 
 
 def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk, server, monkeypatch):
-    most = {kind: server._door._at_most[kind] for kind in ("stream", "watcher")}
-    monkeypatch.setitem(server._door._at_most, "watcher", 4)
+    most = {kind: server._door._shares[kind].size for kind in ("stream", "watcher")}
+    monkeypatch.setitem(server._door._shares, "watcher", Shares(4))
     end = threading.Event()
     watchers = [agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S) for _ in range(4)]
     desk.wait_for(lambda desk: desk.watchers == 4)

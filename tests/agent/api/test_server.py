@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from agent.api.calls.shares import Shares
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES
@@ -118,7 +119,7 @@ class TestHealth:
         watched.cancel()
 
     def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, server, monkeypatch):
-        monkeypatch.setitem(server._door._at_most, "health check", 3)
+        monkeypatch.setitem(server._door._shares, "health check", Shares(3))
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
         assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
         error = refused(next, health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S))
