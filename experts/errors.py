@@ -49,6 +49,7 @@ CoServeError
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -189,6 +190,22 @@ class MemoryExceeded(CoServeError):
         super().__init__(f"memory {pool}: {wanted_bytes} bytes wanted, {free_bytes} free")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
+
+
+SHORTAGES = (  # texts of torch, CUDA, ONNX Runtime, OpenCV and libstdc++
+    "can't allocate memory", "not enough memory", "failed to allocate", "out of memory", "insufficient memory",
+    "bad_alloc", "bad allocation",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if an error, or its cause, says that memory was short; runtimes have classes of their own for it."""
+    if error is None:
+        return False
+    if isinstance(error, MemoryError | MemoryExceeded) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    is_short = not isinstance(error, CoServeError) and any(text in str(error).lower() for text in SHORTAGES)
+    return is_short or is_out_of_memory(error.__cause__)
 
 
 class ImageError(CoServeError):

@@ -25,11 +25,11 @@ from agent.core.request import Rejected
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
-from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
-from experts.errors import CoServeError, OutputInvalid
+from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -171,6 +171,8 @@ class _Packing:
             self._failed[job.expert.id] = error
         except OSError as error:
             self._failed[job.expert.id] = _unwritable(job.expert.id, error)
+        except MemoryError as error:
+            self._failed[job.expert.id] = LoadError(job.expert.id, f"no memory to pack it: {error}; free some, reload")
         else:
             self._drafts[job.precision][job.expert.id] = draft
 

@@ -4,8 +4,8 @@ A crop starts on a core without a computing executor, a photograph on any core: 
 CPU, which else wait (see ``LARGE_BYTES``). An executor itself starts the missing crops of its batch.
 
 Guarantees: images start by deadline, images of a started batch first. An image is decoded once for all its steps, and
-forgotten images hold no memory. Images in decoding take DECODING_BYTES at most. A MemoryError is set on the future; any
-other error gives a Rejected.
+forgotten images hold no memory. Images in decoding take DECODING_BYTES at most. A lack of memory is set on the
+future; any other error gives a Rejected.
 
 A JPEG is decoded smaller for experts whose answers proved equal, to MARGIN times their input size. For later steps the
 pixels are held, or the tensors of these steps if smaller.
@@ -28,7 +28,7 @@ from agent.runtime.images.due_threads import DueTask, DueThreads
 from agent.runtime.images.sources import decoded, stored_bytes
 from agent.runtime.machine.threads import give_way, use_threads
 from experts.backends import backend_for
-from experts.errors import ImageError
+from experts.errors import ImageError, is_out_of_memory
 from experts.expert import Orientation
 from experts.images import SWAPPED, UPRIGHT
 
@@ -275,9 +275,9 @@ class Preparation:
                 prepared, pixels = self._prepared(image, form)
         except ImageError as error:
             answer(Rejected(str(error)))
-        except MemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):  # of OpenCV or torch, too: it says nothing of the image
+                raise
             logger.exception("preparation_broke expert=%s image=%s", form.expert.id, image.name)
             reason = f"{image.name}: cannot be prepared for {form.expert.id}: {type(error).__name__}: {error}"
             answer(Rejected(reason))

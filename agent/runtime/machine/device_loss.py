@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import CoServeError, DeviceLost, MemoryExceeded
+from experts.errors import CoServeError, DeviceLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,6 @@ LOSSES = (  # texts of cudaGetErrorString
     "no cuda-capable device",
     "driver shutting down",
 )
-OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,6 @@ def names_a_loss(error: Exception) -> bool:
     text = str(error).lower()
     speaks = isinstance(error, torch.AcceleratorError) or any(speaker in text for speaker in SPEAKERS)
     return speaks and any(loss in text for loss in LOSSES)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _said(error: Exception) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
-from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import end_team, give_way, use_threads
 from agent.runtime.weights.drive import StagingBuffers
 from experts import errors
@@ -199,7 +199,7 @@ class Transfers:
         if isinstance(error, errors.WeightsError) and not isinstance(error, errors.WeightsMissing):
             return self._failed(effect, error.message, permanent=True)
         reason = str(error) or type(error).__name__
-        if is_out_of_memory(error):
+        if errors.is_out_of_memory(error):
             return self._failed(effect, reason, out_of_memory=True)
         if isinstance(error, (errors.CoServeError, OSError)):
             is_away = isinstance(error, OSError) or isinstance(error.__cause__, OSError)

@@ -26,7 +26,7 @@ from experts.backends.onednn.levels import Levels, Values
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity, on_threads
 from experts.backends.onednn.quantised_weights import quantised_weights
 from experts.backends.onednn.quantising import quantised
-from experts.errors import BackendUnavailable, OutputInvalid, Unrecordable
+from experts.errors import BackendUnavailable, OutputInvalid, Unrecordable, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -172,6 +172,8 @@ def fused_module(
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
     except (Unrecordable, ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes so
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         return RefusedModule(str(error).strip().partition("\n")[0])
     if numbers == torch.int8:
         found = quantised(found)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # isolated Python 
 from safetensors.torch import save_file
 
 from experts.backends.onnx.backend import packed
-from experts.errors import ExpertError
+from experts.errors import ExpertError, is_out_of_memory
 
 IDLE_S = 20.0
 
@@ -43,12 +43,13 @@ def _end(folder: Path) -> int:
         packable = packed(expert)
         save_file({name: tensor.contiguous() for name, tensor in packable.tensors.items()}, folder / "tensors")
         (folder / "program").write_bytes(packable.program)
-    except ExpertError as error:
-        _report(folder, type(error).__name__, error.message)
-    except MemoryError:
-        _report(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
     except Exception as error:  # noqa: BLE001  an untrusted graph: any fault is that one expert's
-        _report(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            _report(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
+        elif isinstance(error, ExpertError):
+            _report(folder, type(error).__name__, error.message)
+        else:
+            _report(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
     return 0
 
 

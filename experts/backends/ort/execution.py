@@ -19,7 +19,7 @@ from experts.backends.modules.binding import output_list
 from experts.backends.ort.export import EXAMPLES, IMAGES, exported
 from experts.backends.ort.layout import LaidOutGraph, identity_of, laid_out, runtime_identity
 from experts.backends.ort.session import REFUSALS, session_once, shared_session
-from experts.errors import BackendUnavailable
+from experts.errors import BackendUnavailable, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -72,6 +72,8 @@ def runtime_form(
         weights, images = synthetic(sample, size)
         found = deviations(module, graph.program, outputs, (weights, graph.tensors(weights)), images)
     except (ValueError, *REFUSALS) as error:
+        if is_out_of_memory(error):  # it says nothing of the architecture, and a refusal is kept
+            raise MemoryError(str(error)) from error
         return RefusedModule(str(error))
     return refused(found, DEVIATION_MAXIMUM) or graph
 

@@ -1,5 +1,6 @@
 """A batch's way through an executor's thread: every request has its answer, whatever its image or weights are."""
 
+import errno
 import io
 import threading
 from dataclasses import replace
@@ -8,6 +9,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from PIL import Image
 
 from agent.core.events import BatchFailed
@@ -16,14 +18,14 @@ from agent.core.request import Batch, Rejected
 from agent.runtime.executor import BatchExecutor, Shared, checked, judge
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import EncodedImage, ImageFile
-from agent.runtime.machine.device_loss import is_out_of_memory
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from experts.errors import MemoryExceeded, OutputInvalid
+from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, OutputInvalid, is_out_of_memory
 from experts.expert import BoundingBox, Prediction
 from experts.llm.serving.output_lengths import OutputLengths
+from tests.forms import needs
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -129,14 +131,85 @@ def test_scores_of_boxes_must_be_numbers_too(line):
     assert isinstance(checked(broken, expert), Rejected)
 
 
-def test_an_allocation_that_torch_refuses_is_out_of_memory():
-    with pytest.raises(RuntimeError) as refused:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(refused.value)
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(MemoryExceeded("host", 2, 1))
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+SHORT_OF_MEMORY = """
+import resource
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+
+from agent.runtime.expert_copy import ExpertCopy
+from experts.errors import BackendUnavailable, is_out_of_memory
+from experts.expert import Expert, InputSpec, Precision
+from experts.packed.weights import SegmentStore
+from tests.agent.runtime.conftest import LABELS, Line
+from tests.agent.runtime.test_executor import Desk
+from tests.experts.conftest import packed_in
+
+folder, form = Path(sys.argv[1]), Precision(sys.argv[2])
+torch.set_num_threads(1)
+module = models.squeezenet1_1(num_classes=len(LABELS))
+save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, folder / "own-0.safetensors")
+expert = Expert("cls/own-0", "squeezenet1_1", folder / "own-0.safetensors", LABELS, InputSpec(512, 512))
+with closing(SegmentStore(folder / "packed")) as segments:
+    packed = packed_in(segments, [expert], form)["cls/own-0"][form]
+    line = Line(segments, {"cls/own-0@fp32": ExpertCopy("cls/own-0@fp32", expert, packed)}, {})
+    desk = Desk(line)
+    desk.load("own-0")
+    print("alone", type(desk.run("own-0", line.pixels(0))).__name__)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 200 * 2**20,) * 2)
+    larger = desk.run("own-0", *(line.pixels(seed) for seed in range(24)))
+    print("larger", type(larger).__name__, larger.out_of_memory, larger.reason.splitlines()[0])
+    for name, refused in {
+        "torch": lambda: torch.empty(2**30, dtype=torch.uint8),
+        "numpy": lambda: np.ones(2**30),
+        "opencv": lambda: cv2.resize(np.ones((1000, 1000, 3), np.float32), (20000, 20000)),
+        "bytes": lambda: bytearray(2**30),
+    }.items():
+        try:
+            refused()
+        except Exception as error:
+            print(name, is_out_of_memory(error), type(error).__name__, str(error).splitlines()[:1])
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    desk.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "speaker"),
+    [
+        pytest.param("onnxruntime", "[ONNXRuntimeError]", marks=needs("onnxruntime")),
+        pytest.param("onednn-fp32", "DefaultCPUAllocator", marks=needs("onednn-fp32")),
+        ("fp32", "DefaultCPUAllocator"),
+    ],
+)
+def test_a_batch_that_is_short_of_memory_in_any_runtime_is_answered_as_out_of_memory(forks, tmp_path, form, speaker):
+    """A real shortage, by a limit of the process's addresses: classes and texts are those of the libraries."""
+    done = forks.run(SHORT_OF_MEMORY, tmp_path, form)
+    told = done.stdout.splitlines()
+    assert told[0] == "alone Finished", done.stderr
+    assert told[1].startswith("larger BatchFailed True "), told
+    assert speaker in told[1]
+    assert [line.split()[:2] for line in told[2:]] == [
+        ["torch", "True"], ["numpy", "True"], ["opencv", "True"], ["bytes", "True"],
+    ]  # fmt: skip
+
+
+def test_an_error_says_that_memory_was_short_by_class_number_text_or_cause():
+    cause = BackendUnavailable("onnxruntime on cpu", "it refuses a packed program")
+    cause.__cause__ = ort_errors.Fail("std::bad_alloc")
+    short = [MemoryError(), MemoryExceeded("host", 2, 1), OSError(errno.ENOMEM, "Cannot allocate memory"), cause]
+    short += [torch.OutOfMemoryError("CUDA out of memory"), ort_errors.RuntimeException("bad allocation")]
+    assert all(is_out_of_memory(error) for error in short)
+    others = [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), LoadError("cls/out of memory", "no drive")]
+    assert not any(is_out_of_memory(error) for error in others)
 
 
 def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executor_stops(desk, line):
