@@ -321,12 +321,23 @@ class AgentUnreachable(CoServeError):
 
 
 class ReceiverUnavailable(CoServeError):
-    """``retry_s``: its requested pause, if any."""
+    """``retry_s``: its requested pause, if any; ``shown_s``: least time to show it; ``by_message``: an accepted
+    connection ended on this message, which may be the cause."""
 
-    def __init__(self, receiver: str, reason: str, retry_s: float | None = None) -> None:
+    def __init__(
+        self,
+        receiver: str,
+        reason: str,
+        retry_s: float | None = None,
+        *,
+        shown_s: float = 0.0,
+        by_message: bool = False,
+    ) -> None:
         super().__init__(f"{receiver}: {reason}")
         self.reason = reason
         self.retry_s = retry_s
+        self.shown_s = shown_s
+        self.by_message = by_message
 
 
 class MessageRefused(CoServeError):

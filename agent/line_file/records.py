@@ -83,11 +83,14 @@ class RecordsSection(Section):
         return self
 
 
+TOPIC = r"^[^+#\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]+$"  # without wildcards and what MQTT 1.5.3 forbids
+
+
 class MqttSection(Section):
     """MQTT broker: each verdict is published at least once."""
 
     url: Annotated[str, AfterValidator(_mqtt_url)] = Field(description="mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
-    topic: str = Field("coserve", pattern=r"^[^+#\x00]+$", description="first part of every topic")
+    topic: str = Field("coserve", pattern=TOPIC, description="first part of every topic")
     client_id: str | None = Field(None, description="MQTT client id; default coserve-LINE")
     user: str | None = Field(None, description="user name")
     password: SecretSection | None = Field(None, description="that user's: {credential: NAME} or {file: PATH}")
@@ -126,6 +129,10 @@ class OutboxSection(Section):
     )
     per_s: Annotated[float, Field(strict=True, gt=0, le=100_000)] = Field(
         200.0, description="most messages a second to one receiver, also from a backlog"
+    )
+    most_boxes: Annotated[int, Field(strict=True, ge=0, le=100_000)] = Field(
+        200,  # 1000 boxes are 160 kB, and AWS IoT takes 128 KiB
+        description="most boxes of an image in its message, which has their whole number as boxes_total",
     )
     mqtt: MqttSection | None = Field(None, description="an MQTT broker")
     webhook: WebhookSection | None = Field(None, description="a web address")

@@ -69,8 +69,11 @@ class OutboxCounts:
 class Outbox:
     """Follower of a line's results: writes a message for each receiver of the event."""
 
-    def __init__(self, line: str, receivers: Sequence[str], events: Sequence[str], limit: int) -> None:
+    def __init__(
+        self, line: str, receivers: Sequence[str], events: Sequence[str], limit: int, most_boxes: int | None = None
+    ) -> None:
         self.line = line
+        self._most_boxes = most_boxes
         self.receivers = tuple(receivers)
         self.limit = limit
         self._events = frozenset(events)
@@ -84,7 +87,8 @@ class Outbox:
         is_bad = row.result.verdict is not Verdict.OK
         for event in (NG, RESULT):
             if event in self._events and (is_bad or event == RESULT):
-                self._put(database, f"result-{row.seq}-{event}", event, row.result.subject.board, result_payload(row))
+                payload = result_payload(row, self._most_boxes)
+                self._put(database, f"result-{row.seq}-{event}", event, row.result.subject.board, payload)
 
     def board_stored(self, database: Database, row: BoardRow) -> None:
         if BOARD in self._events:
@@ -155,8 +159,13 @@ def forget(receiver: str, ids: Sequence[str], database: Database) -> None:
     database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
 
 
-def result_payload(row: ResultRow) -> dict[str, object]:
+def result_payload(row: ResultRow, most_boxes: int | None = None) -> dict[str, object]:
     result, subject = row.result, row.result.subject
+    boxes = [
+        {"expert": step.get("expert")} | dict(box)
+        for step in result.detail.get("steps", ())
+        for box in step.get("boxes", ())
+    ]
     return {
         "seq": row.seq,
         "board_serial": subject.board,
@@ -169,11 +178,8 @@ def result_payload(row: ResultRow) -> dict[str, object]:
         "reason": result.reason,
         "experts": list(result.experts),
         "models": _models([result.detail]),
-        "boxes": [
-            {"expert": step.get("expert")} | dict(box)
-            for step in result.detail.get("steps", ())
-            for box in step.get("boxes", ())
-        ],
+        "boxes": boxes[:most_boxes],
+        "boxes_total": len(boxes),
         "image": subject.image,
         "kept_as": result.kept_as,
         "arrived_at": _iso(subject.arrived_at),

@@ -69,7 +69,8 @@ class Upkeep:
         ]
         receivers = self.deliveries.statistics()
         late = [(f"receiver/{each.receiver}", f"{each.receiver} gets no verdicts", each.alarm) for each in receivers]
-        yield from (Alarm(name, f"{what}: {alarm}") for name, what, alarm in (*parts, *late) if alarm is not None)
+        lost = [(f"refused/{each.receiver}", f"{each.receiver} refused messages", each.refusal) for each in receivers]
+        yield from (Alarm(name, f"{what}: {why}") for name, what, why in (*parts, *late, *lost) if why is not None)
         for duty, keeper in self._keepers.items():
             yield from (Alarm(f"duty/{duty}", trouble) for trouble in _troubles(duty, keeper))
 

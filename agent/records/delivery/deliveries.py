@@ -37,7 +37,8 @@ CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to disconnect
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStatistics:
-    """Snapshot of one receiver. ``given_way``: since its results file was created; other counts since the start."""
+    """Snapshot of one receiver. ``given_way``: since its results file was created; other counts since the start.
+    ``refusal``: its last refused message, for a time."""
 
     receiver: str
     waiting: int
@@ -45,6 +46,7 @@ class DeliveryStatistics:
     delivered: int
     refused: int
     alarm: str | None
+    refusal: str | None
 
 
 def _mqtt(config: LineConfig) -> Receiver | None:
@@ -76,7 +78,8 @@ def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
 
 def line_outbox(config: LineConfig, receivers: Sequence[Receiver]) -> Outbox:
     names = [receiver.name for receiver in receivers]
-    return Outbox(config.line, names, config.outbox.events, config.outbox.limit)
+    section = config.outbox
+    return Outbox(config.line, names, section.events, section.limit, section.most_boxes)
 
 
 class Deliveries:
@@ -118,7 +121,9 @@ class Deliveries:
         counts = OutboxCounts(0, 0)
         with suppress(OSError, sqlite3.Error):  # the store's alarm has the reason
             counts = self._reader.standing(name)
-        return DeliveryStatistics(name, counts.waiting, counts.given_way, pump.delivered, pump.refused, pump.alarm)
+        return DeliveryStatistics(
+            name, counts.waiting, counts.given_way, pump.delivered, pump.refused, pump.alarm, pump.refusal
+        )
 
     def _pump(self, receiver: Receiver, per_s: float) -> Pump:
         def settle(ids: Sequence[str], done: Callable[[], None]) -> None:

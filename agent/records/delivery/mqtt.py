@@ -1,4 +1,4 @@
-"""MQTT 3.1.1 broker as a receiver. QoS 1: the broker acknowledges each message.
+"""MQTT broker as a receiver: MQTT 5, or 3.1.1 where the broker knows no other. QoS 1: it acknowledges each message.
 
 Topics, below TOPIC/LINE:
     status                    "online", or "offline" by the agent's end or by its last will; retained
@@ -7,7 +7,10 @@ Topics, below TOPIC/LINE:
     component/result          any image
     alarm                     an alarm that was raised or cleared
 
-In a serial `/`, `+`, `#`, `%` and control characters are percent-encoded: each serial is one level of its topic.
+In a serial `/`, `+`, `#`, `%` and the characters that MQTT 1.5.3 forbids (control characters, surrogates,
+noncharacters) are percent-encoded: each serial is one level of its topic.
+
+A broker of MQTT 5 says how large a message may be, and why it refuses a message or ends the connection.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import ssl
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from aiomqtt import Client, MqttCodeError, MqttError, Will
+from aiomqtt import Client, MqttCodeError, MqttError, ProtocolVersion, Will
 
 from agent.config import read_secret
 from agent.records.delivery.receiver import tls_context
@@ -27,7 +32,7 @@ from agent.records.outbox import ALARM, BOARD
 from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from agent.line_file.records import MqttSection
     from agent.records.outbox import Message
@@ -36,8 +41,18 @@ PORTS = {"mqtt": 1883, "mqtts": 8883}
 KEEPALIVE_S = 20  # detection time of a vanished broker
 ANSWER_S = 10.0
 GOODBYE_S = 0.5
-LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised; codes of MQTT 3.1.1 and 5
-RESERVED = re.compile(r"[/+#%\x00-\x1f\x7f-\x9f]")
+TAKEN_OVER = 0x8E
+TAKEN_OVER_RETRY_S = 30.0  # two agents with one client id take turns, each for that long
+TAKEN_OVER_SHOWN_S = 300.0
+TAKEN_OVER_ENDS = 3  # accepted connections in a row that end without a reason: mosquitto 2.0 gives none
+STEADY_S = 600.0  # a connection that holds for that long has no rival
+LOGIN_REFUSED = frozenset({4, 5, 0x86, 0x87})  # bad user or password, not authorised; codes of MQTT 3.1.1 and 5
+OTHER_VERSION = frozenset({1, 0x84})
+FAILED = 0x80  # lowest code of a failure in MQTT 5
+NEVER = frozenset({0x90, 0x95, 0x99})  # topic name invalid, packet too large, payload format invalid
+NOT_THE_MESSAGE = frozenset({0x89, 0x8B, 0x8D, TAKEN_OVER, 0x98, 0x9C, 0x9D})  # busy, ends, silence, moved, ...
+NONCHARACTERS = "".join(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
+RESERVED = re.compile(rf"[/+#%\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef{NONCHARACTERS}]")
 QUIET = logging.getLogger(f"{__name__}.client")  # the library also logs the errors it raises
 QUIET.setLevel(logging.CRITICAL)
 
@@ -52,6 +67,8 @@ class MqttReceiver:
         self._client_id = section.client_id or f"coserve-{line}"
         self._prefix = f"{section.topic.rstrip('/')}/{level(line)}"
         self._tls = tls_context("outbox.mqtt.ca", section.ca) if section.url.startswith("mqtts:") else None
+        self._protocol = ProtocolVersion.V5
+        self._ends = 0  # accepted connections in a row that ended without a reason, and without a message
         self._password()
 
     @asynccontextmanager
@@ -59,25 +76,69 @@ class MqttReceiver:
         """See Receiver."""
         status = f"{self._prefix}/status"
         client = self._client(Will(status, "offline", qos=1, retain=True))
+        is_accepted, began_s = False, asyncio.get_running_loop().time()
         try:
             async with client:
-                connection = MqttConnection(client, self._prefix)
+                is_accepted = True
+                connection = MqttConnection(client, self._prefix, self._ended)
                 try:
                     await connection.publish(status, "online", retain=True)
                     yield connection
                 finally:
                     await connection.close(status)
         except MqttError as error:
-            raise ReceiverUnavailable(self.name, f"{self._section.url}: {_reason(error)}") from error
+            if not is_accepted:
+                raise self._not_accepted(error) from error
+            is_steady = asyncio.get_running_loop().time() - began_s > STEADY_S
+            self._ends = 0 if is_steady or _code(error) != FAILED else self._ends + 1
+            if _code(error) == TAKEN_OVER or self._ends >= TAKEN_OVER_ENDS:
+                raise self._taken_over() from error
+            raise self._ended(error) from error
 
-    def _client(self, will: Will) -> Client:
+    def _not_accepted(self, error: MqttError) -> ReceiverUnavailable:
+        self._ends, code = 0, _code(error)
+        is_silent = isinstance(error.__context__, TimeoutError) and not error.__context__.args  # else: no network
+        if is_silent or code in OTHER_VERSION:
+            is_5 = self._protocol is ProtocolVersion.V5
+            self._protocol = ProtocolVersion.V311 if is_5 else ProtocolVersion.V5
+        if code is None:
+            reason = _network_reason(error)
+        elif code in LOGIN_REFUSED:
+            reason = f"the broker refuses the login ({error}) - correct user and password"
+        elif code in OTHER_VERSION:
+            reason = "the broker refuses this version of MQTT: another one is tried"
+        else:
+            reason = f"the broker refuses the connection of client id {self._client_id!r} ({error}) - see its log"
+        return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}")
+
+    def _taken_over(self) -> ReceiverUnavailable:
+        reason = (
+            f"the broker ends accepted connections: another client has the client id {self._client_id!r}, too - give "
+            "each box its own `line`, or its own outbox.mqtt.client_id"
+        )
+        url = self._section.url
+        return ReceiverUnavailable(self.name, f"{url}: {reason}", TAKEN_OVER_RETRY_S, shown_s=TAKEN_OVER_SHOWN_S)
+
+    def _ended(self, error: MqttError, what: str = "") -> ReceiverUnavailable:
+        """``what``: the message that an accepted connection ended on."""
+        code = _code(error)
+        if code is None:
+            reason = _network_reason(error)
+        else:
+            said = "without a reason" if code == FAILED else f"({error.__cause__ or error})"
+            reason = f"the broker ended the accepted connection {said} - see the broker's log"
+        by_message = bool(what) and code not in NOT_THE_MESSAGE
+        return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}{what}", by_message=by_message)
+
+    def _client(self, will: Will) -> _Client:
         parts = urlsplit(self._section.url)
-        return Client(
+        return _Client(
             str(parts.hostname),
             parts.port or PORTS[parts.scheme],
             username=self._section.user,
             password=self._password(),
             identifier=self._client_id,
+            protocol=self._protocol,
             will=will,
             timeout=ANSWER_S,
             keepalive=KEEPALIVE_S,
@@ -90,24 +151,55 @@ class MqttReceiver:
         return None if secret is None else read_secret(secret)
 
 
+class _Client(Client):
+    """Client with two facts of MQTT 5 that the library drops. ``most_bytes``: of a packet; None: any; ``answer``: code
+    of the last acknowledgement."""
+
+    most_bytes: int | None = None
+    answer = 0
+
+    def _on_connect(self, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        self.most_bytes = getattr(given[-1], "MaximumPacketSize", None)
+        super()._on_connect(*given, **named)
+
+    def _on_publish(self, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        self.answer = given[3].value
+        super()._on_publish(*given, **named)
+
+
 class MqttConnection:
-    def __init__(self, client: Client, prefix: str) -> None:
+    def __init__(self, client: _Client, prefix: str, ended: Callable[[MqttError, str], ReceiverUnavailable]) -> None:
         self._client = client
         self._prefix = prefix
+        self._ended = ended
         self._lost = asyncio.ensure_future(_until_lost(client))
 
     async def deliver(self, message: Message) -> None:
-        """See ReceiverConnection. MQTT refuses topics and payloads that are too long."""
+        """See ReceiverConnection. MQTT and the broker refuse topics and payloads that are too long."""
+        topic, was_open = f"{self._prefix}/{_topic(message)}", not self._lost.done()
+        size_bytes, most_bytes = _packet_bytes(topic, message.payload), self._client.most_bytes
+        if most_bytes is not None and size_bytes > most_bytes:
+            why = f"it has {size_bytes} bytes, and the broker takes {most_bytes} - raise its limit of a packet's size"
+            raise MessageRefused(MqttReceiver.name, message.id, why)
         try:
-            await self.publish(f"{self._prefix}/{_topic(message)}", message.payload)
+            await self.publish(topic, message.payload)
         except ValueError as error:
             raise MessageRefused(MqttReceiver.name, message.id, str(error)) from error
+        except MqttError as error:
+            raise self._ended(error, f", on message {message.id}" if was_open else "") from error
+        if self._client.answer in NEVER:
+            why = f"the broker refuses its topic or content (code {self._client.answer:#x})"
+            raise MessageRefused(MqttReceiver.name, message.id, why)
+        if self._client.answer >= FAILED:
+            why = f"the broker refuses {topic} (code {self._client.answer:#x}) - correct its access rules, or its quota"
+            raise ReceiverUnavailable(MqttReceiver.name, why)
 
     async def lost(self) -> None:
         await asyncio.shield(self._lost)
 
     async def publish(self, topic: str, payload: str, *, retain: bool = False) -> None:
         """Publish, and wait for the acknowledgement. Raises MqttError, at once if the connection is lost meanwhile."""
+        self._client.answer = 0
         publishing = asyncio.ensure_future(self._client.publish(topic, payload, qos=1, retain=retain))
         try:
             await asyncio.wait((publishing, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +221,7 @@ class MqttConnection:
 
 
 def level(text: str) -> str:
-    return RESERVED.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), text)
+    return RESERVED.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode(errors="surrogatepass")), text)
 
 
 async def _until_lost(client: Client) -> NoReturn:
@@ -145,8 +237,28 @@ def _topic(message: Message) -> str:
     return ALARM if message.event == ALARM else f"component/{message.event}"
 
 
-def _reason(error: MqttError) -> str:
-    if isinstance(error, MqttCodeError) and getattr(error.rc, "value", error.rc) in LOGIN_REFUSED:
-        return f"the broker refuses the login ({error}) - correct user and password"
-    cause = error.__cause__ or error.__context__
-    return str(cause or error) or type(error).__name__
+def _packet_bytes(topic: str, payload: str) -> int:
+    """Size of a PUBLISH of MQTT 5: header, length, topic, number, no properties, payload."""
+    rest_bytes = 2 + len(topic.encode()) + 2 + 1 + len(payload.encode())
+    return 1 + (rest_bytes.bit_length() + 6) // 7 + rest_bytes
+
+
+def _code(error: MqttError) -> int | None:
+    """The broker's code for the end of a connection; None without one."""
+    for each in (error, error.__cause__):
+        if isinstance(each, MqttCodeError):
+            return each.rc if each.rc is None or isinstance(each.rc, int) else int(each.rc.value)
+    return None
+
+
+def _network_reason(error: MqttError) -> str:
+    cause = error.__cause__ or error.__context__ or error
+    if isinstance(cause, TimeoutError):
+        return f"no answer within {ANSWER_S:g} s - see whether an MQTT broker is there, and whether the url needs mqtts"
+    if isinstance(cause, ssl.SSLError):
+        return f"no TLS with the broker ({cause}) - correct ca, or the broker's certificate"
+    if isinstance(cause, socket.gaierror):
+        return f"the host is unknown ({cause.strerror}) - correct the url, or the box's DNS"
+    if isinstance(cause, OSError):
+        return f"{cause.strerror or cause} - see whether the broker runs there and the network holds"
+    return str(cause) or type(cause).__name__

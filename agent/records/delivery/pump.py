@@ -5,6 +5,10 @@ counted. Messages keep the order of storing. At most ``per_s`` messages are sent
 An unreachable receiver is retried with backoff, and logged once for each reason. A message may be delivered twice with
 the same id: when the process ends between the acknowledgement and the commit that deletes the message.
 
+One message stops no other for ever. M1 ends STRIKES accepted connections, and becomes a suspect: from then on one other
+message goes ahead of it. If M2 is acknowledged, and M1 ends the same connection, M1 counts as refused. If M2 ends its
+connection, too, M3 is tried. While the receiver takes none, no message is refused.
+
 A coroutine on a separate event loop; the loop's time is its only clock.
 """
 
@@ -36,11 +40,15 @@ SETTLE_MESSAGES = 50  # acknowledged messages that are deleted together
 SETTLE_S = 0.25  # an acknowledged message waits that long for others
 SETTLING_MAXIMUM = 1000  # acknowledged messages whose commit is under way: bounds repeats while a disk hangs
 LOOK_S = 5.0  # between two looks without a wake-up
+STRIKES = 3  # accepted connections that a message ends before another one goes ahead of it
+SUSPECTS_MAXIMUM = READ_MESSAGES // 2  # beyond it the receiver takes nothing, and messages go in order again
+REFUSAL_SHOWN_S = 3600.0
 
 
 class Pump:
     """``settle`` deletes messages from the outbox, and calls back from any thread after the commit.
-    ``delivered`` and ``refused``: since the start. ``alarm``: reason why delivery fails now; None: no alarm."""
+    ``delivered`` and ``refused``: since the start. ``alarm``: reason why delivery fails now; None: no alarm.
+    ``refusal``: the last message that was refused within REFUSAL_SHOWN_S, and why."""
 
     def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
         self._receiver = receiver
@@ -55,6 +63,11 @@ class Pump:
         self.delivered = 0
         self.refused = 0
         self.alarm: str | None = None
+        self._alarm_until_s = 0.0
+        self.refusal: str | None = None
+        self._refusal_until_s = 0.0
+        self._strikes: dict[str, int] = {}  # by message: accepted connections that ended on it
+        self._has_delivered = False  # on this connection
         self._given_way: int | None = None  # last value seen
         self._is_giving_way = False
         self._woken = asyncio.Event()
@@ -83,7 +96,7 @@ class Pump:
                 began_s = self._now_s
                 await self._drain(connection)
         except ReceiverUnavailable as error:
-            self._raise_alarm(error.reason)
+            self._raise_alarm(error.reason, error.shown_s)
             asked_s = error.retry_s
         except ConfigError as error:  # a missing password
             self._raise_alarm(str(error))
@@ -100,6 +113,7 @@ class Pump:
         return max(BACKOFF.pause_s(self._failures), min(asked_s or 0.0, LONGEST_ASKED_S))
 
     async def _drain(self, connection: ReceiverConnection) -> None:
+        self._has_delivered = False
         while True:
             messages = self._next()
             if not messages:
@@ -123,21 +137,51 @@ class Pump:
         if len(told) >= SETTLING_MAXIMUM:
             return []
         waiting = self._outbox.waiting(self._receiver.name, len(told) + READ_MESSAGES)
-        return [message for message in waiting if message.id not in told]
+        return self._in_order([message for message in waiting if message.id not in told])
+
+    def _in_order(self, waiting: list[Message]) -> list[Message]:
+        """In the order of storing; with suspects, first the other message with the fewest strikes."""
+        suspects = [message for message in waiting if self._strikes.get(message.id, 0) >= STRIKES]
+        others = [message for message in waiting if message not in suspects]
+        if suspects and others:
+            return [min(others, key=lambda message: self._strikes.get(message.id, 0)), *suspects]
+        return waiting
 
     async def _tell(self, connection: ReceiverConnection, message: Message) -> None:
         try:
             await connection.deliver(message)
         except MessageRefused as error:
-            self.refused += 1
-            log.error(
-                "message_refused receiver=%s id=%s board=%s reason=%s: it is dropped; its verdict stays in the results",
-                self._receiver.name, message.id, message.board, error.reason,
-            )  # fmt: skip
+            self._refuse(message, error.reason)
+        except ReceiverUnavailable as error:
+            if error.by_message and self._is_cause(message):
+                self._refuse(message, f"{error.reason}; it ended several connections, on which other messages went")
+                self._settle_soon(message)
+            raise
         else:
             self.delivered += 1
+            self._has_delivered = True
         self._failures = 0
         self._end_alarm()
+        self._settle_soon(message)
+
+    def _is_cause(self, message: Message) -> bool:
+        """Count a connection that ended on this message; True if a suspect ended one that had taken another message."""
+        strikes = self._strikes[message.id] = self._strikes.get(message.id, 0) + 1
+        if len(self._strikes) > SUSPECTS_MAXIMUM:
+            self._strikes.clear()
+        return strikes > STRIKES and self._has_delivered
+
+    def _refuse(self, message: Message, reason: str) -> None:
+        self.refused += 1
+        self.refusal = f"{self.refused} since the start, the last one {message.id} (board {message.board}): {reason}"
+        self._refusal_until_s = self._now_s + REFUSAL_SHOWN_S
+        log.error(
+            "message_refused receiver=%s id=%s board=%s reason=%s: it is dropped; its verdict stays in the results",
+            self._receiver.name, message.id, message.board, reason,
+        )  # fmt: skip
+
+    def _settle_soon(self, message: Message) -> None:
+        self._strikes.pop(message.id, None)
         if not self._acknowledged:
             self._acknowledged_since_s = self._now_s
         self._acknowledged.append(message.id)
@@ -177,6 +221,8 @@ class Pump:
 
     def _look_at_limit(self) -> None:
         """Log once when the outbox begins to drop messages, and once when it stops."""
+        if self._now_s >= self._refusal_until_s:
+            self.refusal = None
         try:
             standing = self._outbox.standing(self._receiver.name)
         except (OSError, sqlite3.Error):  # reported by the reading of messages
@@ -192,13 +238,14 @@ class Pump:
             self._is_giving_way = False
             log.warning("outbox_told receiver=%s given_way=%d", self._receiver.name, standing.given_way)
 
-    def _raise_alarm(self, reason: str) -> None:
+    def _raise_alarm(self, reason: str, shown_s: float = 0.0) -> None:
+        self._alarm_until_s = self._now_s + shown_s
         if self.alarm != reason:
             log.error("receiver_unavailable receiver=%s reason=%s: messages wait", self._receiver.name, reason)
         self.alarm = reason
 
     def _end_alarm(self) -> None:
-        if self.alarm is not None:
+        if self.alarm is not None and self._now_s >= self._alarm_until_s:
             log.warning("receiver_available receiver=%s", self._receiver.name)
             self.alarm = None
 

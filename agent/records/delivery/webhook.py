@@ -1,15 +1,18 @@
 """Web address as a receiver: each message is one POST of JSON, with its id as Idempotency-Key.
 
 2xx acknowledges. 5xx, 408, 425, 429 and a timeout mean "retry later". Answers about the login or the address (3xx, 401,
-403, 404, 405, 407) concern every message: all wait for a correction. Any other 4xx finally refuses this message.
+403, 404, 405, 407) concern every message: all wait for a correction. Any other 4xx finally refuses this message. A
+connection that ends on a message, or a 500, may be caused by the message (``by_message``).
 
-One connection is kept open. Blocking calls run on a daemon thread.
+One connection is kept open. Blocking calls run on a daemon thread. A call that is given up posts nothing afterwards:
+its connection is closed for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http.client
+import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from email.utils import parsedate_to_datetime
@@ -74,16 +77,23 @@ class WebhookConnection:
             if tls is None
             else http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=section.timeout_s, context=tls)
         )
+        self._http.auto_open = 0  # else a call that goes on after ``close`` would connect and post again
+        self._lock = threading.Lock()  # a call's first byte against ``close``
+        self._is_closed = False
+        self._is_asking = False  # the request is being sent, or has been
 
     async def deliver(self, message: Message) -> None:
         """See ReceiverConnection."""
+        self._is_asking = False
         exchange = asyncio.get_running_loop().run_in_executor(None, self._exchange, message)
         try:
             await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
         except TimeoutError as error:
-            raise self._unavailable(f"no answer within {self._timeout_s:g} s") from error
+            reason = f"no answer within {self._timeout_s:g} s"
+            raise self._unavailable(reason, by_message=self._is_asking) from error
         except (OSError, http.client.HTTPException) as error:
-            raise self._unavailable(str(error) or type(error).__name__) from error
+            reason = str(error) or type(error).__name__
+            raise self._unavailable(reason, by_message=self._is_asking) from error
         finally:
             if not exchange.done():
                 self.close()  # ends the exchange
@@ -94,13 +104,17 @@ class WebhookConnection:
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Close, from any thread; ends a call that waits for an answer."""
-        with suppress(OSError, AttributeError):
-            self._http.sock.shutdown(2)
+        """Close for good, from any thread; ends a call that waits for an answer, or still connects."""
+        with self._lock:
+            self._is_closed = True
+            with suppress(OSError, AttributeError):
+                self._http.sock.shutdown(2)
         self._http.close()
 
-    def _unavailable(self, reason: str, retry_s: float | None = None) -> ReceiverUnavailable:
-        return ReceiverUnavailable(WebhookReceiver.name, f"{self._url}: {reason}", retry_s)
+    def _unavailable(
+        self, reason: str, retry_s: float | None = None, *, by_message: bool = False
+    ) -> ReceiverUnavailable:
+        return ReceiverUnavailable(WebhookReceiver.name, f"{self._url}: {reason}", retry_s, by_message=by_message)
 
     def _exchange(self, message: Message) -> None:
         """Post and read the answer. Raises ReceiverUnavailable, MessageRefused, OSError, HTTPException."""
@@ -108,13 +122,19 @@ class WebhookConnection:
         try:
             self._post(message)
         except STALE:
-            if not was_open:
+            if not was_open or self._is_closed:
                 raise
             self._post(message)  # the server has closed the idle connection
 
     def _post(self, message: Message) -> None:
         try:
             headers = self._headers | {"Idempotency-Key": message.id}
+            if self._http.sock is None:
+                self._http.connect()
+            with self._lock:
+                if self._is_closed:
+                    raise ConnectionAbortedError("given up meanwhile")
+                self._is_asking = True
             self._http.request("POST", self._path, message.payload.encode(), headers)
             response = self._http.getresponse()
             text = response.read(READ_BYTES)
@@ -128,7 +148,10 @@ class WebhookConnection:
         if 200 <= status < 300:
             return
         if status in NOT_NOW or status >= 500:
-            raise self._unavailable(f"answers {said}", _retry_s(response.headers.get("Retry-After")))
+            retry_s = _retry_s(response.headers.get("Retry-After"))
+            raise self._unavailable(
+                f"answers {said}", retry_s, by_message=status == http.HTTPStatus.INTERNAL_SERVER_ERROR
+            )
         if status in NOT_THIS_WAY or status < 400:
             raise self._unavailable(f"answers {said} - correct url or token of outbox.webhook")
         raise MessageRefused(WebhookReceiver.name, message.id, f"answered {said}")

@@ -61,10 +61,18 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
         "schema": 1, "id": message.id, "event": "ng", "line": "demo", "seq": 1, "board_serial": "B1",
         "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,
         "reason": "a burr", "experts": ["cls/a", "det/a"], "image": "1.png", "kept_as": "2026-05-01/1.png",
-        "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "seconds": 1.0, "config_sha256": "ab",
-        "models": MODELS,
+        "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "boxes_total": 1, "seconds": 1.0,
+        "config_sha256": "ab", "models": MODELS,
     }  # fmt: skip
     assert (message.event, message.board) == ("ng", "B1")
+
+
+def test_message_of_an_image_with_many_boxes_has_the_first_and_their_number(tmp_path):
+    boxes = [{"label": "burr", "left": float(number)} for number in range(1000)]
+    many = changed(RESULT, detail={"steps": [{"expert": "det/a", "boxes": boxes}]})
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10, most_boxes=200), many)
+    (told,) = payloads(reader)
+    assert (told["boxes_total"], [box["left"] for box in told["boxes"]]) == (1000, [float(n) for n in range(200)])
 
 
 def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(tmp_path):

@@ -35,6 +35,17 @@ def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones
     assert rows["api/R0"].detail["steps"][0]["model_sha256"] == sha256[0]
 
 
+def test_message_that_a_receiver_refuses_for_good_is_an_alarm_that_names_it(line, web_server):  # noqa: F811
+    line.fake(1, label="bad")
+    server = web_server((422, {}))
+    line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["ng"]}
+    with line.served() as service:
+        assert asked(service, order_of(picture(), component="c1", board="B1", ref="R1"))[0][0].verdict is Verdict.NG
+        until(lambda: any("webhook refused messages" in alarm for alarm in service.desk.status().alarms))
+        (alarm,) = service.desk.status().alarms
+    assert "(board B1): answered 422" in alarm
+
+
 def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(line):
     line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "token": {"file": "none"}}}
     with pytest.raises(ConfigError, match="put the secret there"), line.served():

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,74 @@ def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_to
     assert "message_refused" in caplog.text
 
 
+@pytest.mark.parametrize("character", ["\ufffe", "\uffff", "\ufdd0", "\U0010fffe", "\x01", "\x7f", "\udc80"])
+def test_serial_with_a_character_that_mqtt_forbids_is_percent_encoded_in_its_topic(broker, line, character):
+    written = "".join(f"%{byte:02X}" for byte in character.encode(errors="surrogatepass"))
+    assert level(f"A{character}1") == f"A{written}1"
+    if character.isprintable() or character == "\udc80":
+        return
+    mosquitto = broker()
+    with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, _):
+        store.record_board(board(f"A{character}1"))
+        store.record_board(board("B2"))
+        told = heard_until(heard, "coserve/demo/board/B2/verdict")
+        assert told[-2].topic == f"coserve/demo/board/A{written}1/verdict"
+        assert told[-2].json["board_serial"] == f"A{character}1"
+
+
+@pytest.mark.parametrize("limit", ["max_packet_size", "message_size_limit"])
+def test_message_larger_than_the_broker_takes_is_refused_and_the_next_one_is_delivered(broker, line, limit):
+    mosquitto = broker(f"{limit} 700")
+    with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+        store.record_board(board("x" * 600))
+        store.record_board(board("B2"))
+        heard_until(heard, "coserve/demo/board/B2/verdict")
+        until(lambda: (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (1, 1))
+        assert "board-1-0" in deliveries.statistics()[0].refusal
+
+
+def test_topic_that_the_brokers_access_rules_forbid_is_an_alarm_and_the_message_waits(broker, line, tmp_path):
+    rules = tmp_path / "acl"
+    rules.write_text("topic readwrite coserve/demo/status\ntopic read #\n")
+    rules.chmod(0o644)
+    mosquitto = broker(f"acl_file {rules}", "user root")
+    with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+        store.record_board(board("B1"))
+        until(lambda: "access rules" in str(deliveries.statistics()[0].alarm))
+        assert "coserve/demo/board/B1/verdict" in deliveries.statistics()[0].alarm
+        assert (deliveries.statistics()[0].waiting, deliveries.statistics()[0].refused) == (1, 0)
+
+
+def test_second_agent_with_the_client_id_is_an_alarm_that_names_the_id_and_the_remedy(broker, line, tmp_path):
+    mosquitto = broker()
+    with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+        store.record_board(board("B1"))
+        until(lambda: deliveries.statistics()[0].delivered == 1)
+        other = Deliveries(
+            [MqttReceiver(section(mosquitto.port), "demo")], Outbox("demo", ["mqtt"], ["board"], 100), store, 100.0
+        )
+        other.start()
+        wanted = "another client has the client id 'coserve-demo', too - give each box its own `line`"
+        until(lambda: wanted in f"{deliveries.statistics()[0].alarm} {other.statistics()[0].alarm}")
+        assert other.stop(25.0)
+
+
+def test_broker_that_is_not_there_is_told_with_its_address_and_a_remedy(line):
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for url, wanted in [
+        (f"mqtt://127.0.0.1:{port}", "Connection refused - see whether the broker runs there"),
+        ("mqtt://nowhere.invalid", "the host is unknown"),
+    ]:
+        settings = MqttSection.model_validate({"url": url}, context={"folder": Path("/")})
+        with line(settings, events=("board",)) as (_, deliveries):
+            until(lambda: deliveries.statistics()[0].alarm is not None)
+            alarm = deliveries.statistics()[0].alarm
+            assert alarm.startswith(f"{url}: ")
+            assert wanted in alarm
+
+
 @pytest.mark.slow
 def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(broker, line, tmp_path, caplog):
     file = tmp_path / "passwords"
@@ -262,3 +330,60 @@ def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, answer
         assert deliveries.stop(25.0)
         store.close()
     assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 1
+
+
+def packet(connection):
+    """Type and body of one MQTT packet."""
+    kind, shift, size = connection.recv(1)[0], 0, 0
+    while True:
+        byte = connection.recv(1)[0]
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    body = b""
+    while len(body) < size:
+        body += connection.recv(size - len(body))
+    return kind >> 4, body
+
+
+def answers_old(connection, heard):
+    """Speak MQTT 3.1.1, and hang up on a topic with POISON."""
+    _, connect = packet(connection)
+    if connect[6] != 4:
+        return connection.sendall(b"\x20\x02\x00\x01")
+    connection.sendall(b"\x20\x02\x00\x00")
+    while True:
+        kind, body = packet(connection)
+        if kind == 3:
+            size = int.from_bytes(body[:2], "big")
+            topic = body[2 : 2 + size].decode()
+            if "POISON" in topic:
+                return None
+            heard.append(topic)
+            connection.sendall(b"\x40\x02" + body[2 + size : 4 + size])
+
+
+def test_broker_of_mqtt_3_that_hangs_up_on_one_message_gets_all_others_and_that_one_is_refused(line):
+    heard = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def serve():
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError, IndexError):
+                        answers_old(connection, heard)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with line(section(listener.getsockname()[1]), events=("board",)) as (store, deliveries):
+            for serial in ("B1", "POISON", "B2", "B3"):
+                store.record_board(board(serial))
+            until(lambda: deliveries.statistics()[0].delivered == 3)
+            assert deliveries.statistics()[0].refused == 1
+            assert "board POISON" in deliveries.statistics()[0].refusal
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    boards = [topic.split("/")[3] for topic in heard if "board" in topic]
+    assert boards == ["B1", "B2", "B3"]

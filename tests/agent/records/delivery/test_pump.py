@@ -30,6 +30,7 @@ class FakeReceiver:
         self.down_until_s = 0.0
         self.asks_for_s = None
         self.error = None
+        self.ends_on = lambda _: False  # numbers of results whose message ends the accepted connection
         self.drop = asyncio.Event()
 
     @property
@@ -48,6 +49,8 @@ class FakeReceiver:
 
     async def deliver(self, message):
         seq = json.loads(message.payload)["seq"]
+        if self.ends_on(seq):
+            raise ReceiverUnavailable(self.name, "ended", by_message=True)
         self.heard.append((asyncio.get_running_loop().time(), seq, message))
 
     async def lost(self):
@@ -215,3 +218,53 @@ def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage):
         settle(ids, done)
     one.run(lambda: len(one.receiver.heard) == 1500)
     assert one.receiver.seqs == list(range(1, 1501))
+
+
+def test_message_that_ends_each_accepted_connection_is_refused_while_others_are_delivered(stage, caplog):
+    one = stage()
+    one.receiver.ends_on = {2, 3}.__contains__
+    for number in range(1, 8):
+        one.store.record(image(number))
+    settled(one.store)
+    one.run(lambda: one.reader.standing("mqtt").waiting == 0)
+    assert (sorted(one.receiver.seqs), one.pump.refused) == ([1, 4, 5, 6, 7], 2)
+    assert "result-3-ng (board B1): ended" in one.pump.refusal
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("message_refused")]
+    assert len(told) == 2
+    one.store.record(image(8))
+    settled(one.store)
+    one.run(lambda: one.pump.refusal is None, 60.0, 7200.0)
+    assert one.receiver.seqs[-1] == 8
+
+
+def test_message_that_is_taken_at_last_is_delivered_after_the_one_that_was_tried_ahead_of_it(stage):
+    one = stage()
+    one.receiver.ends_on = lambda seq: seq == 1 and len(one.receiver.tries_s) < 6 and not one.receiver.heard
+    for number in range(1, 5):
+        one.store.record(image(number))
+    settled(one.store)
+    one.run(lambda: len(one.receiver.heard) == 4)
+    assert (one.receiver.seqs, one.pump.refused) == ([2, 1, 3, 4], 0)
+
+
+def test_lone_message_that_ends_connections_waits_until_another_one_shows_that_the_receiver_works(stage):
+    one = stage()
+    one.receiver.ends_on = {1}.__contains__
+    one.store.record(image(1))
+    settled(one.store)
+    one.run(lambda: len(one.receiver.tries_s) > 10, 10.0)
+    assert (one.reader.standing("mqtt").waiting, one.pump.refused, one.pump.alarm) == (1, 0, "ended")
+    one.store.record(image(2))
+    settled(one.store)
+    one.run(lambda: one.reader.standing("mqtt").waiting == 0)
+    assert (one.receiver.seqs, one.pump.refused) == ([2], 1)
+
+
+def test_receiver_that_ends_every_connection_for_a_day_costs_no_message(stage):
+    one = stage(limit=1000)
+    one.receiver.ends_on = lambda _: one.runner.get_loop().time() < DAY_S
+    for number in range(1, 201):
+        one.store.record(image(number))
+    settled(one.store)
+    one.run(lambda: len(one.receiver.heard) == 200, 60.0, 2 * DAY_S)
+    assert (sorted(one.receiver.seqs), one.pump.refused) == (list(range(1, 201)), 0)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import ssl
+import threading
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent.line_file.records import WebhookSection
-from agent.records.delivery.webhook import WebhookReceiver
+from agent.records.delivery.webhook import WebhookConnection, WebhookReceiver
 from agent.records.outbox import Message
 from experts.errors import ConfigError, ReceiverUnavailable, SecretMissing
 from tests.agent.records.delivery.conftest import board
@@ -84,6 +85,49 @@ def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_serv
         store.record_board(board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
         until(lambda: deliveries.statistics()[0].waiting == 0)
+
+
+def test_post_without_answer_in_time_is_not_posted_again_by_its_abandoned_thread(web_server, line):
+    server = web_server((200, {}), None)  # the second one is asked on the kept connection
+    with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
+        store.record_board(board("B1"))
+        store.record_board(board("B2"))
+        until(lambda: deliveries.statistics()[0].delivered == 2)
+    assert serials(server, server.posted.qsize()) == ["B1", "B2", "B2"]
+
+
+def test_connection_that_is_made_after_the_post_was_given_up_posts_nothing(web_server):
+    server = web_server()
+    connection = WebhookConnection(section(server.url), None, {})
+    connect, connected = connection._http.connect, threading.Event()
+
+    def connect_late():
+        connection.close()  # what ``deliver`` does at its deadline, while this thread connects
+        connect()
+        connected.set()
+
+    connection._http.connect = connect_late
+    with pytest.raises(ReceiverUnavailable, match="given up"):
+        asyncio.run(connection.deliver(Message("1", "board", None, "{}")))
+    assert connected.is_set()
+    assert server.posted.empty()
+
+
+@pytest.mark.parametrize(("answer", "by_message"), [((500, {}), True), ((503, {}), False), ("cut", True)])
+def test_answer_of_500_or_a_cut_connection_may_be_caused_by_the_message(web_server, answer, by_message):
+    server = web_server(None if answer == "cut" else answer)
+    server.released.set()
+
+    async def tell(url):
+        async with WebhookReceiver(section(url)).connected() as connection:
+            await connection.deliver(Message("1", "board", None, "{}"))
+
+    with pytest.raises(ReceiverUnavailable) as told:
+        asyncio.run(tell(server.url))
+    assert told.value.by_message is by_message
+    with pytest.raises(ReceiverUnavailable) as told:
+        asyncio.run(tell("http://127.0.0.1:9/"))  # nobody listens: never the message's fault
+    assert told.value.by_message is False
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
