@@ -27,6 +27,7 @@ from agent.line_file.machine import (
     PolicyName,
     SchedulingSection,
 )
+from agent.line_file.promotions import kept_promotions, promoted
 from agent.line_file.records import OutboxSection, RecordsSection
 from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
@@ -38,10 +39,11 @@ from experts.expert import Precision
 from experts.llm.parallel.shape import Meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agent.line_file.cluster import WorkerSection
     from agent.line_file.machine import GivenPrecision
+    from agent.line_file.promotions import Promotion
     from agent.line_file.values import SecretSection
     from experts.document import KeyPath
     from experts.expert import Expert
@@ -90,8 +92,8 @@ class LineSections(CatalogSections):
 @dataclass(frozen=True, slots=True)
 class LineConfig:
     """One line as configured: the sections of its file, resolved. Sizes in bytes; None: auto. ``layouts``: by board
-    type, of those that have one. ``is_profile_strict``: a device profile of another box is an error instead of an
-    alarm."""
+    type, of those that have one. ``promotions``: in force. ``is_profile_strict``: a device profile of another box is an
+    error instead of an alarm."""
 
     line: str
     state: Path
@@ -111,6 +113,7 @@ class LineConfig:
     layouts: Mapping[str, LayoutSections]
     document: Document
     cluster: ClusterSection = field(default_factory=ClusterSection)
+    promotions: tuple[Promotion, ...] = ()
     is_profile_strict: bool = False
 
     @property
@@ -164,10 +167,13 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
     return line_of(read_document(path.absolute()), environment)
 
 
-def line_of(document: Document, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """``read_line`` for a document in memory."""
-    document = overlay(document, os.environ if environment is None else environment)
-    sections = document.validate(LineSections)
+def line_of(
+    document: Document,
+    environment: Mapping[str, str] | None = None,
+    promotions: Sequence[Promotion] | None = None,
+) -> LineConfig:
+    """``read_line`` for a document in memory. ``promotions``: None for those in the line's state."""
+    document, sections, in_force = _resolved_document(document, environment, promotions)
     problems: list[ConfigError] = []
     layouts: dict[str, LayoutSections] = {}
     for name, board in sections.boards.items():
@@ -191,7 +197,19 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
     taken_over = LineSections.model_fields.keys() & {each.name for each in fields(LineConfig)}
     values: dict[str, Any] = {name: getattr(sections, name) for name in taken_over}
     values["api"] = sections.api.with_local_doors(sections.state)
-    return LineConfig(**values, catalog=catalog, layouts=layouts, document=document)
+    return LineConfig(**values, catalog=catalog, layouts=layouts, document=document, promotions=in_force)
+
+
+def _resolved_document(
+    document: Document, environment: Mapping[str, str] | None, promotions: Sequence[Promotion] | None = None
+) -> tuple[Document, LineSections, tuple[Promotion, ...]]:
+    """The document with variables and promotions in the place of its own values."""
+    document = overlay(document, os.environ if environment is None else environment)
+    sections = document.validate(LineSections)
+    document, in_force = promoted(document, kept_promotions(sections.state) if promotions is None else promotions)
+    if in_force:
+        sections = document.validate(LineSections)
+    return document, sections, in_force
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +223,7 @@ class ResolvedKey:
 
 def resolved_keys(path: Path, environment: Mapping[str, str] | None = None) -> list[ResolvedKey]:
     """Every value of a line file, defaults included, in the order of its sections. Raises ConfigError."""
-    document = overlay(read_document(path.absolute()), os.environ if environment is None else environment)
-    sections = document.validate(LineSections)
+    document, sections, _ = _resolved_document(read_document(path.absolute()), environment)
     return list(_resolved(sections, document, ()))
 
 

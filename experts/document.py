@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,7 +66,12 @@ class Document:
 
     @cached_property
     def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+        """Digest of the content, and of the values in the place of its own."""
+        digest = hashlib.sha256(self.content)
+        if self.override_values:
+            values = [(key_text(path), value) for path, value in self.override_values.items()]
+            digest.update(json.dumps(values, sort_keys=True).encode())
+        return digest.hexdigest()
 
     @cached_property
     def values(self) -> dict[str, Any]:

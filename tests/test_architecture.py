@@ -149,7 +149,7 @@ ROOMS = {
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.web",
+        "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.api", "agent.web",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",

@@ -1,19 +1,21 @@
 """Callers, roles and tokens: who calls by any wire, and what a caller may do.
 
 Guarantees: roles are ordered, and a role includes those below it. Only a token or the owner's unix socket gives
-OPERATE and ADMIN. Tokens are compared in constant time. A call that changes something is audited by its end.
+OPERATE and ADMIN. Tokens are compared in constant time. A call that changes something is audited by its end, and a
+change that outlives its call once more, by its own end.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agent.config import read_secret
 from experts.errors import OrderRefused, Refusing, SecretMissing
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from agent.line_file.api import ApiSection
 
 log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 BEARER = "bearer "
 SESSION = b"coserve session"
@@ -61,6 +65,7 @@ SIGNAL = Caller("signal", Role.ADMIN)  # of whoever may send one to the agent
 NOBODY = Caller(ANONYMOUS, Role.INSPECT)
 STRANGER = Caller(ANONYMOUS, Role.READ)
 CALLING: ContextVar[Caller] = ContextVar("calling", default=STRANGER)  # of the call under way
+MAKING: ContextVar[list[Future[Any]]] = ContextVar("making")  # changes of the audited call under way
 
 
 class Where(Enum):
@@ -146,26 +151,44 @@ def logged(caller: Caller, action: str, subject: str, outcome: str) -> None:
     log.info("audit who=%s action=%s subject=%s outcome=%s", caller.name, action, subject, outcome)
 
 
+def making(change: Future[Found]) -> Future[Found]:
+    """The change on another thread, which belongs to the audited call under way, if there is one."""
+    MAKING.get([]).append(change)
+    return change
+
+
 @contextmanager
 def audited(
     audit: Audit, action: str, subject: Callable[[], str], done: Callable[[], str] = lambda: "done"
 ) -> Iterator[None]:
     """Context of a call that changes something: its end is audited. ``done``: outcome of a call that was answered."""
-    outcome = "cut off"
+    outcome, changes = "cut off", list[Future[Any]]()
+    before = MAKING.set(changes)
     try:
         yield
         outcome = done()
-    except OrderRefused as refused:
-        outcome = f"{refused.reason}: {refused}"
-        raise
     except Exception as error:
-        outcome = f"failed: {type(error).__name__}"
+        outcome = _failure(error)
         raise
     finally:
-        audit(CALLING.get(), action, subject(), outcome)
+        MAKING.reset(before)
+        caller, what = CALLING.get(), subject()
+        audit(caller, action, what, outcome)
+        for change in changes:
+            if not change.done():  # nor cancelled before it began
+                change.add_done_callback(lambda change: audit(caller, action, what, _end_of(change)))
 
 
 def ended(answer: Any) -> str:  # noqa: ANN401  # of any call
     """Outcome of an answered call: a reload may have changed nothing, also one behind a promotion."""
     reload = getattr(answer, "reload", answer)
     return "done" if getattr(reload, "is_applied", True) else f"not applied: {'; '.join(reload.problems)}"
+
+
+def _end_of(change: Future[Any]) -> str:
+    error = change.exception()
+    return ended(change.result()) if error is None else _failure(error)
+
+
+def _failure(error: BaseException) -> str:
+    return f"{error.reason}: {error}" if isinstance(error, OrderRefused) else f"failed: {type(error).__name__}"

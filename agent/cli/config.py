@@ -61,7 +61,9 @@ def check_config(
         _refuse(as_json, [{"message": text} for text in silent], "\n".join(silent), FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
     text = f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found"
-    say(as_json, {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}, [text])
+    promotions = [each.text for each in config.promotions]
+    row = {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}
+    say(as_json, row | {"promotions": promotions}, [text, *promotions])
 
 
 @config_app.command("schema")

@@ -80,17 +80,33 @@ def compare_expert(
 
 
 @experts_app.command("promote")
-def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
+def promote_expert(
+    line: LineFile,
+    expert: ExpertName,
+    forget: Annotated[
+        bool, typer.Option("--discard", help="drop a promotion made over /api: the line file's versions serve")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Swap an expert with the version in its shadow, in the line file; the next reload serves it.
 
-    Says how both did on images that people reviewed, and warns of more escapes.
+    Says how both did on images that people reviewed, and warns of more escapes. What was promoted over /api moves into
+    the line file.
     """
     from agent.commands.experts import figures_of_promotion
     from agent.config import read_line
-    from agent.promotion import promote
+    from agent.promotion import discard, promote
 
     with explained():
+        if forget:
+            was = discard(line, expert)
+            text = (
+                f"{expert}: " + ("discarded; reload to serve" if was else "not promoted over /api:") + " the line file"
+            )
+            say(as_json, {"expert": expert, "discarded": was}, [text])
+            return
         reviewed = figures_of_promotion(read_line(line), expert)
+        was_served = any(each.expert == expert for each in read_line(line).promotions)
         shadow, keys = promote(line, expert)
     for warning in escape_warnings(reviewed):
         sys.stderr.write(f"{warning}\n")
@@ -98,7 +114,9 @@ def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) 
     lines = [
         *truth_lines(reviewed),
         f"{line}: {expert} and {shadow} are swapped ({swapped}).",
-        "Reload to serve it. The earlier version becomes the shadow; `promote` again swaps them back.",
+        "The line file has what was promoted over /api: the same versions serve."
+        if was_served
+        else "Reload to serve it. The earlier version becomes the shadow; `promote` again swaps them back.",
     ]
     say(as_json, {"expert": expert, "shadow": shadow, "swapped": keys, "reviewed": reviewed}, lines)
 

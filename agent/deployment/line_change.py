@@ -82,7 +82,8 @@ def _fixed(key: str, values: Mapping[str, Any]) -> object:
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
     api = old.api.model_copy(update={"tokens": new.api.tokens})
-    return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document, api=api)
+    new_line = {name: getattr(new, name) for name in ("catalog", "boards", "layouts", "document", "promotions")}
+    return replace(old, **new_line, api=api)
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ReloadView
-from agent.config import read_line
+from agent.config import line_of, read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
+from agent.line_file.promotions import keeping_promotions
+from agent.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail
 from agent.runtime.machine.detection import has_nvidia_gpu
@@ -33,7 +36,7 @@ from agent.service.desk.line_desk import LineDesk, LineParts
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
 from agent.service.inspections.drift import DriftAlarm
-from agent.service.inspections.inspector import Inspector
+from agent.service.inspections.inspector import Inspector, models_of
 from agent.service.inspections.journaled import JournaledImages
 from agent.service.inspections.line import SourceLine
 from agent.service.inspections.line_boards import LineBoards, wall_clock
@@ -45,11 +48,12 @@ from agent.service.upkeep import Upkeep
 from agent.service.wires import LineWires
 from agent.sources.registry import sources_of
 from experts.daemon_threads import DaemonThreads
+from experts.document import read_document
 from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, WeightsMissing
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from agent.api.server import ApiServer
@@ -108,7 +112,7 @@ class LineService:
         self._phase: str | None = "it starts"
         parts = LineParts(
             self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts,
-            self._tally, self._source_views, self._trigger, self._reload, self._alarms,
+            self._tally, self._source_views, self._trigger, self._reload, self._promote, self._alarms,
             phase=lambda: self._phase, open_alarms=lambda: self.alarms.open,
         )  # fmt: skip
         self.desk = LineDesk(parts)
@@ -232,11 +236,21 @@ class LineService:
         return found.trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
-        """Reload the line file, one reload at a time. The old line is served until the reload succeeds."""
+        """Reload the line file. The old line is served until the reload succeeds."""
+        return self._changed(lambda: self._reloaded(read_line(self._config.document.file)))
+
+    def _promote(self, who: str, expert: str, sha256: str) -> ReloadView:
+        """Serve the version of an expert with these weights: its shadow's, or its own, which changes nothing.
+
+        The promotion is kept in the state once it is served. Raises OrderRefused; then nothing has changed."""
+        return self._changed(lambda: self._promoted(who, expert, sha256))
+
+    def _changed(self, change: Callable[[], ReloadView]) -> ReloadView:
+        """One change of the line at a time. Raises OrderRefused."""
         if not self._reloading.acquire(blocking=False):
-            raise OrderRefused(Refusing.NOT_NOW, "the line file is being read already", 5.0)
+            raise OrderRefused(Refusing.NOT_NOW, "the line is being changed already", 5.0)
         try:
-            return self._reloaded(read_line(self._config.document.file))
+            return change()
         except ConfigError as error:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
         except OrderRefused:
@@ -248,16 +262,37 @@ class LineService:
         finally:
             self._reloading.release()
 
-    def _reloaded(self, read: LineConfig) -> ReloadView:
+    def _promoted(self, who: str, expert: str, sha256: str) -> ReloadView:
+        document = read_document(self._config.document.file)
+        if line_of(document).catalog.sha256 != self._config.catalog.sha256:
+            raise OrderRefused(Refusing.NOT_NOW, "the line file has changes that are not served - reload it first")
+        wanted = promotions_serving(self._config, self.inspector.weights_of, expert, sha256, who)
+        if wanted is None:
+            return ReloadView(True, ())
+        read = line_of(document, promotions=wanted)
+        return self._reloaded(read, {expert: sha256}, keeping_promotions(self._config.state, wanted))
+
+    def _reloaded(
+        self,
+        read: LineConfig,
+        serving: Mapping[str, str] = MappingProxyType({}),
+        keeping: AbstractContextManager[None] | None = None,
+    ) -> ReloadView:
+        """``serving``: sha256 of weights that must be those of an expert; ``keeping``: entered before the change."""
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
         for source in self.sources:
             source.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
+        models = models_of(change.agent)
+        for expert, sha256 in serving.items():
+            if models.get(change.agent.expert(expert)) != sha256:  # its file was written meanwhile
+                raise ConfigError(f"{expert}: its weights file has other bytes now than {sha256}")
         if not self.inspector.takes:  # a stop was requested meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
-        self._wires.reload(config.api)  # only after all checks: a refused reload changes nothing
-        self.inspector.change_line(change)
+        with keeping or nullcontext():
+            self._wires.reload(config.api)  # only after all checks: a refused reload changes nothing
+            self.inspector.change_line(change)
         self._shadows.refuse_enders()
         self._config = config
         self.boards.change(config.boards)

@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from agent.api.access import CALLING, Role
+from agent.api.access import CALLING, Role, making
 from agent.api.calls.desk import TextEnd
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
@@ -41,7 +41,7 @@ class Orders:
         self._asking = DaemonThreads(4, "api_ask")
 
     async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
-        return await asyncio.wrap_future(self._asking.submit(call, *given, **named))
+        return await asyncio.wrap_future(making(self._asking.submit(call, *given, **named)))
 
     async def judged(
         self,

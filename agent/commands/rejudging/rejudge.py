@@ -20,7 +20,8 @@ from agent.commands.rejudging.archive import ArchivedImage, ArchiveQuery, find_i
 from agent.config import LineConfig, line_of
 from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
 from agent.deployment.worker_manager import on_cluster
-from agent.promotion import STAYING, shadow_of
+from agent.line_file.promotions import in_place
+from agent.promotion import shadow_of
 from agent.records.database import refuse_root_beside_another
 from agent.records.truth.figures import said_by
 from agent.records.truth.reviewed import before_and_after, reviewed_results
@@ -99,10 +100,8 @@ def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> Lin
     if weights is not None:
         entry = entries[expert] | {"weights": str(weights.absolute())}
     else:
-        stays = {key: value for key, value in entries[expert].items() if key in STAYING}
-        shadow = entries[shadow_of(config, expert)]
-        entry = {key: value for key, value in shadow.items() if key not in STAYING} | stays
-    return line_of(config.document.having(("experts", expert), entry, f"the candidate of {expert}"), {})
+        entry = in_place(entries[expert], entries[shadow_of(config, expert)])
+    return line_of(config.document.having(("experts", expert), entry, f"the candidate of {expert}"), {}, ())
 
 
 @contextmanager

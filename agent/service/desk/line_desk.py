@@ -86,6 +86,7 @@ class LineParts:
     sources: Callable[[], Sequence[SourceStatus]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
+    promote: Callable[[str, str, str], ReloadView]
     alarms: Callable[[], Sequence[Alarm]]
     phase: Callable[[], str | None]
     open_alarms: Callable[[], Sequence[AlarmRow]]

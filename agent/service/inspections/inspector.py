@@ -208,6 +208,10 @@ class Inspector:
         """sha256 of an expert's weights file, by the Engine's name; empty if unknown."""
         return self._models.get(expert, "")
 
+    def weights_of(self, expert: str) -> str:
+        """As ``model_of``, by the name in the line file."""
+        return self.model_of(self.agent.expert(expert))
+
     def change_line(self, change: LineChange) -> None:
         """Serve another line; accepted requests finish under the earlier one."""
         self.agent.loop.change_line(change.event, change.copies)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from agent.promotion import differing_keys
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Review, Reviews
 from agent.records.station.shifts import Shifts
 from agent.service.desk.tracing import trace_of
 from agent.service.inspections.courses import with_line_experts
 from agent.service.station import served, views
-from agent.service.station.line_texts import check_text, line_document, swapped
+from agent.service.station.line_texts import check_text, line_document
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
@@ -118,9 +119,12 @@ class LineStation:
     def _trigger(self, _: str, given: asked.TriggerGiven) -> views.TriggeredDocument:
         return views.TriggeredDocument(self._desk.trigger(given.camera, given.board, given.board_type, given.key))
 
-    def _promote(self, _: str, given: asked.PromoteGiven) -> views.PromotedDocument:
-        shadow, keys = swapped(self._config(), given.expert)
-        return views.PromotedDocument(given.expert, shadow, keys, self._desk.reload())
+    def _promote(self, who: str, given: asked.PromoteGiven) -> views.PromotedDocument:
+        before = self._config()
+        done = self._line.promote(who, given.expert, given.sha256)
+        shadow = before.catalog.graph.shadows[given.expert]
+        keys = differing_keys(before.document.values["experts"], given.expert, shadow) if done.replaced else ()
+        return views.PromotedDocument(given.expert, shadow, keys, done)
 
 
 def _read_by(answers: Mapping[Operation, Callable[[Any], Any]]) -> dict[Operation, Callable[[Any], Any]]:

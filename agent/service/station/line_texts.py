@@ -1,4 +1,4 @@
-"""The line file of a running line: its text, a check of another one, promotion."""
+"""The line file of a running line: its text, and a check of another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from agent.line_check import checked_line
-from agent.promotion import promote
 from agent.service.station import views
 from experts.document import parse_document
 from experts.errors import ConfigError, OrderRefused, Refusing
@@ -26,7 +25,7 @@ def line_document(config: LineConfig) -> views.LineDocument:
         raise OrderRefused(Refusing.NOT_NOW, f"{file}: cannot be read ({error.strerror})") from error
     digest = hashlib.sha256(content).hexdigest()
     text = content.decode("utf-8", "replace")
-    return views.LineDocument(str(file), text, digest, digest == config.catalog.sha256)
+    return views.LineDocument(str(file), text, digest, content == config.document.content)
 
 
 def check_text(config: LineConfig, text: str) -> views.CheckedDocument:
@@ -36,16 +35,6 @@ def check_text(config: LineConfig, text: str) -> views.CheckedDocument:
     except ConfigError as error:
         return views.CheckedDocument(tuple(_problem(each) for each in error.problems[:PROBLEMS]))
     return views.CheckedDocument(())
-
-
-def swapped(config: LineConfig, expert: str) -> tuple[str, tuple[str, ...]]:
-    """Raises OrderRefused; then the file is unchanged."""
-    try:
-        return promote(config.document.file, expert)
-    except ConfigError as error:
-        raise OrderRefused(Refusing.NOT_FOUND, str(error), field="expert") from error
-    except OSError as error:
-        raise OrderRefused(Refusing.NOT_NOW, f"the line file cannot be written: {error.strerror}") from error
 
 
 def _problem(error: ConfigError) -> views.LineProblem:

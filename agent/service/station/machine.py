@@ -116,6 +116,8 @@ class Machine:
         return [
             {
                 "id": name,
+                "sha256": self._line.inspector.weights_of(name),
+                "shadow": graph.shadows.get(name),
                 "components": tuple(route for route in routes if name in reached[route]),
                 "architecture": expert.architecture,
                 "memories": _memories_of(agent, loop, name),

@@ -89,6 +89,9 @@ class OfExpert(Asked):
 
 class PromoteGiven(Asked):
     expert: Short
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = Field(
+        description="of the weights that shall serve, as in /api/experts: the expert's or its shadow's"
+    )
 
 
 class EngineAsked(Asked):

@@ -280,10 +280,12 @@ class ReviewsDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
-    """``usage_profiled``, ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes
-    no requests now."""
+    """``sha256``: of the weights that it serves; ``shadow``: the expert in its shadow. ``usage_profiled``,
+    ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes no requests now."""
 
     id: str
+    sha256: str
+    shadow: str | None
     components: tuple[str, ...]
     architecture: str
     memories: tuple[str, ...]

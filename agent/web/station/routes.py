@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from agent.api.access import ended
+from agent.api.access import ended, making
 from agent.web.door import DoorSection
 from agent.web.openapi import document
 from agent.web.operations import NO_STORE, Asked, asked_of, body_of_json, json_answer, route_of
@@ -143,23 +143,26 @@ class StationRoutes:
             if operation.action is not None:
                 call.about = ", ".join(f"{name} {value}" for name, value in given if value is not None)
 
-            def change() -> bytes:
-                found = make(call.caller.name, given)
-                call.outcome = ended(found)
-                return adapter.dump_json(found, by_alias=True)
-
-            content = await self._told(self._changing[operation], change, CHANGE_S)
-            return json_answer(content, operation.status)
+            found = await self._made(self._changing[operation], partial(make, call.caller.name, given))
+            call.outcome = ended(found)
+            return json_answer(adapter.dump_json(found, by_alias=True), operation.status)
 
         return answer
 
-    async def _told(self, threads: DaemonThreads, ask: Callable[[], Found], patience_s: float | None = None) -> Found:
-        patience_s = self._patience_s if patience_s is None else patience_s
+    async def _told(self, threads: DaemonThreads, ask: Callable[[], Found]) -> Found:
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(self._patience_s):
                 return await asyncio.wrap_future(threads.submit(ask))
         except TimeoutError:
-            raise _hangs(patience_s) from None
+            raise _hangs(self._patience_s) from None
+
+    async def _made(self, threads: DaemonThreads, change: Callable[[], Found]) -> Found:
+        try:
+            async with asyncio.timeout(CHANGE_S):
+                return await asyncio.wrap_future(making(threads.submit(change)))
+        except TimeoutError:
+            reason = f"not done within {CHANGE_S:g} s: it goes on, and /api/audit has its end once it is there"
+            raise OrderRefused(Refusing.NOT_NOW, reason, 60.0) from None
 
     async def _answer_state(self, call: Call) -> Response:
         asked_of(Asked, call.request)

@@ -13,6 +13,7 @@ import pytest
 
 from agent.commands.backup import back_up, restore
 from agent.config import read_line
+from agent.line_file.promotions import keeping_promotions, promotion_of
 from agent.records.database import state_held
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
@@ -99,6 +100,20 @@ def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config, t
     assert aside["profile.db"].read_bytes() == b"other"
     with closing(sqlite3.connect(aside["results.db"])) as connection:
         assert connection.execute("SELECT count(*) FROM results").fetchone() == (3,)
+
+
+def test_promotions_in_force_come_back_with_a_backup(config, tmp_path):
+    entry = config.document.values["experts"]["cls/r"]
+    experts = {"cls/r": entry | {"shadow": "cls/n"}, "cls/n": entry | {"weights": "n.safetensors"}}
+    (tmp_path / "line.yaml").write_text(json.dumps(config.document.values | {"experts": experts}))
+    config = read_line(tmp_path / "line.yaml")
+    made = promotion_of(config.document, "cls/r", "cls/n", "ann", "2026-05-01")
+    with keeping_promotions(config.state, [made]):
+        pass
+    back_up(read_line(tmp_path / "line.yaml"), tmp_path / "saved")
+    (config.state / "promotions.json").unlink()
+    restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert read_line(tmp_path / "line.yaml").promotions == (made,)
 
 
 class Killed(BaseException):

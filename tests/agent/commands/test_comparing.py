@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.commands.experts import comparison_of, comparison_row
 from agent.config import read_line
+from agent.line_file.promotions import keeping_promotions, promotion_of
 from agent.promotion import promote
 from agent.records.database import open_for_writing
 from agent.records.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
@@ -148,3 +149,43 @@ def test_promoted_entries_change_places_and_all_else_stays(line):
     with pytest.raises(ConfigError, match="has no shadow"):
         promote(line, "cls/b")
     assert line.read_text() == text
+
+
+def promoted_over_api(line):
+    config = read_line(line)
+    config.state.mkdir()
+    with keeping_promotions(config.state, [promotion_of(config.document, "cls/a", "cls/a-new", "ann", "2026-11-01")]):
+        pass
+    return config.catalog.experts
+
+
+def test_promote_moves_a_promotion_of_the_state_into_the_line_file(line):
+    before = promoted_over_api(line)
+    served = read_line(line).catalog.experts
+    assert served["cls/a"].weights == before["cls/a-new"].weights
+    assert "cls/a serves the entry of cls/a-new, promoted by ann" in check(line)
+    _, output = told("promote", line, "cls/a")
+    assert "the same versions serve" in output
+    after = read_line(line)
+    assert (after.catalog.experts, after.promotions) == (served, ())
+    assert "a-new.safetensors" in line.read_text().partition("cls/a-new:")[0]
+
+
+def test_discard_drops_a_promotion_whose_entries_were_edited(line):
+    promoted_over_api(line)
+    line.write_text(LINE.replace("resnet34", "resnet50"))
+    assert "--discard" in check(line)
+    assert told("promote", line, "cls/a", "--discard")[0] == 0
+    assert "no mistake found" in check(line)
+    assert "not promoted" in told("promote", line, "cls/a", "--discard")[1]
+
+
+def test_a_damaged_file_of_promotions_is_refused_by_its_name(line):
+    promoted_over_api(line)
+    (line.parent / "state" / "promotions.json").write_text("[{")
+    assert "promotions.json: cannot be read (it is damaged)" in check(line)
+
+
+def check(line):
+    done = CliRunner().invoke(app, ["config", "check", str(line)])
+    return " ".join((done.stdout + done.stderr).split())

