@@ -28,7 +28,7 @@ from agent.line_file.promotions import FILE_NAME as PROMOTIONS
 from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
-from experts.filesystem import file_sha256, sync_folder, whole_file
+from experts.filesystem import file_sha256, whole_file, whole_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -63,21 +63,14 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
     """Copy a line's state to a new folder. Raises ConfigError for a file that cannot be read or written."""
     if destination.exists():
         raise ConfigError(f"{destination} exists already - name a new folder")
-    draft = destination.with_name(f".{destination.name}.unfinished")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        _copy_state(config, draft)
-        files = {str(path.relative_to(draft)): file_sha256(path) for path in _files(draft)}
-        backup = Backup(config.line, datetime.now(UTC).astimezone().isoformat(timespec="seconds"), files)
-        with whole_file(draft / MANIFEST) as file:
-            file.write(json.dumps(asdict(backup), indent=2).encode())
-        draft.rename(destination)
-        sync_folder(destination.parent)
+        with whole_folder(destination) as draft:
+            _copy_state(config, draft)
+            files = {str(path.relative_to(draft)): file_sha256(path) for path in _files(draft)}
+            backup = Backup(config.line, datetime.now(UTC).astimezone().isoformat(timespec="seconds"), files)
+            (draft / MANIFEST).write_text(json.dumps(asdict(backup), indent=2), "utf-8")
     except OSError as error:
         raise ConfigError(f"{destination}: {error.strerror or error} - name a folder that can be written") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return backup
 
 

@@ -40,15 +40,16 @@ def parts_of(file: Path) -> Iterator[Path]:
         make_folder(folder)
         with open_folder(folder) as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield folder
+            try:
+                yield folder
+            finally:
+                with suppress(OSError):  # it has parts
+                    folder.rmdir()
     except BlockingIOError as error:
         raise ConfigError(f"{file}: another run writes it - wait for that, or name another file") from error
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{file}: {reason} - what is judged is kept: run the command again") from error
-    finally:
-        with suppress(OSError):  # it has parts
-            folder.rmdir()
 
 
 def known_keys(folder: Path, made_with: Mapping[str, str]) -> set[str]:

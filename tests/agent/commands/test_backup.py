@@ -231,3 +231,12 @@ def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config, tmp_
     (tmp_path / "saved").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         back_up(config, tmp_path / "saved")
+
+
+def test_a_backup_removes_no_folder_that_another_one_writes(config, tmp_path):
+    others = tmp_path / ".saved.unfinished"
+    others.mkdir()
+    (others / "results.db").write_bytes(b"half")
+    back_up(config, tmp_path / "saved")
+    assert (others / "results.db").read_bytes() == b"half"
+    assert (tmp_path / "saved" / "backup.json").is_file()

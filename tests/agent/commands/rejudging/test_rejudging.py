@@ -21,7 +21,7 @@ from agent.cli.app import app
 from agent.commands.rejudging import rejudge as rejudging
 from agent.commands.rejudging.agreement import beside, compare_answers
 from agent.commands.rejudging.archive import GONE, ArchivedImage, ArchiveQuery, find_images
-from agent.commands.rejudging.parts import parts_of
+from agent.commands.rejudging.parts import parts_of, write_part
 from agent.commands.rejudging.rejudge import candidate_line, groups_of, judge, patient_agent, rejudge
 from agent.core.effects import StartLoad
 from agent.core.engine import Engine
@@ -262,6 +262,15 @@ class TestParts:
         with parts_of(out), pytest.raises(ConfigError, match="another run writes it"):
             rejudge(served.config, query, out, quiet)
         assert rejudge(served.config, query, out, quiet)["resumed"] == 7
+
+    def test_a_refused_second_run_leaves_the_folder_of_the_first_which_ends_well(self, served, tmp_path):
+        out = tmp_path / "out.parquet"
+        with parts_of(out) as folder:  # no part is written yet
+            with pytest.raises(ConfigError, match="another run writes it"):
+                rejudge(served.config, ArchiveQuery("results"), out, quiet)
+            assert folder.is_dir()
+            write_part(folder, {"line file": "a"}, [])
+        assert len(list(folder.iterdir())) == 1
 
     def test_a_damaged_part_is_named_and_its_images_are_judged_again(self, served, tmp_path, monkeypatch):
         out, query = tmp_path / "out.parquet", ArchiveQuery("results")
