@@ -1,14 +1,17 @@
 """API section: addresses, access, and limits.
 
-Guarantees: an address that other machines reach is encrypted, or the file says in so many words that it is not.
+Guarantees: an address that other machines reach is encrypted, or the file says in so many words that it is not. Who is
+let in from elsewhere, by address or by proxy, sends a token.
 """
 
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address
+import re
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
@@ -19,6 +22,8 @@ from experts.sizes import MEBIBYTE
 UNIX = "unix:"
 LOCAL_DOORS = {"grpc": "coserve.sock", "http": "coserve-web.sock"}  # in the state, for the agent's user alone
 TAKEN_NAMES = ("anonymous", "owner", "signal", "token")  # callers that the audit names so
+PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+:[0-9a-f:.]*", re.ASCII)
 SOCKET_PATH_BYTES = 106  # Linux: sun_path has 108, less the final zero and the `~` of a hidden socket
 
 
@@ -52,16 +57,49 @@ def is_loopback_name(host: str) -> bool:
         return False
 
 
+def _origin(text: str) -> str:
+    """As a browser writes the origin of a page."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    host = (parts.hostname or "").lower()
+    if parts.scheme not in PORTS or not HOST.fullmatch(host) or "@" in text:
+        raise ValueError(f"{text!r} is no origin - write https://HOST or https://HOST:PORT")
+    if parts.path not in ("", "/") or "?" in text or "#" in text:
+        raise ValueError(f"{text!r} has a path, and pages are served at / only - give them a host or port of their own")
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}" + ("" if port in (None, PORTS[parts.scheme]) else f":{port}")
+
+
+def _proxy(text: str, info: ValidationInfo) -> str:
+    if text.startswith(UNIX):
+        return _address(text, info)
+    try:
+        network = ip_network(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no proxy - write its address, its network as 10.0.0.0/24, or unix:PATH"
+        ) from None
+    if not network.prefixlen:
+        raise ValueError(f"{text!r} trusts every caller - write the address of the proxy")
+    return str(network)
+
+
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
 Address = Annotated[str, AfterValidator(_address)]
-Addresses = Annotated[
-    tuple[Address, ...],
+Origin = Annotated[str, AfterValidator(_origin)]
+MANY = (
     BeforeValidator(_one_or_many),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "default": []}),
-]
+)
+Addresses = Annotated[tuple[Address, ...], *MANY]
+Origins = Annotated[tuple[Origin, ...], *MANY]
+Proxies = Annotated[tuple[Annotated[str, AfterValidator(_proxy)], ...], *MANY]
 
 
 class TlsSection(Section):
@@ -119,6 +157,15 @@ class ApiSection(Section):
     tokens: Annotated[dict[Name, TokenSection], AfterValidator(_names)] = Field(
         {}, description="tokens by the name of their caller, each with a role"
     )
+    public_origin: Origin | None = Field(
+        None, description="address in the browser of the pages behind a proxy that ends TLS, as https://HOST"
+    )
+    trusted_proxy: Proxies = Field(
+        (),
+        description="address or network of the proxy, or a unix:PATH of http, one or a list: its X-Forwarded-For and "
+        "X-Forwarded-Proto count, and callers through it need a token",
+    )
+    frame_ancestors: Origins = Field((), description="origins whose pages may show the station's in a frame")
     insecure_ok: bool = Field(False, strict=True, description="true: gRPC beyond this machine does without tls")
     limits: ApiLimitsSection = Field(ApiLimitsSection(), description="limits of the APIs")
 
@@ -153,4 +200,15 @@ class ApiSection(Section):
         both = next((each for each in self.http if each in self.grpc and not each.endswith(":0")), None)
         if both is not None:
             raise ValueError(f"{both} is used by grpc and by http - give each another address")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_proxy(self) -> ApiSection:
+        if self.public_origin is not None and not self.trusted_proxy:
+            raise ValueError("public_origin is that of a proxy - add the proxy's own address, trusted_proxy: 127.0.0.1")
+        if self.trusted_proxy and not (self.token or self.tokens):
+            raise ValueError("trusted_proxy lets in callers of other machines - add a token (tokens:)")
+        unknown = next((each for each in self.trusted_proxy if each.startswith(UNIX) and each not in self.http), None)
+        if unknown is not None:
+            raise ValueError(f"trusted_proxy: {unknown} is no address of http - add it there")
         return self

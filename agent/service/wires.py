@@ -115,7 +115,7 @@ class LineWires:
             InferenceEndpoint(Orders(self._desk), limits, self._call_statistics).section(),
             StationRoutes(station, (*served.OPERATIONS, *described.OPERATIONS)).section(),
             Monitoring(LineMetrics(self._line, self._upkeep)).section(),
-            pages_section(),  # the last one answers the rest
+            pages_section(self._section.frame_ancestors),  # the last one answers the rest
         ]
-        door = WebDoor(sections, self._credentials.tokens, self.audit, limits)
+        door = WebDoor(sections, self._credentials.tokens, self.audit, self._section)
         return WebServer(self._section, door, self._credentials.context())

@@ -1,9 +1,10 @@
 """Door of HTTP: who calls, from where, and which section answers.
 
 Guarantees: a section sees a request only from a caller with a role (``agent.api.access``). Beyond this machine each
-caller sends a token, except to routes that are open. A page of another site reads and changes nothing: its Origin is
-refused, and so is a name of the host that is not this machine's, of a caller without a token. Requests under way are
-bounded for each address and section. An error of an answer is 500 and in the log, and costs no other request.
+caller sends a token, except to routes that are open. A page of another site reads, changes and costs nothing: its
+Origin and its Sec-Fetch-Site are refused, and so is a name of the host that is not this machine's, of a caller without
+a token. Requests under way are bounded for each address and section. An error of an answer is 500 and in the log, and
+costs no other request.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from agent.api.access import CALLING, NOBODY, Where
 from agent.api.calls.budget import Budget
 from agent.line_file.api import is_loopback_name
 from agent.web.protocol import CONNECTION
+from agent.web.proxies import Proxies
 from agent.web.routes import AUDIT, BODIES, SPARED_BYTES, Endpoint, json_refusal
 from agent.web.session import COOKIE, session_routes
 from experts.errors import OrderRefused
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from agent.api.access import Audit, Caller, Tokens
-    from agent.line_file.api import ApiLimitsSection
+    from agent.line_file.api import ApiSection
     from agent.web.protocol import BoundedProtocol
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are received
 LARGEST_BODIES = 4  # of the largest kind have room at least
 SAFE = ("GET", "HEAD")
+OWN_PAGES = "use the pages of this address, or open it by itself; behind a proxy, see api.public_origin"
+SERVED = "pages are at /, /api/openapi.json tells what programs may ask, models are at /v2 and /v1/models"
 TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal error of the agent - see its log"
 
 
@@ -62,12 +66,13 @@ class DoorSection:
 class WebDoor:
     """ASGI application, for the server's loop. The first section with a root of the path answers, else the last one."""
 
-    def __init__(self, sections: Sequence[DoorSection], tokens: Tokens, audit: Audit, limits: ApiLimitsSection) -> None:
+    def __init__(self, sections: Sequence[DoorSection], tokens: Tokens, audit: Audit, api: ApiSection) -> None:
         self._sections = (DoorSection(("/api/session",), session_routes(tokens)), *sections)
         self._tokens = tokens
         self._audit = audit
+        self._proxies = Proxies(api)
         largest_bytes = max((_endpoint(each).rule.body_bytes for each in self.routes()), default=0)
-        size_bytes = max(limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
+        size_bytes = max(api.limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
         self._bodies = Budget(size_bytes)
         self._under_way: Counter[tuple[str, DoorSection]] = Counter()
 
@@ -78,10 +83,13 @@ class WebDoor:
         for section in self._sections:
             section.stop()
 
+    def section_of(self, path: str) -> DoorSection:
+        return next((section for section in self._sections if path.startswith(section.roots)), self._sections[-1])
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedProtocol = scope["state"][CONNECTION]
         path: str = scope["path"]
-        section = next((section for section in self._sections if path.startswith(section.roots)), self._sections[-1])
+        section = self.section_of(path)
         if section.stall_s is not None:
             connection.stall_s = section.stall_s
         place = (connection.listener.address, section)
@@ -109,26 +117,27 @@ class WebDoor:
 
     def _answering(self, section: DoorSection, scope: Scope, connection: BoundedProtocol) -> ASGIApp:
         headers = Headers(scope=scope)
-        where = Where.OWNER if connection.is_owner else connection.listener.where
-        host, origin = headers.get("host"), headers.get("origin")
-        if origin is not None and scope["method"] not in SAFE and origin != f"{scope['scheme']}://{host}":
-            return section.refusal(403, f"a page of {origin[:100]!r} must not do this - use the pages of this address")
+        seen = self._proxies.seen(connection, headers)
+        scope["scheme"], host = seen.scheme, headers.get("host")
         endpoint, allowed = _found(section.routes, scope)
+        is_open = endpoint is not None and endpoint.rule.is_open
+        if not (is_open and scope["method"] in SAFE) and (site := _another_site(headers, seen.origins)):
+            return section.refusal(403, f"{site} must not do this - {OWN_PAGES}")
         try:
-            caller = self._caller(headers, where)
+            caller = self._caller(headers, seen.where)
         except OrderRefused as refused:
-            if endpoint is None or not endpoint.rule.is_open:
+            if not is_open:
                 return section.refusal(401, str(refused))
             caller = NOBODY
-        if where is Where.LOOPBACK and caller is NOBODY and not (host is None or _is_own_name(host)):
+        if seen.where is Where.LOOPBACK and caller is NOBODY and not (host is None or _is_own_name(host)):
             reason = f"{host[:100]!r} is not a name of this machine - use localhost or a loopback address"
-            return section.refusal(421, reason)  # a browser's page of another site, whose name leads here
+            return section.refusal(421, f"{reason}; of a proxy, see api.trusted_proxy")  # a page whose name leads here
         if endpoint is not None:
             CALLING.set(caller)
             return endpoint
         if not allowed:
-            return section.refusal(404, f"nothing is served at {scope['path'][:200]}")
-        refusal = section.refusal(405, f"only {allowed} is answered here")
+            return section.refusal(404, f"nothing is served at {scope['path'][:200]!r} - {SERVED}")
+        refusal = section.refusal(405, f"{scope['method'][:20]} is not answered here - send {allowed}")
         refusal.headers["allow"] = allowed
         return refusal
 
@@ -140,6 +149,15 @@ class WebDoor:
             if caller := self._tokens.of_session(session):
                 return caller
         return self._tokens.caller(authorization, where, is_required=where is Where.FAR)
+
+
+def _another_site(headers: Headers, origins: Sequence[str]) -> str | None:
+    """The page of another site that a browser asks for, also for its pictures and links; programs send none of these
+    headers."""
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is not None and origin not in origins:
+        return f"a page of {origin[:100]!r}"
+    return None if site in (None, "none", "same-origin") else f"a page of another address ({site[:20]})"
 
 
 def _found(routes: Sequence[Route], scope: Scope) -> tuple[Endpoint | None, str]:

@@ -32,14 +32,16 @@ class WebListener:
     place: UnixSocket | None = None
     arrivals: int = 0
 
-    def is_owner(self, connection: sockets.socket) -> bool:
-        """Whether the peer is the agent's user or root, at a unix socket."""
-        if self.place is None or self.where is Where.OWNER:
-            return self.place is not None
-        if not hasattr(sockets, "SO_PEERCRED"):
-            return False
+    def user_of(self, connection: sockets.socket) -> int | None:
+        """Number of the peer's user, at a unix socket."""
+        if self.place is None or not hasattr(sockets, "SO_PEERCRED"):
+            return None
         told = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
-        return CREDENTIALS.unpack(told)[1] in (ROOT_USER, os.getuid())
+        return int(CREDENTIALS.unpack(told)[1])
+
+    def is_owner(self, user: int | None) -> bool:
+        """Whether a peer of this user is the agent's user or root, at a unix socket."""
+        return self.where is Where.OWNER or (user is not None and user in (ROOT_USER, os.getuid()))
 
     def close(self) -> None:
         self.socket.close()

@@ -10,11 +10,12 @@ by ``h11_max_incomplete_event_size``, those of bodies by ``routes.body_of``.
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
+    from agent.web.door import WebDoor
     from agent.web.listening import WebListener
 
 CONNECTION = "coserve.connection"  # key of the state in a scope
@@ -32,6 +34,19 @@ LINGER_S = 1.0
 SURPLUS_BYTES = 64 * 1024  # behind a request, while it is answered
 MANY_PIECES, SMALL_BYTES = 1000, 64  # a chunk of one byte takes the loop as long as one of thousands
 
+BEGUN_BYTES = 200  # of a request that is none, to tell what it is
+ASKED = re.compile(rb"[A-Z]+ ([!-~]*)")
+OTHER_PROTOCOLS = {
+    b"\x16\x03": "TLS came, and this address is not encrypted - use http://, or add api.tls to the line file",
+    b"PRI * HTTP/2": "HTTP/2 came, and HTTP/1.1 is spoken here - switch HTTP/2 off in the client or proxy",
+}
+REMEDIES = {
+    "Missing mandatory Host: header": "HTTP/1.1 wants the header Host - send it, or HTTP/1.0",
+    "a length and chunks": "the body has a length and chunks - send one of the two",
+    "tiny pieces": "the body comes in tiny pieces - send larger chunks",
+    "Receive buffer too long": f"the head has more than {HEAD_BYTES} bytes - send fewer headers, or a shorter path",
+}
+
 quiet = logging.getLogger("agent.web.uvicorn")  # uvicorn warns of every request that is no HTTP
 quiet.setLevel(logging.ERROR)
 
@@ -40,11 +55,29 @@ class _Requests(h11.Connection):
     """Refuses bodies in tiny pieces, and a length beside chunks, by which a proxy may find another end of the body."""
 
     _pieces = _bytes = 0
+    begun = b""  # of the request that is awaited
+    wrong: h11.RemoteProtocolError
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is h11.IDLE and len(self.begun) < BEGUN_BYTES:
+            self.begun = (self.begun + data)[:BEGUN_BYTES]
+        super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        event = super().next_event()
+        try:
+            event = super().next_event()
+            self._check(event)
+        except h11.RemoteProtocolError as error:
+            self.wrong = error
+            raise
+        return event
+
+    def _check(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> None:
         if isinstance(event, h11.Request):
             self._pieces = self._bytes = 0
+            if event.http_version not in (b"1.0", b"1.1"):
+                raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
+            self.begun = b""
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("a length and chunks")
         elif isinstance(event, h11.Data):
@@ -52,11 +85,11 @@ class _Requests(h11.Connection):
             self._bytes += len(event.data)
             if self._pieces > MANY_PIECES and self._bytes < SMALL_BYTES * self._pieces:
                 raise h11.RemoteProtocolError("tiny pieces")
-        return event
 
 
 class BoundedProtocol(H11Protocol):
-    """Connection of a listener, which counted it when it came. ``is_owner``: see ``WebListener.is_owner``."""
+    """Connection of a listener, which counted it when it came. ``is_owner``: see ``WebListener.is_owner``;
+    ``machine``: of the other end, HOST:PORT or a user."""
 
     def __init__(
         self, config: Config, state: ServerState, listener: WebListener, loop: asyncio.AbstractEventLoop
@@ -65,7 +98,7 @@ class BoundedProtocol(H11Protocol):
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
         self.logger = quiet
         self.listener = listener
-        self.is_owner = False
+        self.is_owner, self.machine = False, ""
         self.stall_s = STALL_S
         self._is_idle = True
         self._surplus_bytes = 0
@@ -75,7 +108,9 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         self.transport.set_write_buffer_limits(1)  # paused as long as bytes wait: TLS never resumes at 0
-        self.is_owner = self.listener.is_owner(transport.get_extra_info("socket"))
+        user = self.listener.user_of(transport.get_extra_info("socket"))
+        self.is_owner = self.listener.is_owner(user)
+        self.machine = f"user {user}" if self.client is None else "{}:{}".format(*self.client)
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,7 +139,7 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         with suppress(h11.LocalProtocolError):  # an answer is under way
-            super().send_400_response(msg)
+            self._refuse()
         if self.cycle is not None:
             self.cycle.disconnected = True  # its answer has no caller any more
         self._count(is_idle=True)
@@ -124,6 +159,21 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
+
+    def _refuse(self) -> None:
+        """Answer what is no request, in the format of its path as far as it has one."""
+        requests = cast("_Requests", self.conn)
+        begun, error = requests.begun, requests.wrong
+        asked = ASKED.match(begun)
+        path = self.scope["path"] if self.scope and not begun else asked[1].decode() if asked else ""
+        reason = REMEDIES.get(str(error)) or f"this is no request of HTTP/1.1: {error} - send one, as GET / HTTP/1.1"
+        reason = next((told for start, told in OTHER_PROTOCOLS.items() if begun.startswith(start)), reason)
+        answer = cast("WebDoor", self.app).section_of(path).refusal(error.error_status_hint, reason)
+        status = answer.status_code
+        headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
+        head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
     @property
     def _is_answering(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket as sockets
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
+NO_OTHER_PAGE = (b"cross-origin-resource-policy", b"same-origin")  # may embed an answer
+HTTPS_WANTED = b'{"error": {"reason": "INVALID", "message": "this address is encrypted - use https://", "field": null}}'
+NO_TLS = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(HTTPS_WANTED), HTTPS_WANTED)
+)
 STOP_S = 0.2  # for answers under way, which take milliseconds
 NO_FILES_S = 1.0  # pause while the process has no file for a connection
 
@@ -47,6 +54,7 @@ class WebServer:
         self._listeners: list[WebListener] = []
         self._connecting = set[asyncio.Task[None]]()
         self._state = ServerState()
+        self._state.default_headers = [NO_OTHER_PAGE]
         self._is_stopping = False
         self._thread: Thread | None = None
         self._config = Config(
@@ -115,11 +123,19 @@ class WebServer:
         loop = asyncio.get_running_loop()
         tls = None if listener.place is not None else self._tls
         try:
+            if tls is not None and not await _begins_tls(connection):
+                await loop.sock_sendall(connection, NO_TLS)
+                connection.recv(2 * HEAD_BYTES)  # closed with bytes in receipt, it would lose the answer
+                raise ConnectionAbortedError
             await loop.connect_accepted_socket(
                 partial(BoundedProtocol, self._config, self._state, listener, loop), connection, ssl=tls,
                 ssl_handshake_timeout=None if tls is None else HEAD_S,
             )  # fmt: skip
-        except (OSError, asyncio.CancelledError):  # no TLS, another certificate, or gone; from now on not counted
+        except (
+            OSError,
+            TimeoutError,
+            asyncio.CancelledError,
+        ):  # no TLS, another certificate, or gone; from now on not counted
             listener.arrivals -= 1
             connection.close()
 
@@ -137,3 +153,16 @@ class WebServer:
                 task.cancel()
             await asyncio.wait(late, timeout=STOP_S)
         await asyncio.sleep(0)  # aborted connections are told so
+
+
+async def _begins_tls(connection: socket.socket) -> bool:
+    """Whether the first byte is one of TLS, which stays where it is. Raises TimeoutError, and OSError."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        async with asyncio.timeout(HEAD_S):
+            await readable.wait()
+        return connection.recv(1, sockets.MSG_PEEK) in (b"\x16", b"")
+    finally:
+        loop.remove_reader(connection)

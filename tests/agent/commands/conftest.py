@@ -33,7 +33,7 @@ def line(tmp_path, desk):
     api = section(tmp_path, **keys, http=["unix:./state/coserve-web.sock", "127.0.0.1:0"])
     server = server_of(api, desk)
     server.start()
-    web = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], server.credentials.tokens, logged, api.limits))
+    web = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], server.credentials.tokens, logged, api))
     web.start()
     file = tmp_path / "line.yaml"
     file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))

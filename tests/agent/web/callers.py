@@ -17,7 +17,7 @@ TCP = "127.0.0.1:0"
 @contextmanager
 def opened(parts, api=None, *, audit=print, tokens=None, tls=None):
     api = ApiSection(http=[TCP]) if api is None else api
-    server = WebServer(api, WebDoor(parts, tokens or Tokens(api), audit, api.limits), tls)
+    server = WebServer(api, WebDoor(parts, tokens or Tokens(api), audit, api), tls)
     try:
         server.start()
         yield server

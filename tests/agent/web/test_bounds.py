@@ -216,7 +216,7 @@ class TestConnections:
     def test_a_head_that_is_too_large_is_refused(self, address):
         with closing(connected(address)) as rude:
             rude.sendall(b"GET /told HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 17_000)
-            assert rude.recv(100).startswith(b"HTTP/1.1 400")
+            assert rude.recv(100).startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
             assert hears_nothing_more(rude)
 
     def test_who_does_not_read_is_cut_off(self, address, slow, monkeypatch):

@@ -72,7 +72,7 @@ def test_a_refusal_has_its_reason_and_field(addresses):
     with pytest.raises(OrderRefused, match="the key is another's") as refused:
         client.call("POST", "/refuse")
     assert (refused.value.reason, refused.value.field) == (Refusing.KEY_REUSED, "key")
-    with pytest.raises(OrderRefused, match="nothing is served at /x") as refused:
+    with pytest.raises(OrderRefused, match="nothing is served at '/x'") as refused:
         client.content("POST", "/x")
     assert refused.value.reason is Refusing.NOT_FOUND
 

@@ -184,6 +184,15 @@ class TestOtherSites:
         assert statuses(address, "read", host="box.factory") == [200, 403, 403, 403]
 
 
+def test_a_mistake_in_the_head_of_a_call_is_told_in_the_format_of_its_part(door):
+    (address,) = door()[0].addresses
+    with closing(connected(address)) as caller:
+        caller.sendall(b"GET /x/read HTTP/1.1\r\n\r\n")
+        told = b"".join(iter(lambda: caller.recv(65536), b"")).partition(b"\r\n\r\n")[2]
+    message = "HTTP/1.1 wants the header Host - send it, or HTTP/1.0"
+    assert json.loads(told) == {"error": {"reason": "INVALID", "message": message, "field": None}}
+
+
 class TestSessions:
     def cookie(self, headers):
         return headers["set-cookie"].partition(";")[0]
@@ -245,7 +254,8 @@ class TestOtherMachines:
         assert (status, "Secure" in headers["set-cookie"].split("; ")) == (200, True)
         with closing(connected(address)) as plain:
             plain.sendall(b"GET /x/open HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert not plain.recv(100).startswith(b"HTTP")
+            told = plain.recv(1000)
+        assert (told[:12], b"this address is encrypted - use https://" in told) == (b"HTTP/1.1 400", True)
 
     def test_a_reload_takes_the_new_certificate(self, door, folder, tls):
         server, credentials = door(tls=tls)

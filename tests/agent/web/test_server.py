@@ -179,6 +179,25 @@ class TestRudeCallers:
                 each.close()
             until(lambda: answers(address))
 
+    @pytest.mark.parametrize(
+        ("sent", "status", "told"),
+        [
+            (b"\x16\x03\x01\x02\x00\x01\x00", 400, "TLS came, and this address is not encrypted - use http://"),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2 came, and HTTP/1.1 is spoken here - switch HTTP/2 off"),
+            (b"OPTIONS / HTTP/1.1\r\n\r\n", 400, "HTTP/1.1 wants the header Host - send it, or HTTP/1.0"),
+            (b"GET / HTTP/9.9\r\n\r\n", 505, "another version of HTTP - send one, as GET / HTTP/1.1"),
+            (b"GET /health/live HTTP/1.0\r\n\r\n", 200, "alive"),
+            (b"OPTIONS /health/live HTTP/1.0\r\n\r\n", 405, "OPTIONS is not answered here - send GET, HEAD"),
+            (b"\x05\x01\x00\r\n\r\n", 400, "this is no request of HTTP/1.1: "),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_request_is_told_what_came_and_what_to_do(self, line, sent, status, told):
+        with served(line) as (address,), closing(connected(address)) as caller:
+            caller.sendall(sent)
+            answer = b"".join(iter(lambda: caller.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert told.encode() in answer.partition(b"\r\n\r\n")[2]
+
     def test_garbage_is_refused_and_no_news(self, line, caplog, capfd, monkeypatch):
         garbage = {
             "TLS": b"\x16\x03\x01\x02\x00\x01\x00",

@@ -33,7 +33,7 @@ def served(desk):
     api = ApiSection(http=["127.0.0.1:0"], limits={"message": "1MiB", "requests": 100})
     here = Served(desk)
     part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).section()
-    server = WebServer(api, WebDoor([part], here, here.audit, api.limits))
+    server = WebServer(api, WebDoor([part], here, here.audit, api))
     server.start()
     (here.address,) = server.addresses
     yield here

@@ -29,7 +29,7 @@ gc.disable()  # what is let go by the collector alone is not let go in time
 desk = FakeDesk(most=30, holds=True)
 api = ApiSection(http=["127.0.0.1:0"], limits={"memory": "64MiB", "message": "16MiB"})
 part = InferenceEndpoint(Orders(desk), api.limits, CallStatistics()).section()
-server = WebServer(api, WebDoor([part], Tokens(api), logged, api.limits))
+server = WebServer(api, WebDoor([part], Tokens(api), logged, api))
 server.start()
 print(server.addresses[0], flush=True)
 for line in sys.stdin:

@@ -564,7 +564,7 @@ class Served:
             api = ApiSection.model_validate(values, context={"folder": Path(folder)})
             known = Tokens(api)
         parts = [DoorSection(("/api",), self.station.routes()), pages_section()]
-        self._server = WebServer(api, WebDoor(parts, known, lambda *_: None, api.limits))
+        self._server = WebServer(api, WebDoor(parts, known, lambda *_: None, api))
         self._server.start()
         self.port = int(self._server.addresses[0].rpartition(":")[2])
 

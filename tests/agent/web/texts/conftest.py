@@ -22,7 +22,7 @@ def serve_texts(tmp_path, desk):
 
         def start(**keys):
             api = section(tmp_path, http=["127.0.0.1:0", "unix:./h.sock"], **keys)
-            server = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], Tokens(api), print, api.limits))
+            server = WebServer(api, WebDoor([TextEndpoint(Orders(desk)).section()], Tokens(api), print, api))
             running.callback(server.stop)
             server.start()
             return server.addresses
