@@ -1,7 +1,8 @@
 """Results and boards as plain rows for other programs, and files of them: `results-FILE-FIRST-LAST.csv`, or `.jsonl`.
 
 Guarantees: times are ISO 8601 with their offset; nested values stay JSON, also inside a field of CSV. A file appears
-atomically. Ranges are consecutive, so each result is in exactly one file, at any state of the clock. FILE is the
+atomically. Ranges are consecutive, so each result is in exactly one file, at any state of the clock. While the folder's
+share is away, no range is begun or counts as written. FILE is the
 identity of the results file, so results of a restored backup overwrite no file. A process that ends during a write
 writes the same range again at its next start.
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rounds import Rounds
-from experts.filesystem import make_folder, whole_text_file
+from experts.filesystem import Place, whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -84,8 +85,10 @@ class ResultExport(Rounds):
         self._section = section
         self._line = line
         self._wall = wall
+        self._place = Place(section.folder, store.path.parent / "places")
 
     def _steps(self) -> Generator[None, None, None]:
+        self._place.make()
         part = yield from self._next_range()
         if part is not None:
             yield from self._write_file(part)
@@ -110,7 +113,6 @@ class ResultExport(Rounds):
         numbers = f"{part.first_seq:0{NUMBER_DIGITS}}-{part.last_seq:0{NUMBER_DIGITS}}"
         path = self._section.folder / f"results-{file}-{numbers}.{self._section.format}"
         reader, at, rows = ResultReader(self._store.path), part.first_seq - 1, 0
-        make_folder(self._section.folder)
         with whole_text_file(path) as stream:
             stream.write(self._first_line(file, part))
             while found := reader.select(
@@ -119,6 +121,7 @@ class ResultExport(Rounds):
                 write_rows(map(_local_row, found), self._section.format, stream, RESULT_COLUMNS)
                 at, rows = found[-1].seq, rows + len(found)
                 yield
+        self._place.find()  # else the file is on a bare mount point
         marked = "UPDATE exports SET is_written = 1 WHERE last_seq = ?"
         self._store.write(lambda database: database.execute(marked, (part.last_seq,)))
         log.info("results_exported file=%s rows=%d", path, rows)
@@ -159,7 +162,7 @@ def plain_result(row: ResultRow) -> dict[str, Any]:
 
 def plain_board(row: BoardRow) -> dict[str, Any]:
     board = {name: _plain(value) for name, value in asdict(row.board).items()}
-    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.board.takt_s} | board
+    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.takt_s} | board
 
 
 def write_rows(

@@ -54,11 +54,13 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """Stored board verdict. ``revisions``: number of later verdicts of this run."""
+    """Stored board verdict. ``revisions``: number of later verdicts of this run. ``takt_s``: seconds
+    by the wall clock since the previous board of its type closed; None for the first."""
 
     seq: int
     revisions: int
     board: BoardVerdict
+    takt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from experts.filesystem import open_folder, whole_file, whole_text_file
+from experts.filesystem import Place, open_folder, whole_file, whole_text_file
 
 
 def test_a_file_appears_with_its_bytes_and_leaves_no_draft_neither_of_a_killed_writer(tmp_path):
@@ -53,3 +53,35 @@ def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_pat
     with pytest.raises(NotADirectoryError, match=r"'link' is a link .* remove it"):
         open_folder(tmp_path / "named" / "link", tmp_path / "named").__enter__()
     assert (tmp_path / "elsewhere" / "a").read_bytes() == b"ours"
+
+
+def test_folder_on_a_mount_of_fstab_that_is_not_mounted_is_offline_from_the_first_start_on(tmp_path):
+    mount = tmp_path / "my share"
+    (mount / "line1").mkdir(parents=True)
+    fstab = tmp_path / "fstab"
+    fstab.write_text(
+        f"# nas\n//nas/line {str(mount).replace(' ', chr(92) + '040')} cifs ro 0 0\n/dev/sdb none swap sw 0 0\n"
+    )
+    with pytest.raises(OSError, match=r"nothing is mounted at .*my share - mount its share or disk there"):
+        Place(mount / "line1", tmp_path / "memory", fstab=fstab).find()
+    Place(tmp_path / "other", tmp_path / "memory", fstab=fstab).make()
+    assert (tmp_path / "other").is_dir()
+
+
+def test_folder_that_was_there_is_remembered_over_a_restart_and_not_made_again(tmp_path):
+    place = Place(tmp_path / "out", tmp_path / "memory")
+    place.find()  # never there: nothing is away
+    place.make()
+    (tmp_path / "out").rmdir()
+    for again in (place, Place(tmp_path / "out", tmp_path / "memory")):
+        for look in (again.find, again.make):
+            with pytest.raises(OSError, match="OFFLINE: it was there and is gone"):
+                look()
+    assert not (tmp_path / "out").exists()
+    Place(tmp_path / "other", tmp_path / "memory").find()
+
+
+def test_folder_above_that_is_missing_is_not_made(tmp_path):
+    with pytest.raises(OSError, match=r"a is missing - mount its share, or make the folder"):
+        Place(tmp_path / "a" / "b", tmp_path / "memory").make()
+    assert not (tmp_path / "a").exists()

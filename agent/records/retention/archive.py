@@ -15,13 +15,12 @@ import os
 import re
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
-from experts.filesystem import make_folder, whole_file
+from experts.filesystem import Place, open_folder, remove_empty, sync_folder, unlink_below, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +45,11 @@ WAITING_BYTES = 256 * 1024 * 1024  # bytes of images that wait for a slow disk; 
 
 
 class ImageArchive:
-    """Files of the archive. For any thread; every method may raise OSError."""
+    """Files of the archive. For any thread; every method may raise OSError. ``place``: its folder, maybe a mount."""
 
     def __init__(self, folder: Path, keeps: Keeps) -> None:
         self.folder = folder
+        self.place = Place(folder, folder.parent / "places")
         self._keeps = keeps
         self._lock = threading.Lock()  # serialises ``keep`` and ``discard`` of one file
 
@@ -62,10 +62,16 @@ class ImageArchive:
         relpath = f"{at.astimezone():%Y-%m-%d}/{file_name(content, name)}"
         target = self.folder / relpath
         with self._lock:
-            if target.exists():
-                os.utime(target)  # another result needs it
-            else:
-                _write(target, content)
+            self.place.make()
+            is_new_day = not target.parent.is_dir()
+            with open_folder(target.parent, self.folder, makes=True) as day:
+                if is_new_day:
+                    sync_folder(self.folder)
+                try:
+                    os.utime(target.name, dir_fd=day, follow_symlinks=False)  # another result needs it
+                except FileNotFoundError:
+                    with whole_file(target, below=self.folder) as file:
+                        file.write(content)
         return relpath
 
     def discard(self, relpath: str, changed_ns: int) -> bool:
@@ -73,13 +79,12 @@ class ImageArchive:
         target = self.folder / relpath
         with self._lock:
             try:
-                if target.stat().st_mtime_ns != changed_ns:
+                if target.lstat().st_mtime_ns != changed_ns:
                     return False
-                target.unlink()
+                unlink_below(target, self.folder)
             except FileNotFoundError:
                 pass
-            with suppress(OSError):  # the day has other images
-                target.parent.rmdir()
+            remove_empty(target.parent, self.folder)
         return True
 
 
@@ -205,10 +210,3 @@ def _suffix(content: bytes) -> str:
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return ".webp"
     return next((suffix for start, suffix in SUFFIXES if content.startswith(start)), OTHER_SUFFIX)
-
-
-def _write(target: Path, content: bytes) -> None:
-    if not target.parent.is_dir():
-        make_folder(target.parent)
-    with whole_file(target, below=target.parent.parent) as file:
-        file.write(content)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.records.retention.archive import DAY, KEPT
 from agent.records.retention.rules import KeptImage
+from experts.filesystem import remove_empty, unlink_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,8 @@ def archived(folder: Path) -> Iterator[FileSeen]:
 
 
 def shelved(shelf: Shelf) -> Iterator[KeptImage]:
+    if shelf.folder.is_symlink():
+        return
     if not shelf.is_dated:
         paths = set(_below(str(shelf.folder)))
         for path in sorted(paths):
@@ -75,18 +78,16 @@ def shelved(shelf: Shelf) -> Iterator[KeptImage]:
 
 def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
     """Remove an unchanged file with its explanation, and folders that become empty; False if the file changed."""
+    watched = shelf.parent  # the shelf is no link either
     with suppress(FileNotFoundError):
         status = path.lstat()
         if not S_ISREG(status.st_mode) or status.st_mtime_ns != changed_ns:
             return False
-        path.unlink()
+        unlink_below(path, watched)
     with suppress(OSError):  # no explanation, or under a shortened name
-        path.with_name(path.name + EXPLANATION).unlink()
-    with suppress(OSError):  # not empty, or no permission
-        for folder in path.parents:
-            if shelf not in folder.parents:
-                break
-            folder.rmdir()
+        unlink_below(path.with_name(path.name + EXPLANATION), watched)
+    if path.parent != shelf:
+        remove_empty(path.parent, shelf)
     return True
 
 

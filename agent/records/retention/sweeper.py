@@ -1,10 +1,10 @@
 """Sweeper: removes images and rows beyond the limits of retention, a little with each step.
 
 Guarantees: before its removal an image is marked in the database, and its results forget its file in the same
-transaction. So after a crash no result names a missing file, and the next run removes marked files. A row is
-removed after its image, and never while its file is in a watched folder, where it would be judged again. Age counts
-only on a steady clock, so a wrong year removes nothing. A file that cannot be removed is logged, retried in each round,
-and blocks no other.
+transaction. So after a crash no result names a missing file, and the next run removes marked files. A row is removed
+after its image, and never while its file is in a watched folder, where it would be judged again. Age counts only on a
+steady clock, so a wrong year removes nothing. While the archive's disk is away, no row goes. A file that cannot be
+removed is logged, retried in each round, and blocks no other.
 
 A round, in many short steps: list all images, decide, remove images, remove rows, shrink results.db.
 """
@@ -117,6 +117,7 @@ class Sweeper(Rounds):
 
     def _steps(self) -> Generator[None, None, None]:
         self._stuck = {}
+        self._archive.place.find()
         yield from self._remove_marked()
         if (self._limits.days, self._limits.size, self._limits.free) == (None, None, None):
             self._due_s = math.inf

@@ -197,8 +197,7 @@ class OrderTaker:
         checked_name(order.subject.board, "board")
         types = self._inspector.agent.config.boards
         if order.subject.board_type is not None and order.subject.board_type not in types:
-            known = f"the line has {', '.join(types)}" if types else "the line has none"
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r} - {known}")
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
         if order.subject.board is None and (order.subject.component is not None or order.subject.expert is not None):
             return None
         if order.subject.board_type is None and len(types) > 1:

@@ -116,6 +116,7 @@ class FolderSource(Source):
         """Read and watch, in two threads. The folder is made if it is missing; if that fails it is OFFLINE."""
         self._reader.start()
         try:
+            self._watch.check_mount()
             self._section.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             log.warning("intake_folder_not_made folder=%s reason=%s", self._section.path, error.strerror)

@@ -7,7 +7,6 @@ Guarantees: hints belong to the current folder at the path; each change of state
 
 from __future__ import annotations
 
-import errno
 import logging
 import warnings
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from watchdog.events import (
 
 from agent.sources.folder.files.inbox import is_claim, is_own
 from agent.sources.folder.files.readiness import Evidence
-from experts.filesystem import filesystem_type, tells_changes
+from experts.filesystem import Place, filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +63,7 @@ class FolderWatch:
         self._path = path
         self._note = note
         self._observer: BaseObserver | None = None
-        self._was_mounted = False
+        self._place = Place(path)
 
     @property
     def is_online(self) -> bool:
@@ -89,10 +88,7 @@ class FolderWatch:
 
     def check_mount(self) -> None:
         """Raises OSError if a share was mounted and no longer is: its bare mount point is not the folder."""
-        is_mounted = self._path.is_mount()
-        if self._was_mounted and not is_mounted:
-            raise OSError(errno.ENODEV, "nothing is mounted there any more")
-        self._was_mounted = is_mounted
+        self._place.find()
 
     def go_offline(self, error: OSError) -> None:
         if self.state is not SourceState.OFFLINE:

@@ -5,8 +5,11 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -151,6 +154,87 @@ def test_what_the_disk_refuses_is_raised_and_tried_again(line):
     (line.folder / "out").unlink()
     line.steps(0.0)
     assert line.exported() == [["a"]]
+
+
+def test_export_folder_that_was_there_and_is_gone_is_waited_for_also_over_a_restart(line):
+    line.record("a")
+    line.steps(FIRST_S)
+    (line.folder / "out").rename(line.folder / "share")
+    line.record("b")
+    for _ in range(2):
+        line.now_s += EVERY_S
+        with pytest.raises(OSError, match="OFFLINE: it was there and is gone"):
+            line.export.step()
+        assert not (line.folder / "out").exists()
+        assert last_exported(line.folder / "r.db").last_seq == 1
+        line.restart()
+    (line.folder / "share").rename(line.folder / "out")
+    line.steps(EVERY_S)
+    assert line.exported() == [["a"], ["b"]]
+
+
+def test_export_folder_below_an_empty_folder_is_not_made_as_its_share_may_be_away(line):
+    (line.folder / "mes").mkdir()
+    line.export = ResultExport(
+        ExportSection.model_construct(folder=line.folder / "mes" / "line1", format="jsonl"), "demo", line.store,
+        lambda: line.wall, lambda: line.now_s,
+    )  # fmt: skip
+    line.record("a")
+    line.now_s += FIRST_S
+    with pytest.raises(OSError, match="mes is empty, as where a share is not mounted - mount its share, or make"):
+        line.export.step()
+    assert last_exported(line.folder / "r.db") is None
+    (line.folder / "mes" / "line1").mkdir()
+    line.steps(0.0)
+    assert last_exported(line.folder / "r.db").last_seq == 1
+
+
+MOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from tests.agent.records.test_export import EVERY_S, FIRST_S, Line, last_exported
+
+folder = Path(sys.argv[1])
+share = folder / "out"
+
+def mount():
+    if subprocess.run(["mount", "-t", "tmpfs", "share", share], capture_output=True).returncode:
+        sys.exit(77)
+
+mount()
+line = Line(folder)
+line.record("a")
+line.steps(FIRST_S)
+print(line.exported())
+subprocess.run(["umount", share], check=True)
+line.record("b")
+line.restart()  # as after a reboot
+line.now_s += FIRST_S
+try:
+    line.export.step()
+except OSError as error:
+    print(error.strerror.replace(str(folder), ""), list(share.iterdir()), last_exported(folder / "r.db").last_seq)
+mount()
+line.steps(0.0)
+print(line.exported(), last_exported(folder / "r.db").last_seq)
+line.store.close()
+"""
+
+
+def test_bare_mount_point_of_an_exports_share_gets_no_file_and_marks_nothing_until_the_share_is_back(tmp_path):
+    (tmp_path / "out").mkdir()
+    apart = ["unshare", "--mount", "--propagation", "private"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a mount namespace is not permitted here")
+    command = [*apart, sys.executable, "-c", MOUNTED, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    if ended.returncode == 77:
+        pytest.skip("mounting is not permitted here")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "[['a']]", "OFFLINE: nothing is mounted at /out - mount its share or disk there [] 1", "[['b']] 2",
+    ]  # fmt: skip
 
 
 def test_a_restored_results_file_overwrites_no_file_of_the_one_before_it(line):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from agent.sources.folder.files.readiness import Lease, Probe, Sighting
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.sources.folder.files.sidecar import sidecar_of
-from experts.filesystem import open_folder, whole_file
+from experts.filesystem import open_folder, unlink_below, whole_file
 from experts.images import completeness
 
 if TYPE_CHECKING:
@@ -185,9 +185,9 @@ class Inbox:
         """Remove the marker of a claimed file, if there is one."""
         for name in (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER):
             try:
-                (self.root / name).unlink(missing_ok=True)
+                unlink_below(self.root / name, self.root)
             except OSError as error:
-                if error.errno != errno.ENAMETOOLONG:
+                if error.errno not in {errno.ENOENT, errno.ENAMETOOLONG}:
                     raise
 
     def recover(self, held: Container[str] = ()) -> Iterator[Claimed]:
@@ -212,9 +212,10 @@ class Inbox:
 
     def delete(self, claimed: Claimed) -> None:
         """Delete the file and its sidecar, if present."""
-        if self._is_with_its_sidecar(claimed):
-            self.sidecar(claimed).unlink(missing_ok=True)
-        claimed.path.unlink(missing_ok=True)
+        gone = (self.sidecar(claimed), claimed.path) if self._is_with_its_sidecar(claimed) else (claimed.path,)
+        for path in gone:
+            with suppress(FileNotFoundError):
+                unlink_below(path, self.root)
         self._tidy(claimed.path.parent)
 
     def leave(self) -> None:

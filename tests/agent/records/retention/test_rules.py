@@ -197,6 +197,36 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
     assert one.sweeper.alarm is None
 
 
+@pytest.mark.parametrize("exchanged", ["done", "day", "sub", "archive"])
+def test_folder_exchanged_for_a_link_before_a_removal_costs_no_file_behind_the_link(line, exchanged):
+    one = line(keep(days=30))
+    foreign = one.folder / "foreign"
+    path = one.archived("a", Verdict.OK) if exchanged == "archive" else one.shelved("sub/a.png", Verdict.OK)
+    link = {"done": path.parents[2], "day": path.parents[1]}.get(exchanged, path.parent)
+    marked = (os.fsencode(path), path.stat().st_mtime_ns, "old")
+    one.store.write(lambda database: database.execute("INSERT INTO leaving VALUES (?, ?, ?)", marked))
+    link.rename(foreign)  # with the image in it
+    link.symlink_to(foreign)
+    one.sweep()
+    assert path.exists()
+    assert path.resolve().is_relative_to(foreign)
+
+
+def test_disk_of_the_archive_that_is_away_costs_no_row_and_no_image_is_written_in_its_stead(line):
+    one = line(keep(days=3))
+    old = one.archived("old", Verdict.NG, age_days=9.0)
+    one.archive.folder.rename(one.folder / "disk")
+    with pytest.raises(OSError, match="OFFLINE: it was there and is gone"):
+        one.sweep()
+    with pytest.raises(OSError, match="OFFLINE: it was there and is gone"):
+        one.archive.keep(b"x", "a", one.began)
+    assert not one.archive.folder.exists()
+    assert list(one.kept_as()) == ["old"]
+    (one.folder / "disk").rename(one.archive.folder)
+    one.sweep()
+    assert not old.exists()
+
+
 def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
     one = line(keep(size=1000))
     shared = one.archived("a", Verdict.OK, age_days=5.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent.sources.folder.files.inbox import NAME_BYTES, Inbox, fitted, is_ignored
+from agent.sources.folder.files.inbox import MARKER, NAME_BYTES, Inbox, fitted, is_ignored
 from agent.sources.folder.files.readiness import Sighting
 
 LONGEST = "R" * (NAME_BYTES - 4) + ".png"
@@ -190,6 +190,18 @@ class TestWhoeverWritesToTheFolder:
             inbox.put_away(claimed, shelf, "1")
         assert os.listdir(database.parent) == ["results.db"]
         assert claimed.path.exists(), "it is tried again once the link is gone"
+
+    @pytest.mark.parametrize("exchanged", ["claims", "folder of the marker"])
+    def test_folder_exchanged_for_a_link_costs_no_file_behind_the_link(self, inbox, tmp_path, exchanged):
+        claimed = inbox.claim("sub/a.png", write(inbox, "sub/a.png"))
+        (inbox.root / "sub" / f"a.png{MARKER}").touch()
+        link = claimed.path.parent if exchanged == "claims" else inbox.root / "sub"
+        link.rename(tmp_path / "foreign")
+        link.symlink_to(tmp_path / "foreign")
+        kept = os.listdir(tmp_path / "foreign")
+        with pytest.raises(NotADirectoryError, match="is a link"):
+            inbox.delete(claimed) if exchanged == "claims" else inbox.drop_marker("sub/a.png")
+        assert os.listdir(tmp_path / "foreign") == kept
 
     def test_nothing_is_claimed_through_or_into_a_link(self, inbox, database):
         sighting = write(inbox, "sub/results.db")
