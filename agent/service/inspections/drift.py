@@ -3,7 +3,9 @@
 The measure is the total variation distance between the experts' shares of the counted steps and of usage probability: 0
 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is detected as fast after a year as
 after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this sample size
-(``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of w^2.
+(``chance_distance``), after LEAST_STEPS steps. The scheduler judges waiting images one expert after another. So drift is
+also above the most that their steps can add to the distance. Sample size with weights w is Kish's: (sum of w)^2 / sum of
+w^2.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """``experts``: with the most changed shares, largest change first. ``steps``: sample size."""
+    """``experts``: with the most changed shares, largest change first. ``steps``: sample size. ``waiting``: most steps
+    that the images under way still have."""
 
     steps: int
     distance: float
     chance: float
     experts: tuple[ExpertDrift, ...]
+    waiting: int = 0
 
     @property
     def threshold(self) -> float:
-        return max(CHANCE_FACTOR * self.chance, LEAST_DISTANCE)
+        of_waiting = self.waiting / (self.steps + self.waiting or 1)
+        return max(CHANCE_FACTOR * self.chance, LEAST_DISTANCE) + of_waiting
 
     @property
     def has_drifted(self) -> bool:
@@ -86,13 +91,13 @@ class UsageDrift:
             for expert in dict.fromkeys([*self._expected, *self._seen])
         ]
 
-    def statistics(self) -> DriftStatistics:
+    def statistics(self, waiting: int = 0) -> DriftStatistics:
         """Compute the statistics. Slow: a fraction of a millisecond for hundreds of experts."""
         steps, shares = round(self._weight**2 / self._squares) if self._squares else 0, self.shares()
         moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
         distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
         named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
-        return DriftStatistics(steps, distance, chance_distance(self._expected.values(), steps), named)
+        return DriftStatistics(steps, distance, chance_distance(self._expected.values(), steps), named, waiting)
 
 
 class DriftAlarm:

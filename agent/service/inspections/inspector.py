@@ -226,7 +226,8 @@ class Inspector:
             self._drift = UsageDrift(usage)
 
     def drift(self) -> DriftStatistics:
-        return self.usage().statistics()
+        longest = max(map(len, self.agent.setup.graph.routes.values()), default=0)
+        return self.usage().statistics(self.in_flight * longest)
 
     def usage(self) -> UsageDrift:
         """Copy of the experts' usage counted so far."""

@@ -60,6 +60,16 @@ def test_what_chance_gives_is_the_mean_over_all_outcomes(draws, probability):
     assert chance_distance((probability, 1 - probability), draws) == pytest.approx(by_hand, abs=1e-9)
 
 
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2 * LEAST_STEPS, max_size=3 * LEAST_STEPS))
+def test_images_judged_one_expert_after_another_give_no_drift_while_others_wait(arrived):
+    """What comes as expected, in the order of a scheduler that groups it by expert."""
+    drift = UsageDrift({expert: arrived.count(expert) for expert in "abcdefgh"})
+    for done, expert in enumerate(sorted(arrived), 1):
+        drift.count([expert])
+        if done % 50 == 0:
+            assert not drift.statistics(len(arrived) - done).has_drifted
+
+
 def test_a_warning_comes_after_enough_steps_and_then_every_hour_until_usage_comes_back():
     drift, alarm = counted({"a": 1.0, "b": 1.0}, {"a": LEAST_STEPS - 1}), DriftAlarm()
     assert alarm.due_warning(0.0, lambda: found(drift)) is None
