@@ -3,9 +3,9 @@
 The measure is the total variation distance between the experts' shares of the counted steps and of usage probability: 0
 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is detected as fast after a year as
 after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this sample size
-(``chance_distance``), after LEAST_STEPS steps. The scheduler judges waiting images one expert after another. So drift is
-also above the most that their steps can add to the distance. Sample size with weights w is Kish's: (sum of w)^2 / sum of
-w^2.
+(``chance_distance``), after LEAST_STEPS steps. The scheduler judges waiting images one expert after another, so drift
+is also above the most that their steps can add to the distance. Sample size with weights w is Kish's: (sum of w)^2 /
+sum of w^2.
 """
 
 from __future__ import annotations
