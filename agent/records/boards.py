@@ -74,7 +74,11 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class BoardVerdict:
-    """A board's verdict. ``missing``: component -> images that never arrived; ``counts``: verdict -> images."""
+    """A board's verdict. ``missing``: component -> images that never arrived; ``counts``: verdict -> images.
+
+    ``takt_s``: monotonic seconds since the ledger closed a board of this type before; None for the first one of a run
+    of the agent, and for a revision.
+    """
 
     serial: str
     board_type: str
@@ -84,6 +88,7 @@ class BoardVerdict:
     missing: Mapping[str, int]
     counts: Mapping[Verdict, int]
     is_revision: bool = False
+    takt_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,7 @@ class BoardLedger:
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
         self._manifests = dict(manifests)
         self._boards: dict[_Key, BoardRun] = {}
+        self._closed_s: dict[str, float] = {}  # of the latest board, by type
 
     def change(self, manifests: Mapping[str, BoardManifest]) -> None:
         """Set the types of boards that open later; open boards keep their manifest."""
@@ -204,8 +210,13 @@ class BoardLedger:
         if board.closed is None and now_s > board.deadline_s:
             missing_before = board.missing
             board.see(inspection)
-            return board.close(missing_before, inspection.at, now_s)
-        return board.count(inspection, now_s)
+            return self._timed(board.close(missing_before, inspection.at, now_s), now_s)
+        verdict = board.count(inspection, now_s)
+        return verdict if verdict is None or verdict.is_revision else self._timed(verdict, now_s)
+
+    def _timed(self, verdict: BoardVerdict, now_s: float) -> BoardVerdict:
+        before_s, self._closed_s[verdict.board_type] = self._closed_s.get(verdict.board_type), now_s
+        return replace(verdict, takt_s=None if before_s is None else now_s - before_s)
 
     def rework(self, serial: str, board_type: str, opened_at: datetime) -> None:
         """Forget this run, if it is known still. Call for a closed run only."""
@@ -217,9 +228,8 @@ class BoardLedger:
         """Close all boards past their deadline, oldest first, and forget boards that closed long ago."""
         self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
         due = [board for board in self._boards.values() if board.closed is None and now_s > board.deadline_s]
-        return tuple(
-            board.close(board.missing, now, now_s) for board in sorted(due, key=lambda board: board.deadline_s)
-        )
+        due.sort(key=lambda board: board.deadline_s)
+        return tuple(self._timed(board.close(board.missing, now, now_s), now_s) for board in due)
 
     @property
     def longest_timeout(self) -> timedelta:

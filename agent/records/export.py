@@ -162,7 +162,7 @@ def plain_result(row: ResultRow) -> dict[str, Any]:
 
 def plain_board(row: BoardRow) -> dict[str, Any]:
     board = {name: _plain(value) for name, value in asdict(row.board).items()}
-    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.takt_s} | board
+    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.board.takt_s} | board
 
 
 def write_rows(

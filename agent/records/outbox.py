@@ -201,7 +201,7 @@ def board_payload(row: BoardRow) -> dict[str, object]:
         "verdict": str(board.verdict),
         "opened_at": _iso(board.opened_at),
         "closed_at": _iso(board.closed_at),
-        "takt_s": row.takt_s,
+        "takt_s": board.takt_s,
         "missing": dict(board.missing),
         "counts": {str(verdict): count for verdict, count in board.counts.items()},
     }

@@ -190,5 +190,6 @@ def board_row(row: sqlite3.Row) -> BoardRow:
         missing=json.loads(row["missing"]),
         counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
         is_revision=row["revisions"] > 0,
+        takt_s=row["takt_s"],
     )
-    return BoardRow(row["seq"], row["revisions"], board, row["takt_s"])
+    return BoardRow(row["seq"], row["revisions"], board)

@@ -11,7 +11,6 @@ import json
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from agent.records import journal
@@ -46,10 +45,6 @@ REVISE_BOARD = """
     UPDATE boards SET verdict = :verdict, closed_at = :closed_at, missing = :missing, counts = :counts,
         revisions = revisions + 1
     WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at RETURNING seq
-"""
-CLOSED_BEFORE = """
-    SELECT closed_at FROM boards INDEXED BY boards_of_type WHERE board_type = :board_type AND closed_at <= :closed_at
-    AND NOT (serial = :serial AND opened_at = :opened_at) ORDER BY closed_at DESC LIMIT 1
 """
 STORED_BOARD = "SELECT revisions, takt_s FROM boards WHERE seq = ?"
 KNOWN_BOARD = """
@@ -124,11 +119,12 @@ class ResultStore(ResultReader):
                 "closed_at": utc_text(board.closed_at),
                 "missing": json.dumps(dict(board.missing), sort_keys=True),
                 "counts": json.dumps(dict(board.counts), sort_keys=True),
+                "takt_s": board.takt_s,
             }
         )
 
         def write(database: Database) -> Recorded:
-            recorded = _write_board(database, {**values, "takt_s": _takt_s(database, values, board)})
+            recorded = _write_board(database, values)
             if recorded.is_new:
                 row = _board_row(database, recorded.seq, board)
                 for follower in self._followers:
@@ -235,14 +231,9 @@ def _first(database: Database, sql: str, values: Mapping[str, object]) -> Any:  
     return rows[0][0] if rows else None
 
 
-def _takt_s(database: Database, values: Mapping[str, object], board: BoardVerdict) -> float | None:
-    before = _first(database, CLOSED_BEFORE, values)
-    return (board.closed_at - datetime.fromisoformat(before)).total_seconds() if before else None
-
-
 def _board_row(database: Database, seq: int, board: BoardVerdict) -> BoardRow:
     revisions, takt_s = database.execute(STORED_BOARD, (seq,)).fetchall()[0]
-    return BoardRow(seq, revisions, replace(board, is_revision=revisions > 0), takt_s)
+    return BoardRow(seq, revisions, replace(board, is_revision=revisions > 0, takt_s=takt_s))
 
 
 def _checked(values: Mapping[str, object]) -> Mapping[str, object]:

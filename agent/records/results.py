@@ -54,13 +54,11 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """Stored board verdict. ``revisions``: number of later verdicts of this run. ``takt_s``: seconds
-    by the wall clock since the previous board of its type closed; None for the first."""
+    """Stored board verdict. ``revisions``: number of later verdicts of this run."""
 
     seq: int
     revisions: int
     board: BoardVerdict
-    takt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from agent.runtime.images.preparation import Preparation
 from agent.runtime.local_worker import LocalWorker
 from agent.runtime.loop import AgentLoop
 from agent.runtime.machine.box import threads_per_executor, torch_device
-from agent.runtime.machine.device_loss import watch_of
+from agent.runtime.machine.device_loss import watch_of_memory
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
@@ -53,13 +53,14 @@ def local_worker(
     drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s))
     shelf = SkeletonShelf(segments)
     stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
-    operator_threads, watch = threads_per_executor(box, plan.executors), watch_of(box)
+    operator_threads = threads_per_executor(box, plan.executors)
+    watches = {pool: watch_of_memory(box, pool) for pool in stores}
     loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
-    transfers = Transfers(drive, stores, plan.copies, post, load_threads(loads, operator_threads), watch)
+    transfers = Transfers(drive, stores, plan.copies, post, load_threads(loads, operator_threads), watches)
     preparation = Preparation(box.cores, options.scaled)
     engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
-    shared, team = Shared(preparation, post, texts, watch), teams(plan.executors, operator_threads)
+    shared, team = Shared(preparation, post, texts), teams(plan.executors, operator_threads)
     executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in plan.executors}
     worker = LocalWorker(stores, shelf, transfers, preparation, executors, texts, engines, plan.copies)
     worker.know(plan.copies, plan.matrix)

@@ -25,7 +25,7 @@ from agent.core.request import Rejected
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
-from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
+from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, watch_of
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
@@ -84,12 +84,15 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Parts shared by all executors. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
+    """Parts shared by all executors. ``post`` takes their answers, from any thread; ``texts`` runs quanta.
+
+    ``watch``: of the device of a processor.
+    """
 
     preparation: Preparation
     post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None]
     texts: RunningTexts
-    watch: DeviceWatch = NO_ACCELERATOR
+    watch: Callable[[str], DeviceWatch] = watch_of
 
 
 class BatchExecutor:
@@ -101,7 +104,7 @@ class BatchExecutor:
         self._preparation = shared.preparation
         self._post = shared.post
         self._texts = shared.texts
-        self._watch = shared.watch
+        self._watch = shared.watch(spec.processor)
         self._team = team
         self._device = torch_device(spec.processor)
         self._computing_threads = team.threads if self.is_on_cpu else 1  # else the thread feeds a device
@@ -169,7 +172,7 @@ class BatchExecutor:
                         return  # queued batches wait for the next agent: a lost device may hang
         except Exception as error:  # without this answer the agent would wait forever
             logger.exception("executor_broke executor=%d", self.spec.id)
-            self._post(Breakdown(self._watch.lost_by(error) or error))
+            self._post(Breakdown(self._watch.lost_by(error) or error, executor=self.spec.id))
 
     def _answer(self, work: _Work) -> Finished | Progressed | BatchFailed | Breakdown:
         batch = work.batch
@@ -185,7 +188,7 @@ class BatchExecutor:
         except Exception as error:
             lost = self._watch.lost_by(error)
             if lost is not None:
-                return Breakdown(lost)
+                return Breakdown(lost, executor=self.spec.id)
             out_of_memory = is_out_of_memory(error)
             expected = isinstance(error, CoServeError) or out_of_memory
             logger.warning(

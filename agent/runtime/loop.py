@@ -543,20 +543,33 @@ class AgentLoop:
         self._look_around()
 
     def _break_down(self, breakdown: Breakdown) -> None:
-        """Lose this process's accelerator, if the other executors can run every expert. Raises the error else."""
-        if not (isinstance(breakdown.error, DeviceLost) and self._can_lose_device(str(breakdown.error))):
-            raise breakdown.error
+        """Lose this process's accelerator, if the other executors can run every expert. Raises the error else.
 
-    def _can_lose_device(self, reason: str) -> bool:
-        """Lose the executors of this process's accelerator; False if an expert can run nowhere else."""
+        Every executor and load of a lost device may find it lost: after the first one they are gone.
+        """
+        error, executor, load = breakdown.error, breakdown.executor, breakdown.load
+        if executor in self._here.lost or (load is not None and load not in self._open.loads):
+            logger.info("lost_again executor=%s load=%s reason=%s", executor, load, error)
+            return
+        is_known = executor is None and bool(self._here.lost)
+        ended = set() if executor is None else {executor}
+        if not (isinstance(error, DeviceLost) and (is_known or self._can_lose_device(str(error), ended))):
+            raise error
+        if load in self._open.loads:  # into a memory that stays
+            self._handle(events.LoadFailed(load, str(error), permanent=False))
+
+    def _can_lose_device(self, reason: str, ended: Collection[int] = ()) -> bool:
+        """Lose the executors of this process's accelerator, and ``ended`` ones; False if an expert can run nowhere
+        else."""
         here = self._here.executors
         devices = {number for number, each in here.items() if not each.is_on_plain_cpu}
         executors = devices - self._here.lost
-        left = [each for each in self._specs.keys() - devices if self._worker_at(each) in self._workers]
+        left = [each for each in self._specs.keys() - devices.union(ended) if self._worker_at(each) in self._workers]
         able = {expert for each in left for expert in self._matrix.experts[self._specs[each].processor]}
         wanted = {expert for column in self._matrix.experts.values() for expert in column}
         if not executors or not wanted <= able:
             return False
+        executors |= {*ended}
         self._here.lost |= executors
         processors = sorted({self._specs[each].processor for each in executors})
         self._lose(", ".join(processors), executors, reason, may_return=False)

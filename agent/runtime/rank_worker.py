@@ -96,7 +96,7 @@ class RankWorker:
         self._memory = _RankMemory()
         self._is_over = False  # lost, or stopped
         self._changing = Lock()  # guards ``_is_over``, and that no copy and no answer comes after it
-        shared = Shared(here.preparation, self._answered, here.texts, _RankWatch())
+        shared = Shared(here.preparation, self._answered, here.texts, lambda _: _RankWatch())
         self._executor = BatchExecutor(spec, cast("SlotStore", self._memory), Team(1), shared)
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from agent.api.calls.desk import (
     AnomalyView,
@@ -53,6 +54,14 @@ def order_of(request: pb.InspectRequest) -> ImageOrder:
     """Order of a request. Raises OrderRefused for a contradiction."""
     if request.component and request.expert:
         raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
+    if unknown := [field.field_number for field in UnknownFieldSet(request)]:
+        reason = f"the fields {unknown[:10]} are not known here - the caller's protocol is newer than this agent"
+        raise OrderRefused(Refusing.INVALID, reason)
+    named = [name for name in ("board", "board_type", "ref", "key") if getattr(request, name)]
+    if request.is_question and {*named} & {"board", "ref", "key"}:
+        raise OrderRefused(Refusing.INVALID, f"{', '.join(named)} in a question - only an inspection has them")
+    if request.ref and not request.board:
+        raise OrderRefused(Refusing.INVALID, "ref without a board: it would count on none - send the board's serial")
     about = {name: getattr(request, name) or None for name in ("component", "expert", "board", "board_type", "ref")}
     subject = Subject(request.key, CALLERS, request.key, datetime.now(UTC).astimezone(), **about)
     return ImageOrder(subject, _image_of(request), is_kept=not request.is_question, wants_maps=request.wants_maps)

@@ -39,9 +39,17 @@ class Orders:
         self.under_way = 0
         self._ordering = DaemonThreads(2, "api_order")
         self._asking = DaemonThreads(4, "api_ask")
+        self._converting = DaemonThreads(1, "api_convert")
 
     async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
         return await asyncio.wrap_future(making(self._asking.submit(call, *given, **named)))
+
+    async def aside(self, convert: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """Convert a message on a thread: millions of typed numbers take a second, in which others are answered."""
+        converted = await asyncio.wrap_future(self._converting.submit(_taken, convert, *given, **named))
+        if isinstance(converted, OrderRefused):
+            raise copied(converted)
+        return converted
 
     async def judged(
         self,
@@ -78,6 +86,7 @@ class Orders:
     def stop(self) -> None:
         self._ordering.stop(timeout_s=1.0)
         self._asking.stop(timeout_s=1.0)
+        self._converting.stop(timeout_s=1.0)
 
     @asynccontextmanager
     async def _placed(
@@ -202,8 +211,10 @@ def _withdraw(ticket: Future[Any]) -> None:
 
 
 def check_names(**names: str | None) -> None:
-    """Raises OrderRefused for a name that is too long or has a NUL."""
+    """Raises OrderRefused for a name that is too long, has a NUL, or is of blanks alone."""
     for what, name in names.items():
+        if name and not name.strip():
+            raise OrderRefused(Refusing.INVALID, f"{what} is blank - leave it out, or read the code again")
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
             raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
 

@@ -17,7 +17,7 @@ from agent.api.calls.messages import text
 from agent.api.calls.orders import copied
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
-from agent.api.services import tensors
+from agent.api.services import parameters, tensors
 from agent.api.services.statistics import VERSION
 from agent.subject import CALLERS, Subject
 from experts.errors import OrderRefused, Refusing
@@ -134,8 +134,12 @@ class InferenceService:
         _check_version(request.model_version)
         model, id_ = request.model_name, request.id
         with self._statistics.timed(model) as parts:
-            inputs = tensors.inputs_of(request, self._limits.requests)
-            orders, outputs, is_raw = _orders_of(request, inputs), inputs.outputs, inputs.is_raw
+            most = self._limits.requests
+            if tensors.takes_long(request):
+                inputs = await self._orders.aside(tensors.inputs_of, request, most)
+            else:
+                inputs = tensors.inputs_of(request, most)
+            orders, outputs, is_raw = _orders_of(model, inputs), inputs.outputs, inputs.is_raw
             del request, inputs  # so that waiting images have one copy in memory
             parts += [each[0] for each in await _all(self._orders, orders, on_taken)]
         response = tensors.answer(parts, outputs, is_raw=is_raw)
@@ -173,12 +177,11 @@ class GrpcInferenceService(InferenceService):
                 yield answer
 
 
-def _orders_of(request: pb.ModelInferRequest, inputs: InferInputs) -> list[ImageOrder]:
+def _orders_of(model: str, inputs: InferInputs) -> list[ImageOrder]:
     """Orders of a call, one for each image. Raises OrderRefused."""
-    board_type = tensors.parameter(request.parameters, "board_type")
-    key = tensors.parameter(request.parameters, "key")
+    board_type, key = inputs.named.get(parameters.BOARD_TYPE), inputs.named.get(parameters.KEY)
     images = zip(inputs.images, inputs.boards, inputs.refs, strict=True)
-    component, expert = _component_or_expert(request.model_name)
+    component, expert = _component_or_expert(model)
     now, count = datetime.now(UTC).astimezone(), len(inputs.images)
     keys = [f"{key}/{number}" if key and count > 1 else key or "" for number in range(count)]
     return [

@@ -6,15 +6,20 @@ is a tensor with more elements than a line takes images at once, of any size.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import struct
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.api.calls.messages import pixels, text
 from agent.api.proto import inference_pb2 as pb
+from agent.api.services import parameters
+from agent.api.services.parameters import BASE64, CONTENT_TYPE, invalid
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 
@@ -34,70 +39,63 @@ OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
 ANOMALY_SCORE, ANOMALY_MAP = "ANOMALY_SCORE", "ANOMALY_MAP"
 ANOMALY_OUTPUTS = {ANOMALY_SCORE: FP32, ANOMALY_MAP: BYTES}  # of models that measure anomalies, if requested
 MOST_OUTPUTS = 100  # in one call, repetitions included
-# Parameters that callers may send in place of tensors.
-PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
+# How base64 of an image file begins: PNG, JPEG, BMP, TIFF, WebP, and a browser's canvas. No image file begins so.
+BASE64_STARTS = (b"iVBORw0KGgo", b"/9j/", b"Qk0", b"Qk1", b"Qk2", b"Qk3", b"SUkq", b"TU0A", b"UklGR", b"data:image/")
+MANY_NUMBERS = 50_000
 SHARED_MEMORY = "shared_memory_region"
 
 Tensor = pb.ModelInferRequest.InferInputTensor
 
 
-def _invalid(message: str) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, message)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class InferInputs:
-    """Images of one call, each with its board and reference, if given."""
+    """Images of one call, each with its board and reference, if given; then ``named``, the parameters, too."""
 
     images: tuple[Image, ...]
     boards: tuple[str | None, ...]
     refs: tuple[str | None, ...]
     outputs: tuple[str, ...]
     is_raw: bool  # raw tensors in, so raw tensors out
+    named: Mapping[str, str]
+
+
+def takes_long(request: pb.ModelInferRequest) -> bool:
+    """Whether ``inputs_of`` takes more than milliseconds: each typed number becomes an object on its way."""
+    return any(len(each.contents.uint_contents) > MANY_NUMBERS for each in request.inputs)
 
 
 def inputs_of(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
     """Inputs and outputs of a call. Raises OrderRefused."""
     tensors = dict(_tensors(request))
     if IMAGE not in tensors:
-        raise _invalid(f"no tensor {IMAGE} - send an encoded image file as BYTES [1], or pixels as UINT8 [H, W, 3]")
+        raise invalid(f"no tensor {IMAGE} - send an encoded image file as BYTES [1], or pixels as UINT8 [H, W, 3]")
     for tensor, _ in tensors.values():
         _check_count(tensor, most_images)
-    images = _images(*tensors[IMAGE])
-    return InferInputs(
-        images=images,
-        boards=_names(BOARD, tensors, request.parameters, len(images)),
-        refs=_names(REF, tensors, request.parameters, len(images)),
-        outputs=_outputs(request),
-        is_raw=bool(request.raw_input_contents),
+    images = _images(*tensors[IMAGE], request.parameters)
+    named = parameters.of_inspection(request)
+    boards, refs = (
+        _names(name, tensors, named.get(parameter), len(images))
+        for name, parameter in ((BOARD, parameters.BOARD), (REF, parameters.REF))
     )
-
-
-def parameter(parameters: Mapping[str, pb.InferParameter], *names: str) -> str | None:
-    """First of these parameters that is present; None without. Raises OrderRefused unless it is a text."""
-    for name in names:
-        if name in parameters:
-            if parameters[name].WhichOneof("parameter_choice") != "string_param":
-                raise _invalid(f"parameter {name} is no text")
-            return parameters[name].string_param or None
-    return None
+    parameters.check_named(boards, named if REF not in tensors else {REF: refs} | named)
+    return InferInputs(images, boards, refs, _outputs(request), bool(request.raw_input_contents), named)
 
 
 def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor, bytes | None]]]:
     """Tensors and their bytes by name; None for bytes if the tensor contains its values."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise _invalid(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs - send one each, or none")
+        raise invalid(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs - send one each, or none")
     seen = set()
     for number, tensor in enumerate(request.inputs):
         if tensor.name not in (IMAGE, BOARD, REF):
-            raise _invalid(f"no input is called {tensor.name[:100]!r} - they are {IMAGE}, {BOARD} and {REF}")
+            raise invalid(f"no input is called {tensor.name[:100]!r} - they are {IMAGE}, {BOARD} and {REF}")
         if tensor.name in seen:
-            raise _invalid(f"input {tensor.name} is there twice")
+            raise invalid(f"input {tensor.name} is there twice")
         if SHARED_MEMORY in tensor.parameters:
-            raise _invalid("shared memory is not served - send the tensor in the message")
+            raise invalid("shared memory is not served - send the tensor in the message")
         if raw and tensor.HasField("contents"):
-            raise _invalid(f"input {tensor.name} has contents, and raw_input_contents besides - send it once")
+            raise invalid(f"input {tensor.name} has contents, and raw_input_contents besides - send it once")
         seen.add(tensor.name)
         yield tensor.name, (tensor, raw[number] if raw else None)
 
@@ -111,37 +109,57 @@ def _check_count(tensor: Tensor, most: int) -> None:
         )
 
 
-def _images(tensor: Tensor, raw: bytes | None) -> tuple[Image, ...]:
+def _images(tensor: Tensor, raw: bytes | None, of_call: Mapping[str, pb.InferParameter]) -> tuple[Image, ...]:
     if tensor.datatype == BYTES:
-        images = _texts(tensor, raw)
+        images = _texts(tensor, raw, of_call)
         if not all(images):
-            raise _invalid(f"{IMAGE} holds an empty image")
+            raise invalid(f"{IMAGE} holds an empty image")
+        if any(image.startswith(BASE64_STARTS) for image in images):
+            raise invalid(f"{IMAGE} is base64 - say so by its parameter {CONTENT_TYPE}: {BASE64}, or send the file")
         return images
     if tensor.datatype != UINT8 or len(tensor.shape) != 3 or tensor.shape[2] != 3:
-        raise _invalid(
+        raise invalid(
             f"{IMAGE} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] and UINT8 [H, W, 3] are read"
         )
     return (pixels(tensor.shape[0], tensor.shape[1], _uint8(tensor) if raw is None else raw),)
 
 
 def _uint8(tensor: Tensor) -> bytes:
+    count = len(tensor.contents.uint_contents)
+    if count != math.prod(tensor.shape):
+        raise invalid(f"{tensor.name} has the shape {[*tensor.shape]}, and holds {count}")
     try:
         return bytes(tensor.contents.uint_contents)
     except ValueError:
-        raise _invalid(f"{tensor.name} is {UINT8}, and holds numbers above 255") from None
+        raise invalid(f"{tensor.name} is {UINT8}, and holds numbers above 255") from None
 
 
-def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
-    """Elements of a one-dimensional tensor of bytes."""
+def _texts(
+    tensor: Tensor, raw: bytes | None, of_call: Mapping[str, pb.InferParameter] = MappingProxyType({})
+) -> tuple[bytes, ...]:
+    """Elements of a one-dimensional tensor of bytes. ``of_call``: parameters that count where it has none."""
     if tensor.datatype != BYTES or len(tensor.shape) != 1 or tensor.shape[0] < 1:
-        raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] is read")
+        raise invalid(f"{tensor.name} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] is read")
     count = tensor.shape[0]
     found = tensor.contents.bytes_contents if raw is None else elements(tensor.name, raw)
     texts = tuple(islice(found, count + 1))
     if len(texts) != count:
         holds = "more" if len(texts) > count else str(len(texts))
-        raise _invalid(f"{tensor.name} has the shape [{count}], and holds {holds}")
-    return texts
+        raise invalid(f"{tensor.name} has the shape [{count}], and holds {holds}")
+    is_coded = parameters.content_type(tensor.parameters, of_call) == BASE64
+    return tuple(_decoded(tensor.name, each) for each in texts) if is_coded else texts
+
+
+def _decoded(name: str, coded: bytes) -> bytes:
+    """Bytes of base64, in lines or not, with the head of a data: URL or without."""
+    if coded.startswith(b"data:"):
+        head, _, coded = coded.partition(b",")
+        if not head.endswith(b";base64"):
+            raise invalid(f"{name} is a data: URL that is no base64")
+    try:
+        return base64.b64decode(coded.translate(None, b"\r\n"), validate=True)
+    except binascii.Error as error:
+        raise invalid(f"{name} is no base64: {error}") from None
 
 
 def elements(name: str, raw: bytes) -> Iterator[bytes]:
@@ -150,41 +168,41 @@ def elements(name: str, raw: bytes) -> Iterator[bytes]:
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
         if at + 4 + size > len(raw):
-            raise _invalid(f"{name} ends within an element - each begins with its length in four bytes")
+            raise invalid(f"{name} ends within an element - each begins with its length in four bytes")
         yield raw[at + 4 : at + 4 + size]
         at += 4 + size
 
 
 def _names(
-    name: str,
-    tensors: Mapping[str, tuple[Tensor, bytes | None]],
-    parameters: Mapping[str, pb.InferParameter],
-    count: int,
+    name: str, tensors: Mapping[str, tuple[Tensor, bytes | None]], parameter: str | None, count: int
 ) -> tuple[str | None, ...]:
     """Names of the images: from the tensor, or from the parameter, which applies to all images."""
     if name not in tensors:
-        return (parameter(parameters, *PARAMETERS[name]),) * count
+        return (parameter,) * count
     texts = _texts(*tensors[name])
     if len(texts) not in (1, count):
-        raise _invalid(f"{name} holds {len(texts)} for {count} images - send one for all, or one each")
+        raise invalid(f"{name} holds {len(texts)} for {count} images - send one for all, or one each")
     try:
-        names = tuple(each.decode("utf-8") or None for each in texts)
+        names = tuple(parameters.checked(name, each.decode("utf-8")) for each in texts)
     except UnicodeDecodeError:
-        raise _invalid(f"{name} is not text in UTF-8") from None
+        raise invalid(f"{name} is not text in UTF-8") from None
+    if parameter is not None and set(names) != {parameter}:
+        raise invalid(f"the tensor {name} and the parameter {name.lower()} differ - send one of them")
     return names if len(names) == count else names * count
 
 
 def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     if len(request.outputs) > MOST_OUTPUTS:
-        raise _invalid(f"{len(request.outputs)} outputs are requested - there are {', '.join(OUTPUTS)}")
+        raise invalid(f"{len(request.outputs)} outputs are requested - there are {', '.join(OUTPUTS)}")
     known = OUTPUTS | ANOMALY_OUTPUTS
     for output in request.outputs:
         if output.name not in known:
-            raise _invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(known)}")
+            raise invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(known)}")
         if SHARED_MEMORY in output.parameters:
-            raise _invalid("shared memory is not served - the outputs come in the message")
+            raise invalid("shared memory is not served - the outputs come in the message")
         if "classification" in output.parameters:
-            raise _invalid("the classification extension is not served - the output LABEL has the label")
+            raise invalid("the classification extension is not served - the output LABEL has the label")
+        parameters.check_known(output.parameters, parameters.OF_OUTPUT, f"of the output {output.name}")
     return tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(OUTPUTS)
 
 

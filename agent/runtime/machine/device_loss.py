@@ -1,8 +1,8 @@
 """Classification of errors: a lost accelerator, a lack of memory, or a failed batch or load.
 
 After some errors (an illegal access, an uncorrectable ECC error) the device fails for every expert, and only a new
-process gets a working context: such an error blames no expert, and ends the agent. An error that names such a cause is
-a loss; after any other error the device is probed.
+process gets a working context: such an error blames no expert. It ends the agent, or the device's executors. An error
+that names such a cause is a loss; after any other error of an executor or a memory of the device, the device is probed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.core.performance import tier_of
 from experts.errors import CoServeError, DeviceLost
 
 if TYPE_CHECKING:
@@ -41,9 +42,11 @@ LOSSES = (  # texts of cudaGetErrorString
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Posted instead of an answer: the agent must end."""
+    """Posted instead of the answer of this executor or load, whose device is lost. Else the agent must end."""
 
     error: Exception
+    executor: int | None = None
+    load: int | None = None
 
 
 class DeviceWatch:
@@ -70,12 +73,16 @@ class DeviceWatch:
 NO_ACCELERATOR = DeviceWatch()
 
 
-def watch_of(box: Box) -> DeviceWatch:
-    if "cuda" in box.processors:
-        return DeviceWatch("cuda", torch.cuda.synchronize)
-    if "mps" in box.processors:
-        return DeviceWatch("mps", torch.mps.synchronize)
-    return NO_ACCELERATOR
+def watch_of(processor: str) -> DeviceWatch:
+    """Watch of an executor of this processor. An executor of the CPU probes no device."""
+    probes: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+    return DeviceWatch(tier_of(processor), probes.get(tier_of(processor)))
+
+
+def watch_of_memory(box: Box, pool: str) -> DeviceWatch:
+    """Watch of the loads into a memory: the fastest processor's, if that runs from the memory."""
+    fastest = box.processors[0]
+    return watch_of(fastest if box.pool_of(fastest) == tier_of(pool) else "cpu")
 
 
 def names_a_loss(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
-from agent.runtime.machine.device_loss import Breakdown, watch_of
+from agent.runtime.machine.device_loss import Breakdown, watch_of_memory
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import end_team, teams
 from agent.runtime.texts import RunningTexts
@@ -89,11 +89,12 @@ class MeasuringRig:
             for pool in box.pools
         }
         self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
-        named, watch = {copy.name: copy for copy in copies}, watch_of(box)
+        named = {copy.name: copy for copy in copies}
+        watches = {pool: watch_of_memory(box, pool) for pool in box.pools}
         loads = load_threads(1, threads)
-        self._transfers = Transfers(drive, self._stores, named, self._answers.put, loads, watch)
+        self._transfers = Transfers(drive, self._stores, named, self._answers.put, loads, watches)
         self._preparation = Preparation(box.cores)
-        shared = Shared(self._preparation, self._answers.put, RunningTexts({}, OutputLengths()), watch)
+        shared = Shared(self._preparation, self._answers.put, RunningTexts({}, OutputLengths()))
         specs = [ExecutorSpec(number, processor, self.target) for number in range(executors)]
         team = teams(specs, threads)
         self._executors = [BatchExecutor(spec, self._stores[self.target], team[spec.id], shared) for spec in specs]

@@ -84,7 +84,7 @@ class Transfers:
         copies: Mapping[str, ExpertCopy],
         post: Callable[[Loaded | LoadFailed | Breakdown], None],
         threads: DaemonThreads,
-        watch: DeviceWatch = NO_ACCELERATOR,
+        watches: Mapping[str, DeviceWatch] = {},
     ) -> None:
         self._stores = dict(stores)
         self.mend: Callable[[str], None] | None = None  # repacks an expert later
@@ -95,7 +95,7 @@ class Transfers:
         self._copies = dict(copies)  # changed by ``know``
         self._staging = StagingBuffers(drive.staging, STAGING_BYTES)
         self._post = post
-        self._watch = watch
+        self._watches = watches  # by memory
         self._link = drive.link
         self._threads = threads
         self._stopping = Flag()
@@ -189,9 +189,9 @@ class Transfers:
             raise errors.CoServeError("the agent is stopping")
 
     def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
-        lost = self._watch.lost_by(error)
+        lost = self._watches.get(effect.pool, NO_ACCELERATOR).lost_by(error)
         if lost is not None:
-            return Breakdown(lost)
+            return Breakdown(lost, load=effect.load)
         if isinstance(error, errors.WeightsCorrupt):
             error = self._looked_into(error, self._copies[effect.copy])
         if isinstance(error, errors.WeightsMissing) and self.mend is not None and self._segments.is_there:

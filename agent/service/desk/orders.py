@@ -197,7 +197,8 @@ class OrderTaker:
         checked_name(order.subject.board, "board")
         types = self._inspector.agent.config.boards
         if order.subject.board_type is not None and order.subject.board_type not in types:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
+            known = f"the line has {', '.join(types)}" if types else "the line has none"
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r} - {known}")
         if order.subject.board is None and (order.subject.component is not None or order.subject.expert is not None):
             return None
         if order.subject.board_type is None and len(types) > 1:

@@ -35,13 +35,14 @@ IMAGES = 1000  # whose waits are summed up
 
 @dataclass(frozen=True, slots=True)
 class LiveFigures:
-    """``cases``, ``boards``: newest first. ``takt_s``: median of these boards. ``failure``: why they are old."""
+    """``cases``, ``boards``: newest first. ``takts_s``: median of the last boards of each
+    type that this run of the agent closed, the newest type last. ``failure``: why they are old."""
 
     totals: Totals = field(default_factory=lambda: Totals({}, {}, ()))
     findings: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Finding), 0))
     cases: tuple[ListedResult, ...] = ()
     boards: tuple[BoardRow, ...] = ()
-    takt_s: float | None = None
+    takts_s: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
 
 
@@ -59,6 +60,7 @@ class Live:
         self._changes = 0
         self._waits_s: deque[float] = deque(maxlen=IMAGES)
         self._last_s: float | None = None
+        self._takts_s: dict[str, deque[float]] = {}  # by board type
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
         with self._lock:
@@ -66,6 +68,10 @@ class Live:
             if isinstance(stored, Result):
                 self._waits_s.append(stored.seconds)
                 self._last_s = self._clock()
+            elif stored.takt_s is not None:
+                takts_s = self._takts_s.pop(stored.board_type, deque(maxlen=BOARDS))
+                self._takts_s[stored.board_type] = takts_s
+                takts_s.append(stored.takt_s)
 
     def reviewed(self) -> None:
         """A review was made or undone."""
@@ -98,11 +104,12 @@ class Live:
     def _read(self, since: datetime) -> LiveFigures:
         boards = self._reader.boards(limit=BOARDS)[::-1]
         by_expert = self._reviews.counts(since).values()
-        takts = [row.takt_s for row in boards if row.takt_s is not None]
+        with self._lock:
+            takts_s = {board_type: median(each) for board_type, each in self._takts_s.items()}
         return LiveFigures(
             self._totals.since(since),
             {str(finding): sum(each[finding] for each in by_expert) for finding in Finding},
             self._pages.page(CASES),
             boards,
-            median(takts) if takts else None,
+            takts_s,
         )

@@ -67,7 +67,7 @@ def tile_of_row(row: BoardRow) -> BoardTile:
     board = row.board
     missing = sum(board.missing.values())
     return BoardTile(
-        row.seq, board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, row.takt_s,
+        row.seq, board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.takt_s,
         board.counts, missing,
     )  # fmt: skip
 

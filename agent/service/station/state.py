@@ -56,6 +56,7 @@ class LineState:
         since = Shifts(config.records.shifts).began_at(datetime.now(UTC))
         figures = self._live.figures(since)
         recent = self._recent.per_s(self._counters(loop), now_s)
+        takts = _takts(config, figures)
         return views.StateView(
             line=config.line,
             version=self._version,
@@ -63,8 +64,8 @@ class LineState:
             phase=line.phase(),
             judging=self._judging(loop, figures),
             shift=views.ShiftView(
-                since, _each(figures.totals.verdicts), _each(figures.totals.boards), _rounded(figures.takt_s),
-                _takt_target_s(config, figures), figures.findings,
+                since, _each(figures.totals.verdicts), _each(figures.totals.boards),
+                takts[0].takt_s if takts else None, takts[0].takt_target_s if takts else None, takts, figures.findings,
                 tuple(views.ParetoBar(*bar) for bar in figures.totals.bad[:BARS]),
             ),
             alarms=tuple(line.open_alarms()),
@@ -148,11 +149,15 @@ def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views
     )
 
 
-def _takt_target_s(config: LineConfig, figures: LiveFigures) -> float | None:
-    """Takt of the newest board's type, or of the line's only one."""
-    newest = [row.board.board_type for row in figures.boards[:1]] or list(config.boards)
-    section = config.boards.get(newest[0]) if len(newest) == 1 else None
-    return None if section is None else section.takt_s
+def _takts(config: LineConfig, figures: LiveFigures) -> tuple[views.TaktView, ...]:
+    """Of types of the line file: the newest board's, or the first one, and those with a takt."""
+    newest = [row.board.board_type for row in figures.boards[:1]] or [*config.boards][:1]
+    names = dict.fromkeys([*newest, *reversed(figures.takts_s)])
+    return tuple(
+        views.TaktView(name, _rounded(figures.takts_s.get(name)), config.boards[name].takt_s)
+        for name in names
+        if name in config.boards
+    )
 
 
 def _p99(values: Sequence[float]) -> float | None:

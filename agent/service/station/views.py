@@ -40,15 +40,25 @@ class ParetoBar:
 
 
 @dataclass(frozen=True, slots=True)
+class TaktView:
+    """Median of the last boards of one type, null before its second one, and that type's own target."""
+
+    board_type: str
+    takt_s: float | None
+    takt_target_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ShiftView:
-    """Since the shift began. ``takt_s``: median of the last boards; ``reviews``: by finding; ``pareto``: of NG and
-    UNKNOWN images."""
+    """Since the shift began. ``takts``: by board type, the newest first; ``takt_s``, ``takt_target_s``: of that one;
+    ``reviews``: by finding; ``pareto``: of NG and UNKNOWN images."""
 
     since: datetime
     verdicts: Mapping[Verdict, int]
     boards: Mapping[Verdict, int]
     takt_s: float | None
     takt_target_s: float | None
+    takts: tuple[TaktView, ...]
     reviews: Mapping[str, int]
     pareto: tuple[ParetoBar, ...]
 

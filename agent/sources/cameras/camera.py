@@ -144,7 +144,9 @@ class CameraSource(Source):
         """
         config = self._line.config
         if board_type is not None and board_type not in config.boards:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
+            raise OrderRefused(
+                Refusing.NOT_FOUND, f"no board type {board_type!r} - the line has {', '.join(config.boards)}"
+            )
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             message = f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
             raise OrderRefused(Refusing.INVALID, message)

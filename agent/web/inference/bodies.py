@@ -8,7 +8,6 @@ numbers, and NaN is null.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import struct
 import zlib
@@ -23,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from agent.api.calls.orders import invalid
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
+from agent.api.services.parameters import BASE64, CONTENT_TYPE, OF_CALL, UNREAD
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ JSON_BYTES = "inference-header-content-length"
 # In JSON, which other threads wait for: pixels of 295 x 295, and fields of a hundred outputs. A tenth of a second.
 MOST_VALUES, MOST_FIELDS = 2**18, 1000
 ENCODINGS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-# Parameters of the extensions, and of MLServer, whose clients send images in JSON by it.
 BINARY_SIZE, BINARY, ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
-CONTENT_TYPE, BASE64 = "content_type", "base64"
+HEADERS = "headers"  # a parameter that MLServer's clients fill with objects
+FILE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II", b"MM", b"RIFF")  # of files that never lack a byte 0
+BOM = b"\xef\xbb\xbf"  # which PowerShell and .NET write before a text in UTF-8
+WANTED = "send JSON with `inputs`, or the image file alone, as by: curl --data-binary @image.png -H '{}: 0' '{}'"
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Parameters = dict[str, bool | Int64 | float | str]
+Parameters = dict[str, Any]  # read one by one, each refused by its name
 PARAMETERS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
 
 
@@ -66,6 +68,9 @@ class _Infer(_Body):
     outputs: list[_Output] | None = Field(None, max_length=tensors.MOST_OUTPUTS)
 
 
+SECTIONS: dict[str | int, type[_Body]] = {"inputs": _Input, "outputs": _Output}
+
+
 class _Index(_Body):
     ready: bool = False
 
@@ -77,17 +82,29 @@ class _Change(_Body):
 Body = TypeVar("Body", bound=_Body)
 
 
-def infer_request(body: bytes, headers: Headers, most_bytes: int) -> tuple[pb.ModelInferRequest, Callable[[str], bool]]:
-    """Request without a model, its tensors raw, and which outputs are answered as binary data. Raises OrderRefused."""
+def infer_request(
+    body: bytes, headers: Headers, most_bytes: int, address: str = ""
+) -> tuple[pb.ModelInferRequest, Callable[[str], bool]]:
+    """Request without a model, its tensors raw, and which outputs are answered as binary data. Raises OrderRefused.
+    ``address``: where the body was sent to."""
     body = inflated(body, headers, most_bytes)
+    wanted = WANTED.format(JSON_BYTES, address[:300])
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind.startswith("multipart/"):
+        raise invalid("body", f"is {kind[:40]}, which is not read - {wanted}")
     size = headers.get(JSON_BYTES)
     if size is None:
         size = str(len(body))
     if not (size.isascii() and size.isdigit() and len(size) < 20 and int(size) <= len(body)):
         raise invalid(JSON_BYTES, f"is {size[:20]!r} in a body of {len(body)} bytes - it is the length of the JSON")
     if int(size) == 0 and body:  # Triton's raw binary request
+        if body.startswith(FILE_STARTS) and b"\0" not in body:
+            raise invalid("body", f"has lost its bytes 0, 10 and 13, as by curl's -d - {wanted}")
         return _file_alone(body), lambda _: False
-    sent = _read(body[: int(size)], _Infer)
+    text = body[: int(size)].removeprefix(BOM)
+    if not text.lstrip().startswith(b"{"):
+        raise invalid("body", f"is no JSON object - {wanted}")
+    sent = _read(text, _Infer)
     request = pb.ModelInferRequest(id=sent.id or "")
     _set_parameters(request.parameters, sent.parameters)
     request.raw_input_contents.extend(_raw_inputs(sent, memoryview(body)[int(size) :]))
@@ -149,7 +166,9 @@ def _read(text: bytes, kind: type[Body]) -> Body:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise invalid(".".join(map(str, first["loc"]))[:200] or "body", first["msg"]) from None
+        section = SECTIONS.get(first["loc"][0], kind) if len(first["loc"]) > 1 else kind
+        known = f" - they are {', '.join(section.model_fields)}" if first["type"] == "extra_forbidden" else ""
+        raise invalid(".".join(map(str, first["loc"]))[:200] or "body", f"{first['msg']}{known}") from None
 
 
 def _raw_inputs(sent: _Infer, behind: memoryview) -> Iterator[bytes]:
@@ -178,12 +197,8 @@ def _raw(given: _Input) -> bytes:
     try:
         values = _flat(given.data)
         if given.datatype == tensors.BYTES:
-            is_coded = (given.parameters or {}).get(CONTENT_TYPE) == BASE64
-            words = (each.encode() for each in values)
-            return tensors.joined(base64.b64decode(each, validate=True) if is_coded else each for each in words)
+            return tensors.joined(each.encode() for each in values)
         return bytes(values) if given.datatype == tensors.UINT8 else b""
-    except binascii.Error as error:
-        raise invalid(given.name[:100], f"is no base64: {error}") from None
     except (TypeError, ValueError, AttributeError):
         raise invalid(given.name[:100], f"holds values that are not {given.datatype[:20]}") from None
 
@@ -206,6 +221,11 @@ def _flag(place: str, parameters: Parameters | None, name: str, *, default: bool
 
 def _set_parameters(into: Any, values: Parameters | None) -> None:  # noqa: ANN401  # protobuf's maps have no type
     for name, value in (values or {}).items():
+        if name == HEADERS or (value is None and name in OF_CALL):
+            continue
+        if type(value) not in PARAMETERS or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+            kind = "null" if value is None else "no text, number of 64 bits, true or false"
+            raise invalid(name[:100], f"is {kind} - {UNREAD}")
         setattr(into[name], PARAMETERS[type(value)], value)
 
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from agent.api.access import Role
 from agent.api.calls.messages import text
+from agent.api.calls.orders import invalid
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services.inference import InferenceService
 from agent.web.door import DoorSection
@@ -41,6 +42,7 @@ FEW_BYTES = 2**16  # of a body without a tensor
 OPEN_BODIES = 4  # inflated, and not yet counted by the desk
 REQUESTS = 256  # of each address
 STALL_S = 30.0
+IN_JSON = "send it in the JSON's `parameters`"
 
 
 class InferenceEndpoint:
@@ -116,7 +118,10 @@ class InferenceEndpoint:
             opened.callback(call.room.leave)
             await self._open_bodies.acquire()
             opened.callback(self._open_bodies.release)
-            request, is_binary = infer_request(call.body, call.request.headers, self._limits.message)
+            asked = call.request
+            for name in asked.query_params:
+                raise invalid(name[:100], f"is in the address, where no parameter is read - {IN_JSON}")
+            request, is_binary = infer_request(call.body, asked.headers, self._limits.message, str(asked.url))
             call.body = b""
             named = _named(call)
             request.model_name, request.model_version = named["name"], named.get("version", "")

@@ -34,7 +34,8 @@ def line(tmp_path):
             at = NOON + timedelta(seconds=10 * number)
             told = {"line": "test", "component": "c0", "image": f"ä{number}.png", "board": f"B{number}"}
             store.record(result(f"k{number}", verdict, arrived_at=at, seconds=0.5, **told))
-            store.record_board(BoardVerdict(f"B{number}", "main", verdict, at, at, {}, {verdict: 1}))
+            takt_s = 10.0 if number else None
+            store.record_board(BoardVerdict(f"B{number}", "main", verdict, at, at, {}, {verdict: 1}, takt_s=takt_s))
     return file
 
 

@@ -83,6 +83,7 @@ class Cluster:
     outcomes: dict = field(default_factory=dict)
     ran: Counter = field(default_factory=Counter)  # request -> executors lost under it
     effects: list = field(default_factory=list)
+    late: list = field(default_factory=list)  # answers of lost executors and memories
 
     def __post_init__(self):
         self.present = set(self.executors)
@@ -137,6 +138,7 @@ class Cluster:
             if started.batch.executor in executors:
                 first.setdefault(started.batch.executor, number)
                 del self.batches[number]
+                self.late += [events.BatchFailed(number, "the device is lost"), events.Finished(number, ())]
                 if first[started.batch.executor] == number:
                     self.ran.update(started.batch.requests)
         used = {self.executors[each].pool for each in self.present}
@@ -144,7 +146,9 @@ class Cluster:
         lost = {self.executors[each].pool for each in executors}
         for name in (lost | {self.pools[each].cache for each in lost}) - used - {None}:
             self.resident.pop(name, None)
-        self.loads = {number: load for number, load in self.loads.items() if load.pool in self.resident}
+        gone = [number for number, load in self.loads.items() if load.pool not in self.resident]
+        self.late += [answer for number in gone for answer in (events.Loaded(number), _failed(number))]
+        self.loads = {number: load for number, load in self.loads.items() if number not in gone}
         return self.handle(events.ExecutorsLost(frozenset(executors), "unplugged", may_return))
 
     def join(self, executors):
@@ -187,6 +191,10 @@ class Cluster:
     def finish(self):
         while self.answer():
             self.now += 0.01
+
+
+def _failed(load):
+    return events.LoadFailed(load, "the device is lost", permanent=False)
 
 
 def cluster(
@@ -263,7 +271,7 @@ def test_every_request_ends_once_whatever_leaves_and_comes(made, draw):
             made.handle(events.Cancelled(choose(list(made.arrived))))
         elif kind == "late":
             unknown = events.ExecutorsLost(frozenset({99}), "")
-            made.handle(choose([events.Loaded(10**6), events.Finished(10**6, ()), unknown]))
+            made.handle(choose([events.Loaded(10**6), events.Finished(10**6, ()), unknown, *made.late]))
         made.now += draw(st.sampled_from((0.0, 0.01, 0.4)))
 
     for _ in range(draw(st.integers(1, 60))):

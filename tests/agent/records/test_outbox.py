@@ -76,8 +76,8 @@ def test_message_of_an_image_with_many_boxes_has_the_first_and_their_number(tmp_
 
 
 def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(tmp_path):
-    later = replace(BOARD, serial="B2", closed_at=BOARD.closed_at + timedelta(seconds=7))
-    worse = replace(later, verdict=Verdict.UNKNOWN)
+    later = replace(BOARD, serial="B2", closed_at=BOARD.closed_at + timedelta(seconds=7), takt_s=7.0)
+    worse = replace(later, verdict=Verdict.UNKNOWN, takt_s=None)
     other = replace(BOARD, serial="B3", board_type="back", closed_at=BOARD.closed_at + timedelta(seconds=8))
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["board"], 10), RESULT, BOARD, later, other, worse)
     first, second, third, revised = payloads(reader)
@@ -90,7 +90,7 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(
     assert (second["config_sha256"], second["models"]) == (None, []), "no image of this board was judged"
     assert datetime.fromisoformat(str(first["closed_at"])) == BOARD.closed_at
     assert datetime.fromisoformat(str(first["opened_at"])) == BOARD.opened_at
-    rows = {row.board.serial: row.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
+    rows = {row.board.serial: row.board.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
     assert rows == {"B1": None, "B2": 7.0, "B3": None}
 
 

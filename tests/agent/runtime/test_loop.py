@@ -35,13 +35,14 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 
 
 class Agent(Served):
-    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, device=False, **options):
+    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, device=0, **options):
+        """``device``: number of executors of an emulated device, after those of the CPU."""
         self.line, self.outcomes = line, {}
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         largest = max(copy.footprint.total_bytes for copy in line.copies.values())
         pools = (PoolSpec("host", room * largest, WORKSPACE_BYTES),)
         if device:
-            specs.append(ExecutorSpec(executors, "emulated", "device"))
+            specs += [ExecutorSpec(executors + number, "emulated", "device") for number in range(device)]
             pools += (replace(pools[0], name="device", cache="host"),)
         limits = worlds.limits(pools, load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
         engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
@@ -228,7 +229,7 @@ def test_a_device_that_is_lost_or_hangs_leaves_its_work_to_other_executors(line,
 
     monkeypatch.setattr(ModuleSkeleton, "infer", run)
     monkeypatch.setattr(agent.runtime.loop, "STOP_S", 0.1)
-    with Agent(line, device=True, clock=lambda: now_s) as split:
+    with Agent(line, device=1, clock=lambda: now_s) as split:
         numbers = {
             split.submit(component, seed): (component, seed) for component in ("own-0", "own-1") for seed in range(8)
         }

@@ -118,12 +118,12 @@ def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, des
 
 
 def test_several_images_are_several_orders(local, desk):
-    images, boards = texts("IMAGE", b"x", b"NG", b"UNKNOWN"), texts("BOARD", b"B1", b"", b"B2")
+    images, boards = texts("IMAGE", b"x", b"NG", b"UNKNOWN"), texts("BOARD", b"B1", b"B3", b"B2")
     result = local.infer("resistor", [images, boards], parameters={"key": "k"})
     assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG", b"UNKNOWN"]
     assert math.isnan(result.as_numpy("SCORE")[2])
     assert json.loads(result.as_numpy("DETAIL")[2])["reason"] == "not an image"
-    assert {order.subject.key: order.subject.board for order in desk.orders} == {"k/0": "B1", "k/1": None, "k/2": "B2"}
+    assert {order.subject.key: order.subject.board for order in desk.orders} == {"k/0": "B1", "k/1": "B3", "k/2": "B2"}
 
 
 def test_where_one_of_several_is_refused_all_are(local, desk):
@@ -241,7 +241,7 @@ def parameter(name):
         (image(outputs=[{"name": "VERDICT"} | parameter("shared_memory_region")]), "shared memory"),
         (image(outputs=[{"name": "VERDICT"} | parameter("classification")]), "LABEL"),
         (image(outputs=[{"name": "MASK"}]), "no output"),
-        (image(parameters={"board": {"int64_param": 3}}), "no text"), (image(second={"name": "IMAGE"}), "twice"),
+        (image(parameters={"board": {"int64_param": 3}}), "leading zeros"), (image(second={"name": "IMAGE"}), "twice"),
         (image(second={"name": "MASK"}), "no input"), (image(second={"name": "BOARD"}), "UTF-8"),
         (image(second={"name": "BOARD", "datatype": "INT64"}), "BOARD is INT64"),
         (image("UINT8", (1, 1, 3), None, tensor={"contents": {"uint_contents": [1, 2, 256]}}), "above 255"),

@@ -1,9 +1,12 @@
 """A lost device ends the agent and judges nothing; one that the device outlives is the batch's or the load's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from agent.runtime.machine.device_loss import DeviceWatch
+from agent.runtime.machine.detection import detect
+from agent.runtime.machine.device_loss import DeviceWatch, watch_of, watch_of_memory
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [
@@ -56,3 +59,13 @@ def test_a_device_without_room_to_answer_is_not_lost():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     assert DeviceWatch("cuda", device_is_full).lost_by(RuntimeError("no")) is None
+
+
+def test_a_failure_of_the_cpu_or_of_its_memory_never_probes_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", device_is_gone)
+    split = replace(detect("emulated"), name="cuda", processors=("cuda", "cpu"))
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    watches = {name: watch_of(name) for name in ("cpu", "w1/cpu", "w1/cuda", "cuda")}
+    watches |= {name: watch_of_memory(split, name) for name in ("host", "w1/host", "device", "w1/device")}
+    probing = {name for name, watch in watches.items() if watch.lost_by(error) is not None}
+    assert probing == {"cuda", "w1/cuda", "device", "w1/device"}

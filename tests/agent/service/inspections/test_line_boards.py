@@ -29,9 +29,9 @@ class Clocks:
     def wall(self):
         return START + timedelta(seconds=self.running_s - 1000.0) + self.off_by
 
-    def result(self, component, verdict=OK, serial="B1"):
+    def result(self, component, verdict=OK, serial="B1", board_type="main"):
         at = self.wall()
-        place = {"component": component, "board": serial, "board_type": "main", "ref": "R1"}
+        place = {"component": component, "board": serial, "board_type": board_type, "ref": "R1"}
         return lines.result(f"{serial}{component}{at}", verdict, arrived_at=at, **place)
 
 
@@ -143,3 +143,28 @@ def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, s
     boards.expire()
     (expired,) = store.boards
     assert (expired.verdict, expired.opened_at, expired.closed_at) == (UNKNOWN, START, max(clocks.wall(), START))
+
+
+def test_a_clock_that_leaps_gives_the_takt_of_the_time_that_passed(clocks, store):
+    """NTP sets a box without a battery by 26 years; later somebody sets the clock back."""
+    boards = LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
+    for serial, leap in (("B1", timedelta()), ("B2", timedelta(days=9747)), ("B3", timedelta(hours=-1))):
+        clocks.running_s += 20
+        clocks.off_by += leap
+        for component in ("c0", "c1"):
+            boards.count(clocks.result(component, serial=serial))
+    assert [board.takt_s for board in store.boards] == [None, 20.0, 20.0]
+
+
+def test_boards_of_two_types_in_turn_give_each_type_its_own_takt_and_a_revision_none(clocks, store):
+    two = BOARDS | {"back": BoardSection(components={"c0": 1}, takt_s=5, timeout_s=60)}
+    boards = LineBoards(two, store, clock=clocks.clock, wall=clocks.wall)
+    for serial in ("B1", "B2"):
+        clocks.running_s += 9
+        boards.count(clocks.result("c0", serial=serial))
+        boards.count(clocks.result("c1", serial=serial))
+        clocks.running_s += 1
+        boards.count(clocks.result("c0", serial=f"{serial}back", board_type="back"))
+    boards.count(clocks.result("c0", NG, serial="B2"))
+    takts = [(board.serial, board.takt_s) for board in store.boards]
+    assert takts == [("B1", None), ("B1back", None), ("B2", 10.0), ("B2back", 10.0), ("B2", None)]

@@ -118,6 +118,20 @@ def test_the_state_tells_what_the_line_judges_and_with_what(busy):
     assert document["ages"]["uptime_s"] > 0
 
 
+def test_boards_of_two_types_show_each_type_s_takt_beside_its_own_target(line):
+    line.document["boards"]["back"] = {"components": {"c1": 1}, "takt_s": 5}
+    with line.served() as service:
+        for serial in ("B1", "B2"):
+            for component, board_type in (("c0", "main"), ("c1", "main"), ("c1", "back")):
+                asked(service, order_of(picture(), component=component, board=serial, board_type=board_type, ref="R1"))
+        until(lambda: not service.store.statistics().pending and len(line.boards) == 4)
+        shift = state(Web(service))["shift"]
+    targets = [(each["board_type"], each["takt_target_s"]) for each in shift["takts"]]
+    assert targets == [("back", 5), ("main", 3600)], "that of the newest board first"
+    assert all(0 <= each["takt_s"] < PATIENCE_S for each in shift["takts"])
+    assert (shift["takt_s"], shift["takt_target_s"]) == (shift["takts"][0]["takt_s"], 5)
+
+
 def test_an_unchanged_state_is_answered_without_a_body_and_a_changed_one_with_it(line):
     with line.served() as service:
         web = Web(service)

@@ -4,7 +4,9 @@ import base64
 import gzip
 import json
 import math
+import shlex
 import socket
+import subprocess
 import zlib
 
 import httpx
@@ -184,6 +186,78 @@ def test_with_a_board_it_is_an_inspection_which_a_reader_may_not_store(served, c
     served.who = Caller(ANONYMOUS, Role.INSPECT)
     client.infer("resistor", board)
     assert len(desk.results) == 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"board": None, "ref": "R1"}, "board: is null - if the scanner read nothing"), ({"board": ["B1"]}, "board"),
+        ({"board": "", "ref": "R1", "key": "k"}, "board is empty"), ({"board": 1042}, "leading zeros"),
+        ({"Board": "B1", "ref": "R1"}, "'Board' - they are board"), ({"serial": None}, "serial: is null"),
+        ({"key": "k", "ref": "R1"}, "ref, key without a board"), ({"board": 2**64}, "board: is no text"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["call", "tensor"])
+def test_what_would_make_a_question_of_an_inspection_is_refused_with_the_reason(http, desk, parameters, says, place):
+    sent = in_json() | {"parameters": parameters} if place == "call" else in_json(parameters=parameters)
+    answer = http.post(INFER, json=sent)
+    assert (answer.status_code, says in answer.json()["error"]) == (400, True), answer.text
+    assert desk.orders == []
+
+
+def test_parameters_with_the_tensor_make_an_inspection_and_an_mlserver_s_nulls_and_headers_are_borne(http, desk):
+    image = base64.b64encode(b"\xff\xd8 NG").decode()
+    named = {"board": "B1", "ref": "R1", "content_type": "base64"}
+    sent = in_json(parameters=named, data=[image]) | {"parameters": {"content_type": None, "headers": {"a": "b"}}}
+    assert http.post(INFER, json=sent).status_code == 200
+    (part,) = desk.results
+    assert (part.subject.board, part.subject.ref, desk.orders[0].image) == ("B1", "R1", b"\xff\xd8 NG")
+
+
+def test_a_parameter_in_the_address_or_beside_the_inputs_is_refused_by_name(http, desk):
+    headers = {HEADER: "0"}
+    answer = http.post(f"{INFER}?board=B1&ref=R1", content=b"NG", headers=headers)
+    assert (answer.status_code, "board: is in the address" in answer.json()["error"]) == (400, True)
+    for sent, says in ((in_json() | {"board": "B1"}, "they are id, model_name, parameters, inputs, outputs"),
+                       (in_json(board="B1"), "they are name, parameters, datatype, shape, data")):  # fmt: skip
+        assert says in http.post(INFER, json=sent).json()["error"]
+    assert desk.orders == []
+
+
+UPLOADS = {
+    "a form": {"files": {"image": b"\x89PNG\r\n\x1a\n\0"}},
+    "a form for a file alone": {"files": {"image": b"\x89PNG"}, "headers": {HEADER: "0"}},
+    "a file without the header": {"content": b"\x89PNG\r\n\x1a\n\0"},
+    "an image by its type": {"content": b"\xff\xd8\xff\0", "headers": {"content-type": "image/jpeg"}},
+    "a PNG without its line ends": {"content": b"\x89PNG\x1a", "headers": {HEADER: "0"}},
+    "text in UTF-16": {"content": '{"inputs": []}'.encode("utf-16")},
+}
+
+
+@pytest.mark.parametrize("sent", UPLOADS.values(), ids=UPLOADS)
+def test_an_upload_of_another_kind_is_told_the_body_and_the_header_that_are_wanted(http, served, desk, tmp_path, sent):
+    answer = http.post(INFER, **sent)
+    assert answer.status_code == 400
+    told = answer.json()["error"]
+    command = shlex.split(told[told.index("curl ") :].replace("@image.png", f"@{tmp_path / 'image.png'}"))
+    (tmp_path / "image.png").write_bytes(b"\xff\xd8 NG\0")
+    done = subprocess.run([*command, "--silent"], capture_output=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == ["NG"]
+    assert len(desk.orders) == 1
+
+
+def test_json_behind_a_byte_order_mark_is_read(http):
+    body = b"\xef\xbb\xbf" + json.dumps(in_json()).encode()
+    for headers in ({}, {HEADER: str(len(body))}):
+        assert http.post(INFER, content=body, headers=headers).status_code == 200
+
+
+def test_base64_that_does_not_say_so_is_no_image(http, desk):
+    coded = base64.b64encode(b"\x89PNG\r\n\x1a\n")
+    for sent in ({"json": in_json(data=[coded.decode()])}, {"content": coded, "headers": {HEADER: "0"}}):
+        answer = http.post(INFER, **sent)
+        assert (answer.status_code, "content_type: base64" in answer.json()["error"]) == (400, True), answer.text
+    assert desk.orders == []
 
 
 def test_only_an_administrator_loads_and_unloads_and_each_is_audited(served, client, desk):

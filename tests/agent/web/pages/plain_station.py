@@ -188,6 +188,7 @@ class PlainStation:
                 "boards": {"OK": 0 if is_empty else 164, "NG": 0 if is_empty else 6, "UNKNOWN": 0 if is_empty else 1},
                 "takt_s": None if is_empty else 191.0 if is_failing else 171.0,
                 "takt_target_s": 180.0,
+                "takts": [{"board_type": "demo-board", "takt_s": 171.0, "takt_target_s": 180.0}],
                 "reviews": {"agree": 9, "false_call": 2, "missed_defect": 1, "decided": 3},
                 "pareto": []
                 if is_empty

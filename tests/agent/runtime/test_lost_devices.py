@@ -1,0 +1,101 @@
+"""Three executors of one emulated device and a load into it find it lost, one after another, in any order."""
+
+import threading
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+
+from agent.core.performance import PerformanceMatrix
+from agent.runtime.machine.memories import EmulatedMemory
+from experts.backends.torch_backend import ModuleSkeleton
+from tests.agent.runtime.test_loop import Agent, expected_of
+from tests.waiting import until
+
+PATIENCE_S = 10.0
+FINDERS = ("executor-1", "executor-2", "executor-3", "load")
+COMPONENTS = ("own-0", "own-1", "own-2", "own-3", "wide", "twin-0", "kin-0")
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+class SlowCpu(Agent):
+    """The device's executors are chosen while there are any."""
+
+    def profile(self, specs):
+        found = super().profile(specs).experts
+        slow = {
+            name: replace(row, performance=replace(row.performance, K_s=10.0, B_s=10.0))
+            for name, row in found["cpu"].items()
+        }
+        return PerformanceMatrix({**found, "cpu": slow})
+
+
+class LostDevice:
+    """The emulated device: each of its users waits in it, and finds it lost once ``found`` says so."""
+
+    def __init__(self, monkeypatch):
+        self.inside = {name: threading.Event() for name in FINDERS}
+        self.gates = {name: threading.Event() for name in FINDERS}
+        self.takes_loads = True
+        infer, fill = ModuleSkeleton.infer, EmulatedMemory.fill
+
+        def run(skeleton, *arguments):
+            name = threading.current_thread().name
+            return self.lose(name) if name in FINDERS else infer(skeleton, *arguments)
+
+        def take(memory, *arguments):
+            return fill(memory, *arguments) if self.takes_loads else self.lose("load")
+
+        monkeypatch.setattr(ModuleSkeleton, "infer", run)
+        monkeypatch.setattr(EmulatedMemory, "fill", take)
+
+    def lose(self, name):
+        self.inside[name].set()
+        assert self.gates[name].wait(PATIENCE_S)
+        raise torch.AcceleratorError(LOST)
+
+    def release(self):
+        for gate in self.gates.values():
+            gate.set()
+
+
+def on_device(agent):
+    return next(pool for pool in agent.loop.statistics().engine.pools if pool.name == "device")
+
+
+def loading(agent):
+    return [each for pool in agent.loop.statistics().engine.pools for each in pool.loading]
+
+
+def has_posted(agent, name):
+    if name == "load":
+        return not agent.loop.here.transfers.statistics().in_flight
+    return name not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("order", [*permutations(FINDERS)], ids=",".join)
+def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, monkeypatch, request, order):
+    device = LostDevice(monkeypatch)
+    request.addfinalizer(device.release)
+    with SlowCpu(line, device=3, room=4) as agent:
+        asked = {agent.submit(name): name for name in COMPONENTS[:3]}
+        for name in FINDERS[:3]:
+            assert device.inside[name].wait(PATIENCE_S)
+        until(lambda: not loading(agent))
+        device.takes_loads = False
+        absent = next(name for name in COMPONENTS if f"cls/{name}@fp32" not in on_device(agent).resident)
+        asked[agent.submit(absent)] = absent
+        assert device.inside["load"].wait(PATIENCE_S)
+        for name in order:
+            device.gates[name].set()
+            until(lambda name=name: has_posted(agent, name))
+        agent.settle()
+        assert agent.loop.crash is None
+        assert agent.loop.lost.keys() == {"emulated"}
+        statistics = agent.loop.statistics().engine
+    for number, component in asked.items():
+        outcome = agent.outcomes[number]
+        assert (outcome.verdict, outcome.label) == expected_of(line, component, line.pixels(0))
+    assert {pool.name for pool in statistics.pools} == {"host"}
+    assert statistics.quarantined == {}
