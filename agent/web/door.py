@@ -45,7 +45,10 @@ BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are receiv
 LARGEST_BODIES = 4  # of the largest kind have room at least
 SAFE = ("GET", "HEAD")
 OWN_PAGES = "use the pages of this address, or open it by itself; behind a proxy, see api.public_origin"
-SERVED = "pages are at /, /api/openapi.json tells what programs may ask, models are at /v2 and /v1/models"
+SERVED = (
+    "images are judged by POST /v2/models/NAME/infer, POST /v2/repository/index lists their models, texts are at /v1, "
+    "pages at /, and /api/openapi.json tells what else programs may ask"
+)
 TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal error of the agent - see its log"
 
 

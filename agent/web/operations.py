@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 MOMENT = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})$"
+PAGE = 200  # the longest
 JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
@@ -48,10 +49,19 @@ def _number(given: object) -> object:
     return given
 
 
+def _page(given: object) -> object:
+    number = _number(given)
+    if isinstance(number, int) and number > PAGE:
+        raise ValueError(f"a page has {PAGE} at most - ask for the next one with before=, which is the answer's `next`")
+    return number
+
+
 def _moment(given: object) -> object:
     if isinstance(given, str):
         if re.fullmatch(MOMENT, given) is None:
-            raise ValueError("is no time with its offset, as 2026-05-01T06:00:00+02:00")
+            is_plus = re.fullmatch(MOMENT, given.replace(" ", "+")) is not None
+            why = "its + came as a space: an address has it as %2B" if is_plus else "no time with its offset"
+            raise ValueError(f"{given[:40]!r} is {why}, as in 2026-05-01T06:00:00%2B02:00, or 2026-05-01T04:00:00Z")
         try:
             return datetime.fromisoformat(given).astimezone(UTC)
         except OverflowError:
@@ -70,7 +80,7 @@ Moment = Annotated[
 Yes = Annotated[bool, BeforeValidator(_yes)]
 Short = Annotated[str, Field(min_length=1, max_length=200)]
 Seq = Annotated[int, Field(ge=1, le=10**18 - 1), WHOLE]
-Limit = Annotated[int, Field(ge=1, le=200), WHOLE]
+Limit = Annotated[int, Field(ge=1, le=PAGE), BeforeValidator(_page)]
 
 Kind = TypeVar("Kind", bound=BaseModel)
 

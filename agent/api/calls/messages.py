@@ -54,8 +54,8 @@ def order_of(request: pb.InspectRequest) -> ImageOrder:
     """Order of a request. Raises OrderRefused for a contradiction."""
     if request.component and request.expert:
         raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
-    if unknown := [field.field_number for field in UnknownFieldSet(request)]:
-        reason = f"the fields {unknown[:10]} are not known here - the caller's protocol is newer than this agent"
+    if len(unknown := UnknownFieldSet(request)):
+        reason = f"field {unknown[0].field_number} is not known here - the caller's protocol is newer than this agent"
         raise OrderRefused(Refusing.INVALID, reason)
     named = [name for name in ("board", "board_type", "ref", "key") if getattr(request, name)]
     if request.is_question and {*named} & {"board", "ref", "key"}:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from agent.api.access import CALLING, Role, making
@@ -46,7 +47,9 @@ class Orders:
 
     async def aside(self, convert: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
         """Convert a message on a thread: millions of typed numbers take a second, in which others are answered."""
-        converted = await asyncio.wrap_future(self._converting.submit(_taken, convert, *given, **named))
+        taken = partial(_taken, convert, *given, **named)
+        converted: Result | OrderRefused = await asyncio.wrap_future(self._converting.submit(taken))
+        del taken  # holds the message
         if isinstance(converted, OrderRefused):
             raise copied(converted)
         return converted

@@ -48,8 +48,8 @@ def of_inspection(request: pb.ModelInferRequest) -> dict[str, str]:
     return found
 
 
-def check_named(boards: Collection[str | None], named: Mapping[str, object]) -> None:
-    """Raises OrderRefused for ``named`` values of an inspection without a board."""
+def check_named(boards: Collection[str | None], named: Collection[str]) -> None:
+    """Raises OrderRefused for what is named of an inspection, without a board."""
     if None in boards and named:
         raise invalid(f"{', '.join(named)} without a board: only an inspection has them - send board; {UNREAD}")
 

@@ -77,7 +77,7 @@ def inputs_of(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
         _names(name, tensors, named.get(parameter), len(images))
         for name, parameter in ((BOARD, parameters.BOARD), (REF, parameters.REF))
     )
-    parameters.check_named(boards, named if REF not in tensors else {REF: refs} | named)
+    parameters.check_named(boards, [*named, *({REF} & tensors.keys())])
     return InferInputs(images, boards, refs, _outputs(request), bool(request.raw_input_contents), named)
 
 

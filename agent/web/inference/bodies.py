@@ -88,26 +88,33 @@ def infer_request(
     """Request without a model, its tensors raw, and which outputs are answered as binary data. Raises OrderRefused.
     ``address``: where the body was sent to."""
     body = inflated(body, headers, most_bytes)
-    wanted = WANTED.format(JSON_BYTES, address[:300])
+    size, wanted = _json_bytes(body, headers), WANTED.format(JSON_BYTES, address[:300])
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("multipart/"):
         raise invalid("body", f"is {kind[:40]}, which is not read - {wanted}")
-    size = headers.get(JSON_BYTES)
-    if size is None:
-        size = str(len(body))
-    if not (size.isascii() and size.isdigit() and len(size) < 20 and int(size) <= len(body)):
-        raise invalid(JSON_BYTES, f"is {size[:20]!r} in a body of {len(body)} bytes - it is the length of the JSON")
-    if int(size) == 0 and body:  # Triton's raw binary request
+    if size == 0 and body:  # Triton's raw binary request
         if body.startswith(FILE_STARTS) and b"\0" not in body:
             raise invalid("body", f"has lost its bytes 0, 10 and 13, as by curl's -d - {wanted}")
         return _file_alone(body), lambda _: False
-    text = body[: int(size)].removeprefix(BOM)
+    text = body[:size].removeprefix(BOM)
     if not text.lstrip().startswith(b"{"):
         raise invalid("body", f"is no JSON object - {wanted}")
-    sent = _read(text, _Infer)
+    return _request_of(_read(text, _Infer), memoryview(body)[size:])
+
+
+def _json_bytes(body: bytes, headers: Headers) -> int:
+    size = headers.get(JSON_BYTES)
+    if size is None:
+        return len(body)
+    if not (size.isascii() and size.isdigit() and len(size) < 20 and int(size) <= len(body)):
+        raise invalid(JSON_BYTES, f"is {size[:20]!r} in a body of {len(body)} bytes - it is the length of the JSON")
+    return int(size)
+
+
+def _request_of(sent: _Infer, behind: memoryview) -> tuple[pb.ModelInferRequest, Callable[[str], bool]]:
     request = pb.ModelInferRequest(id=sent.id or "")
     _set_parameters(request.parameters, sent.parameters)
-    request.raw_input_contents.extend(_raw_inputs(sent, memoryview(body)[int(size) :]))
+    request.raw_input_contents.extend(_raw_inputs(sent, behind))
     for given in sent.inputs:
         tensor = request.inputs.add(name=given.name, datatype=given.datatype, shape=given.shape)
         _set_parameters(tensor.parameters, given.parameters)

@@ -154,5 +154,5 @@ def test_an_inspection_of_coserve_v1_without_its_board_is_refused(agent, desk, k
 def test_a_field_of_a_newer_protocol_is_refused_by_its_number(channel, desk):
     inspect = channel.unary_unary("/coserve.v1.Inspection/Inspect")
     newer = pb.InspectRequest(file=b"x", component="resistor").SerializeToString() + b"\xa0\x06\x01"
-    assert "the fields [100] are not known here" in refused(inspect, newer, timeout=DEADLINE_S).details()
+    assert "field 100 is not known here" in refused(inspect, newer, timeout=DEADLINE_S).details()
     assert desk.orders == []

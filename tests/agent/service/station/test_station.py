@@ -245,6 +245,17 @@ def test_a_wrong_parameter_is_refused_by_name(busy, query, field):
     assert (error["reason"], error["field"]) == ("INVALID", field)
 
 
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("limit=1000", "200 at most - ask for the next one with before="),
+        ("since=2026-11-28T06:00:00+02:00", "its + came as a space"), ("since=2026-11-28T06:00:00", "with its offset"),
+    ],
+)  # fmt: skip
+def test_a_parameter_as_people_type_it_is_refused_with_the_right_one(busy, query, says):
+    assert says in Web(busy[0]).error(f"/api/results?{query}")["message"]
+
+
 def test_a_result_tells_its_steps_its_course_and_its_image(busy):
     web = Web(busy[0])
     (of_folder,) = web.json("/api/results?board=S1&component=c0")["results"]
