@@ -49,6 +49,7 @@ SERVED = (
     "images are judged by POST /v2/models/NAME/infer, POST /v2/repository/index lists their models, texts are at /v1, "
     "pages at /, and /api/openapi.json tells what else programs may ask"
 )
+KSERVE_V1 = (":predict", ":explain")  # behind paths of models, which /v1 has for texts
 TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal error of the agent - see its log"
 
 
@@ -138,7 +139,7 @@ class WebDoor:
         if endpoint is not None:
             CALLING.set(caller)
             return endpoint
-        if not allowed:
+        if not allowed or scope["path"].endswith(KSERVE_V1):
             return section.refusal(404, f"nothing is served at {scope['path'][:200]!r} - {SERVED}")
         refusal = section.refusal(405, f"{scope['method'][:20]} is not answered here - send {allowed}")
         refusal.headers["allow"] = allowed

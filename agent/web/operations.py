@@ -60,8 +60,8 @@ def _moment(given: object) -> object:
     if isinstance(given, str):
         if re.fullmatch(MOMENT, given) is None:
             is_plus = re.fullmatch(MOMENT, given.replace(" ", "+")) is not None
-            why = "its + came as a space: an address has it as %2B" if is_plus else "no time with its offset"
-            raise ValueError(f"{given[:40]!r} is {why}, as in 2026-05-01T06:00:00%2B02:00, or 2026-05-01T04:00:00Z")
+            why = "has its + as a space: write %2B" if is_plus else "is no time with its offset"
+            raise ValueError(f"{given[:40]!r} {why}, as 2026-05-01T06:00:00%2B02:00, or 2026-05-01T04:00:00Z")
         try:
             return datetime.fromisoformat(given).astimezone(UTC)
         except OverflowError:

@@ -39,6 +39,7 @@ PLATFORM = "coserve"
 EXPERT = "expert:"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 DATA_TYPES = {tensors.BYTES: pb.TYPE_STRING, tensors.FP32: pb.TYPE_FP32}
+LISTED = "RepositoryIndex (POST /v2/repository/index) lists them"
 INPUTS = (tensors.IMAGE, tensors.BOARD, tensors.REF)
 MAX_MESSAGE = "max_message_bytes"
 
@@ -155,7 +156,7 @@ class InferenceService:
         _check_version(version)
         models = {model.name: model for model in await self._models()}
         if name not in models:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - RepositoryIndex lists them")
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - {LISTED}")
         return models[name]
 
 
@@ -221,7 +222,7 @@ def _component_or_expert(model: str) -> tuple[str | None, str | None]:
     """Raises OrderRefused for a model without a name."""
     expert = model.removeprefix(EXPERT)
     if not expert:
-        raise OrderRefused(Refusing.NOT_FOUND, "no model is named - RepositoryIndex lists them")
+        raise OrderRefused(Refusing.NOT_FOUND, f"no model is named - {LISTED}")
     return (model, None) if expert == model else (None, expert)
 
 

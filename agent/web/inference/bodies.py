@@ -88,7 +88,7 @@ def infer_request(
     """Request without a model, its tensors raw, and which outputs are answered as binary data. Raises OrderRefused.
     ``address``: where the body was sent to."""
     body = inflated(body, headers, most_bytes)
-    size, wanted = _json_bytes(body, headers), WANTED.format(JSON_BYTES, address[:300])
+    size, wanted = _json_bytes(body, headers), WANTED.format(JSON_BYTES.title(), address[:300])
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("multipart/"):
         raise invalid("body", f"is {kind[:40]}, which is not read - {wanted}")

@@ -246,6 +246,14 @@ def test_an_upload_of_another_kind_is_told_the_body_and_the_header_that_are_want
     assert len(desk.orders) == 1
 
 
+@pytest.mark.parametrize(
+    "path", ["/resistor/1", "/infer/object_detection", "/v1/models/resistor:predict", "/v2/models"]
+)
+def test_the_path_of_another_server_is_not_found_and_told_where_images_are_judged(http, path):
+    answer = http.post(path, content=b"x")
+    assert (answer.status_code, "POST /v2/models/NAME/infer" in answer.json()["error"]) == (404, True), answer.text
+
+
 def test_json_behind_a_byte_order_mark_is_read(http):
     body = b"\xef\xbb\xbf" + json.dumps(in_json()).encode()
     for headers in ({}, {HEADER: str(len(body))}):

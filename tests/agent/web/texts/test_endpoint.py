@@ -80,6 +80,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
         ("/v1/", "GET", JSON, 404, "unknown_url"),
         ("/v1/chat/completions", "GET", JSON, 405, "method_not_allowed"),
         ("/v1/models", "POST", JSON, 405, "method_not_allowed"),
+        ("/v1/models/resistor:predict", "POST", JSON, 404, "unknown_url"),
         ("/v1/models", "DELETE", JSON, 405, "method_not_allowed"),
         ("/v1/chat/completions", "POST", {"Content-Type": "text/plain"}, 400, "content_type"),
         ("/v1/completions", "POST", {"Content-Type": "multipart/form-data"}, 400, "content_type"),
