@@ -249,9 +249,10 @@ def test_a_wrong_parameter_is_refused_by_name(busy, query, field):
     ("query", "says"),
     [
         ("limit=1000", "200 at most - ask for the next one with before="),
-        ("since=2026-11-28T06:00:00+02:00", "its + as a space: write %2B"), ("since=2026-11-28T06:00:00", "is no time with its offset"),
+        ("since=2026-11-28T06:00:00+02:00", "its + as a space: write %2B"),
+        ("since=2026-11-28T06:00:00", "is no time with its offset"),
     ],
-)  # fmt: skip
+)
 def test_a_parameter_as_people_type_it_is_refused_with_the_right_one(busy, query, says):
     assert says in Web(busy[0]).error(f"/api/results?{query}")["message"]
 
