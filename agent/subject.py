@@ -23,7 +23,9 @@ CALLER_PREFIX = "api/"
 CALLERS = "api"  # the source of what callers order
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 PART_MARK = "#"  # between an image's key and the ref of a part of it
-KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re.DOTALL)  # of a folder's image
+SEEN = r".*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+"  # of a folder's image: place, inode, size and mtime
+KEY_OF_PART = re.compile(rf"({SEEN}(?:-[nt]-?[0-9a-f]+)?){PART_MARK}", re.DOTALL)
+KEY_OF_FILE = re.compile(rf"({SEEN})(?:-n[0-9a-f]+|-t(-?[0-9a-f]+))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,18 @@ def image_key(key: str) -> str:
     """A folder image's key, by it or by the key of a part."""
     found = KEY_OF_PART.match(key)
     return found[1] if found else key
+
+
+def seen_key(key: str) -> str:
+    """A folder image's key without what tells apart two files of equal place, inode, size and mtime."""
+    found = KEY_OF_FILE.fullmatch(key)
+    return found[1] if found else key
+
+
+def ctime_in(key: str) -> int | None:
+    """ctime in ns of a folder's file that is judged where it lies; None for a claimed one, and any other image."""
+    found = KEY_OF_FILE.fullmatch(key)
+    return int(found[2], 16) if found and found[2] else None
 
 
 def asked_sha256(*asked: object) -> str:

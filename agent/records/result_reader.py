@@ -43,6 +43,18 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE seq = ?", (seq,))
         return result_row(rows[0]) if rows else None
 
+    def latest_in_place(self, seen: str) -> ResultRow | None:
+        """The latest result of the folder's file, or a part of it, whose keys begin so (``subject.seen_key``).
+
+        Rows of earlier versions are among them; rows of claimed files are not.
+        """
+        rows = self._rows(
+            "SELECT * FROM results WHERE key = ?1 OR (key >= ?1 || '#' AND key < ?1 || '$')"
+            " OR (key >= ?1 || '-t' AND key < ?1 || '-u') ORDER BY seq DESC LIMIT 1",
+            (seen,),
+        )
+        return result_row(rows[0]) if rows else None
+
     def of_keys(self, beginning: str) -> list[ResultRow]:
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))

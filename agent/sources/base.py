@@ -88,6 +88,7 @@ class Source(ABC):
     """Source of a line. Methods are called on any thread, and must not wait, except with a timeout."""
 
     keeps_images = False  # True: images survive the process in the source; False: the line journals them
+    leaves_images = False  # True: judged images stay where they are
     skips_duplicates = False  # True: equal bytes for one part get the first verdict
 
     def __init__(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -14,11 +14,12 @@ from agent.records.database import read_rows
 from agent.records.result_reader import ResultReader
 from agent.records.truth.reviewed import reviewed_results
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile, decoded
-from agent.sources.folder.files.inbox import Inbox, sighting_of
+from agent.sources.folder.files.identity import sighting_of
+from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.shelves import as_it_came, files_below, image_file, name_of
 from agent.sources.folder.files.sidecar import SUFFIX
-from agent.subject import Subject, pieces
+from agent.subject import Subject, image_key, pieces, seen_key
 from experts.document import suggestion
 from experts.errors import ConfigError
 from experts.images import LARGEST_MAX_PIXELS
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 GONE = "the image is no longer there"
 STORED_SOURCES = ("kept", "results", "reviewed")
-STORED = "SELECT key, verdict, label, score, finished_at FROM results WHERE key IN (SELECT value FROM json_each(?))"
+ANSWER = "SELECT results.key, verdict, label, score, finished_at FROM results JOIN json_each(?) AS asked"
+STORED = f"{ANSWER} ON results.key = asked.value"
+STORED_AS_SEEN = f"{ANSWER} ON results.key > asked.value || '-' AND results.key < asked.value || '.'"
 
 
 class ArchivedImage(NamedTuple):
@@ -92,9 +95,21 @@ def find_images(config: LineConfig, query: ArchiveQuery) -> tuple[list[ArchivedI
 
 
 def stored_answers(config: LineConfig, keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Stored verdict, label, score and time (``at``), by key; without keys that have no result."""
-    rows = read_rows(config.results_file, STORED, [json.dumps(keys)]) if config.results_file.is_file() else []
-    return {row["key"]: {**row, "at": datetime.fromisoformat(row["finished_at"])} for row in rows}
+    """Stored verdict, label, score and time (``at``), by key; without keys that have no result, or might be of two."""
+    if not config.results_file.is_file():
+        return {}
+    rows = defaultdict(list)
+    for row in read_rows(config.results_file, STORED, [json.dumps(keys)]):
+        rows[row["key"]].append(row)
+    seen = sorted({image_key(key) for key in keys if key not in rows})
+    for row in read_rows(config.results_file, STORED_AS_SEEN, [json.dumps(seen)]):
+        image = image_key(row["key"])
+        rows[seen_key(image) + row["key"].removeprefix(image)].append(row)
+    return {
+        key: {**rows[key][0], "at": datetime.fromisoformat(rows[key][0]["finished_at"])}
+        for key in keys
+        if len(rows[key]) == 1
+    }
 
 
 def _of_results(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
@@ -156,7 +171,7 @@ def _of_folder(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImag
         if fields is None:
             yield str(named[0])
             continue
-        subject = Subject(inbox.key(relpath, seen), "", relpath, datetime.now().astimezone(), **fields)
+        subject = Subject(inbox.seen_key(relpath, seen), "", relpath, datetime.now().astimezone(), **fields)
         layout = config.layouts[str(subject.board_type)] if subject.shows_board else None
         for part in pieces(subject, layout):
             yield ArchivedImage(part, str(path), layout.size if layout else None)

@@ -22,7 +22,7 @@ from agent.service.inspections.courses import UNJUDGED, Course
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import source_of
 from agent.service.inspections.rows import duplicate_result, judged_result, unknown
-from agent.subject import part_key, pieces
+from agent.subject import ctime_in, image_key, part_key, pieces, seen_key
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -50,13 +50,15 @@ NO_LAYOUT = "the line file has no layout any more of its board's type - put it b
 @dataclass(slots=True, eq=False)
 class _Image:
     """Image kept by its source. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame to
-    cut; ``content``: key shared with its duplicates."""
+    cut; ``sha256``: of its bytes, where they tell it from another file in its place; ``content``: key shared with its
+    duplicates."""
 
     subject: Subject
     source: Source
     parts: Mapping[str, Subject]
     size: tuple[int, int] | None = None
     verdicts: dict[str, tuple[Verdict, str | None]] = field(default_factory=dict)  # committed, by the part's key
+    sha256: str | None = None
     content: Content | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards the verdicts
 
@@ -123,15 +125,18 @@ class SourceLine:
         if not source.keeps_images:
             self._journal(arrival, source)
             return
+        is_in_place = ctime_in(subject.key) is not None
+        sha256 = hashlib.sha256(arrival.image).hexdigest() if is_in_place or source.skips_duplicates else None
         image = _Image(subject, source, {subject.key: subject})
-        if subject.shows_board:
-            image = self._image(subject, source)  # rows unreadable at arrival, or its layout was removed
+        if subject.shows_board or is_in_place:  # rows unreadable at arrival, a layout removed, or bytes known here
+            image = self._image(subject, source, sha256)
             if image.is_stored or not image.parts:
                 self._report_image(image)
                 return
+        image.sha256 = sha256
         if source.skips_duplicates:
             part = (subject.source, subject.board, subject.board_type, subject.component, subject.ref)
-            image.content = (hashlib.sha256(arrival.image).hexdigest(), self.config.catalog.sha256, *part)
+            image.content = (sha256, self.config.catalog.sha256, *part)
             if not self._is_first(image.content, arrival, source):
                 return
             if (first := self._first_of(subject, image.content)) is not None:
@@ -146,7 +151,7 @@ class SourceLine:
             self._inspector.submit_subject(Submission(each, source_of(each, whole, frame), ended))
 
     def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
-        image = self._image(subject, source)
+        image = self._image(subject, source, refused=reason)
         if image.is_stored:
             self._report_image(image)
         elif image.parts:
@@ -186,9 +191,27 @@ class SourceLine:
 
     # -- images that their source keeps --
 
-    def _image(self, subject: Subject, source: Source) -> _Image:
-        """State of an image by its stored rows. Parts with unreadable rows are judged again; those rows stay."""
-        known = self._stored(subject.key)
+    def _image(self, subject: Subject, source: Source, sha256: str | None = None, refused: str | None = None) -> _Image:
+        """State of an image by its stored rows. Parts with unreadable rows are judged again; those rows stay.
+
+        A file judged in its place has those of its ctime, else the latest rows of that place if they are of the same
+        bytes (``sha256``), or if a file that stays is ``refused`` for the same reason. Rows of earlier versions count
+        if the file has not changed since its arrival.
+        """
+        image = self._image_as(subject, source, subject.key)
+        ctime_ns = ctime_in(subject.key)
+        if image.verdicts or ctime_ns is None or (latest := self._latest_in_place(subject.key)) is None:
+            return image
+        key = image_key(latest.subject.key)
+        is_older = key == seen_key(key) and ctime_ns <= latest.subject.arrived_at.timestamp() * 1e9
+        is_equal = sha256 is not None and latest.detail.get("image_sha256") == sha256
+        if is_older or is_equal or (refused is not None and source.leaves_images and latest.reason == refused):
+            return self._image_as(subject, source, key)
+        return image
+
+    def _image_as(self, subject: Subject, source: Source, key: str) -> _Image:
+        """State of an image by the rows stored under ``key``."""
+        known = self._stored(key)
         if known is not None:
             if known.verdict is Verdict.UNKNOWN:
                 log.info(
@@ -199,8 +222,9 @@ class SourceLine:
         if not subject.shows_board:
             return _Image(subject, source, {subject.key: subject})
         layout = self.config.layouts.get(str(subject.board_type))
-        stored = self._stored_parts(subject.key)
-        verdicts = {row.subject.key: (row.verdict, row.reason) for row in stored}
+        stored = self._stored_parts(key)
+        keys = [subject.key + row.subject.key.removeprefix(key) for row in stored]
+        verdicts = {key: (row.verdict, row.reason) for key, row in zip(keys, stored, strict=True)}
         if stored and len(stored) >= stored[-1].detail["parts"]:
             return _Image(subject, source, {}, None, verdicts)
         if layout is None:
@@ -215,6 +239,14 @@ class SourceLine:
             log.error("results_not_read key=%s reason=%s: judged again", key, error)
             return None
         return None if known is None else known.result
+
+    def _latest_in_place(self, key: str) -> Result | None:
+        try:
+            row = self._results.latest_in_place(seen_key(key))
+        except (sqlite3.Error, OSError) as error:
+            log.error("results_not_read key=%s reason=%s: judged again", key, error)
+            return None
+        return None if row is None else row.result
 
     def _stored_parts(self, key: str) -> list[Result]:
         try:
@@ -242,7 +274,7 @@ class SourceLine:
 
     def _part_judged(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
         """Runs on the agent's thread."""
-        detail: dict[str, object] = {} if image.content is None else {"image_sha256": image.content[0]}
+        detail: dict[str, object] = {} if image.sha256 is None else {"image_sha256": image.sha256}
         if part.box is not None:
             detail["parts"] = len(image.parts.keys() | image.verdicts.keys())
         result = judged_result(self.config, part, outcome, course, detail)

@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import printable
+from agent.sources.folder.files.identity import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import Subject
 from experts.backoff import Backoff
 from experts.errors import SidecarUnfinished
+from experts.filesystem import file_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from agent.line_file.intake import FolderSection
     from agent.sources.folder.custody import Custody
-    from agent.sources.folder.files.inbox import Claimed, Inbox
+    from agent.sources.folder.files.identity import Claimed
+    from agent.sources.folder.files.inbox import Inbox
     from agent.sources.folder.files.naming import NameFields, Naming
     from agent.sources.folder.files.readiness import Sighting, WaitingFile
     from agent.sources.folder.waiting import WaitingFiles
@@ -81,7 +83,8 @@ class Claimer:
         self._callbacks = callbacks
         self._recovered: deque[Claimed] = deque()
         self._refusals: dict[str, tuple[str, int]] = {}  # unclaimable files: the reason, and failures in a row
-        self._read_with: dict[str, tuple[Sighting, Sighting | None]] = {}  # kept files: the image and its sidecar
+        # of kept files: the image, its sidecar, and the image's digest
+        self._read_with: dict[str, tuple[Sighting, Sighting | None, str]] = {}
 
     @property
     def unoffered(self) -> int:
@@ -96,7 +99,7 @@ class Claimer:
 
     def forget_all_but(self, here: Collection[str]) -> None:
         self._refusals = {name: refused for name, refused in self._refusals.items() if name in self._waiting}
-        self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
+        self._read_with = {name: seen for name, seen in self._read_with.items() if name in here}
 
     def claim_due(self, now: float) -> None:
         """Claim due files, while there is room."""
@@ -194,11 +197,12 @@ class Claimer:
         """Claim the file and its sidecar. None if either had changed; then both are put back."""
         relpath = candidate.relpath
         claimed = self._inbox.claim(relpath, candidate.sighting)
-        is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done
+        is_as_seen = self._inbox.sighting(claimed).is_like(candidate.sighting)  # else its writer was not done
         if is_as_seen and self._inbox.has_sidecars:
             with suppress(FileNotFoundError):
                 claimed = self._inbox.claim_sidecar(claimed)
-            is_as_seen = claimed.sidecar == candidate.sidecar
+            seen = candidate.sidecar
+            is_as_seen = claimed.sidecar is seen or (seen is not None and seen.is_like(claimed.sidecar))
         self._waiting.forget(relpath)
         if not is_as_seen:
             self._inbox.unclaim(claimed)
@@ -210,10 +214,12 @@ class Claimer:
         """True if a kept image was replaced and its sidecar was not."""
         if not self._inbox.has_sidecars:
             return False
-        image, sidecar = self._read_with.get(candidate.relpath, (candidate.sighting, candidate.sidecar))
-        if sidecar == candidate.sidecar and image != candidate.sighting:
+        file, seen = self._inbox.root / candidate.relpath, (candidate.sighting, candidate.sidecar)
+        image, sidecar, sha256 = self._read_with.get(candidate.relpath, (*seen, ""))
+        is_same = image == candidate.sighting or (image.is_like(candidate.sighting) and file_sha256(file) == sha256)
+        if sidecar == candidate.sidecar and not is_same:
             return True
-        self._read_with[candidate.relpath] = (candidate.sighting, candidate.sidecar)
+        self._read_with[candidate.relpath] = (*seen, file_sha256(file))
         return False
 
     def _wait_for_sidecar(self, candidate: WaitingFile, now: float, reason: str) -> None:
@@ -224,7 +230,7 @@ class Claimer:
             self._waiting.postpone(candidate.relpath, now + LOOK_AGAIN_S)
 
     def _offer(self, claimed: Claimed, name: NameFields) -> None:
-        key = self._inbox.key(claimed.relpath, claimed.sighting)
+        key = self._inbox.key(claimed)
         self._custody.add(key, claimed)
         self.received += 1
         self._callbacks.claimed(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
@@ -236,12 +242,12 @@ class Claimer:
         return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
 
     def _refuse_unclaimed(self, candidate: WaitingFile, reason: str) -> None:
-        """Refuse a file in its place, and ignore it until it has moved; forever if files are kept."""
+        """Refuse a file in its place, and ignore it until it has moved; if files are kept, until it changes."""
         self._waiting.pass_over(candidate.relpath, candidate.sighting)
         self._refuse(self._unclaimed(candidate), reason)
 
     def _refuse(self, file: Claimed, reason: str) -> None:
-        key = printable(self._inbox.key(file.relpath, file.sighting))
+        key = printable(self._inbox.key(file))
         self._custody.add(key, file)
         self.received += 1
         log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)

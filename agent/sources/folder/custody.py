@@ -11,7 +11,8 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, printable
+from agent.sources.folder.files.identity import printable
+from agent.sources.folder.files.inbox import DONE, FAILED, NG
 from experts.backoff import Backoff
 from experts.expert import Verdict
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.line_file.intake import FolderSection
-    from agent.sources.folder.files.inbox import Claimed, Inbox
+    from agent.sources.folder.files.identity import Claimed
+    from agent.sources.folder.files.inbox import Inbox
 
 log = logging.getLogger(__name__)
 

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 from agent.sources.base import Arrival, Source, local_time
 from agent.sources.folder.claiming import ClaimCallbacks, Claimer
 from agent.sources.folder.custody import Custody
-from agent.sources.folder.files.inbox import MARKER, Inbox, printable
+from agent.sources.folder.files.identity import printable
+from agent.sources.folder.files.inbox import MARKER, Inbox
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.readiness import Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.reading import ImageReader, ReaderCallbacks
 from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch, SourceState
-from agent.subject import SourceStatus, image_key
+from agent.subject import SourceStatus, image_key, seen_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class FolderSource(Source):
     ) -> None:
         super().__init__(str(section.path))
         self.skips_duplicates = section.duplicate == "skip"
+        self.leaves_images = section.after == "keep"
         self._section = section
         self._line = line
         self._clock = time.monotonic
@@ -172,7 +174,7 @@ class FolderSource(Source):
         found = self._inbox.look(relpath)
         if found is None:
             return self._section.after == "keep" and not self._is_here()
-        return self._inbox.key(found.relpath, found.sighting) == key
+        return self._inbox.seen_key(found.relpath, found.sighting) == seen_key(key)
 
     def _is_here(self) -> bool:
         """True if the listed folder is present and not empty, unlike a bare mount point."""
@@ -282,8 +284,8 @@ class FolderSource(Source):
             return
         if self._ignores_next_scan:
             self._ignores_next_scan = False
-            for found in listed:
-                self._waiting.pass_over(found.relpath, found.sighting)
+            for found in listed:  # whatever becomes of their modes: a backup may change those of all
+                self._waiting.pass_over(found.relpath, replace(found.sighting, ctime_ns=0))
         self._recover()
         self._waiting.see_all(listed, now)
         self._claimer.forget_all_but({found.relpath for found in listed})

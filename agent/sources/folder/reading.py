@@ -22,8 +22,7 @@ from queue import SimpleQueue
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import printable
-from agent.sources.folder.files.readiness import Sighting
+from agent.sources.folder.files.identity import printable, sighting_in
 from experts.backoff import Backoff
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS, largest_file_bytes
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from agent.sources.folder.claiming import ClaimedImage
-    from agent.sources.folder.files.inbox import Claimed
+    from agent.sources.folder.files.identity import Claimed
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ class ImageReader:
 
 def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
     """True if the file is the one seen. After our rename the inode may differ: some filesystems invent inodes."""
-    found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), file.sighting
+    found, seen = sighting_in(status), file.sighting
     if file.is_ours:
         return (found.size_bytes, found.mtime_ns) == (seen.size_bytes, seen.mtime_ns)
     return found == seen

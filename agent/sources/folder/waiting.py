@@ -94,7 +94,8 @@ class WaitingFiles:
 
     def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
         """Record a sighting of one file, with the evidence of an event."""
-        if self._passed.get(found.relpath) == found.sighting:
+        passed = self._passed.get(found.relpath)
+        if passed is not None and passed.covers(found.sighting):
             return
         self._passed.pop(found.relpath, None)
         known = self._candidates.get(found.relpath)

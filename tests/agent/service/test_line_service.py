@@ -1,18 +1,21 @@
 """A line served in this process: real folders, a real results file, fake experts; and what breaks on the way."""
 
 import errno
+import io
 import json
 import os
 import re
 import signal
+import sqlite3
 import struct
 import threading
 import time
 import zlib
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
+from PIL import Image
 
 import agent.service.inspections.inspector
 import agent.service.serve
@@ -21,6 +24,7 @@ from agent.deployment.packed_copies import packed_experts
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from agent.sources.folder.reading import read_as_seen
+from agent.subject import seen_key
 from experts.errors import AgentCrashed
 from experts.expert import Verdict
 from experts.packed.sources import stamp_of
@@ -132,12 +136,101 @@ def test_a_source_with_other_bytes_is_found_in_the_background_though_it_lies_as_
 
 
 def test_a_refused_file_whose_row_was_stored_before_a_crash_is_moved_and_not_counted_again(line):
+    (line.inbox / "failed").touch()  # a file where the shelf belongs: the refused file stays
     with line.served() as service:
         judge(service, line, "misnamed.png")
-    (line.inbox / "failed" / "misnamed.png").rename(line.inbox / "misnamed.png")
+    (line.inbox / "failed").unlink()
     with line.served():
         until((line.inbox / "failed" / "misnamed.png").exists)
     assert line.verdicts == [("misnamed.png", UNKNOWN)]
+
+
+class Retest:
+    """Images of one part: equal in name, inode, size and mtime, as by a camera without clock on a disk that uses an
+    inode again."""
+
+    def __init__(self, line, after):
+        line.watched.update(after=after, settle_ms=100)
+        line.fake(0, label=None)
+        self.file, self.spare, self.beside = line.inbox / "B1_c0_R1.png", line.folder / "spare", line.folder / "beside"
+
+    def write(self, color):
+        content = io.BytesIO()
+        Image.new("RGB", (8, 8), color).save(content, "BMP")
+        self.spare.touch()
+        with self.spare.open("r+b") as file:
+            file.write(content.getvalue())
+            file.flush()
+            os.utime(self.spare, (315532800, 315532800))
+        if not self.file.exists():
+            os.link(self.spare, self.beside)
+            self.beside.rename(self.file)
+
+
+GOOD, DEFECT = (10, 200, 30), (0, 0, 0)
+
+
+@pytest.mark.parametrize("after", ["delete", "move", "keep"])
+def test_an_image_with_the_name_inode_size_and_time_of_an_earlier_one_is_judged_for_itself(line, after):
+    retest = Retest(line, after)
+    with line.served() as service:
+        for count, color in enumerate((GOOD, DEFECT, GOOD), 1):
+            retest.write(color)
+            until(lambda count=count: service.judged == count)
+            until(lambda: service.sources[0].held == 0)
+    assert [row.verdict for row in line.rows] == [OK, NG, OK]
+    assert len({seen_key(row.subject.key) for row in line.rows}) == 1, "they did not look alike"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_kept_image_whose_mode_or_links_change_is_not_judged_again(line, is_restarted):
+    line.watched["after"] = "keep"
+    with line.served() as service:
+        judge(service, line, "misnamed.png", "B1_c0_R1.png")
+        first = line.rows
+        if not is_restarted:
+            _change_modes(service, line)
+    with line.served() as service:
+        if is_restarted:
+            _change_modes(service, line)
+    assert line.rows == first
+
+
+def _change_modes(service, line):
+    received = service.sources[0].status().received
+    for name in ("misnamed.png", "B1_c0_R1.png"):
+        (line.inbox / name).chmod(0o640)
+    os.link(line.inbox / "B1_c0_R1.png", line.folder / "backup")
+    until(lambda: service.sources[0].status().received > received)
+    look_again(service)
+
+
+@pytest.mark.parametrize("after", ["move", "keep"])
+def test_files_and_rows_of_an_earlier_version_are_found_after_an_upgrade(line, after):
+    line.watched["after"] = after
+    names = [f"B{number}_c0_R1.png" for number in range(3)]
+    with line.served() as service:
+        judge(service, line, *names, "misnamed.png")
+    with closing(sqlite3.connect(line.folder / "state" / "results.db")) as results, results:
+        for key in [row.subject.key for row in line.rows]:
+            results.execute("UPDATE results SET key = ? WHERE key = ?", (seen_key(key), key))
+    first = line.rows
+    if after == "move":  # claimed, and judged, when the agent of before was killed
+        (work := line.inbox / ".work" / line.config.line).mkdir(parents=True)
+        keys = {row.subject.image: row.subject.key for row in first}
+        for name in names:
+            (done,) = line.inbox.glob(f"done/*/{name}")
+            done.rename(work / f"{keys[name].rpartition('@')[2]}~{name}")
+    with line.served() as service:
+        until(lambda: service.sources[0].status().received >= len(names))
+        until(lambda: service.sources[0].held == 0)
+        look_again(service)
+        assert service.judged == 0
+        if after == "keep":
+            os.utime(line.inbox / names[0])  # a change of the file is none of the earlier verdict's
+            until(lambda: service.judged == 1)
+    assert line.rows[: len(first)] == first
+    assert len(line.shelf("done")) == (3 if after == "move" else 0)
 
 
 def test_files_that_are_kept_add_no_row_at_a_restart(line):

@@ -1,14 +1,14 @@
 """Watched folder: its files, and the renames that claim a file and put it away. No decisions, no thread.
 
 Layout below the watched folder, all on its filesystem so that every step is one rename:
-    .work/OWNER/[SUB/]INODE-SIZE-MTIME~NAME   claimed; the prefix keeps the identity even where inodes change
-    .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; the name is too long for the prefix
-    .work/OWNER/[SUB/].INODE-SIZE-MTIME~.json the sidecar of the claimed image with this identity
+    .work/OWNER/[SUB/]IDENTITY~NAME           claimed (``identity``)
+    .work/OWNER/[SUB/].IDENTITY~/NAME         claimed; the name is too long for the prefix
+    .work/OWNER/[SUB/].IDENTITY~.json         the sidecar of the claimed image with this identity
     done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged, with the sidecar beside its image
     failed/...  failed/NAME.error.json        could not be judged, with the reason
 Guarantees: nothing is overwritten, and one of two agents that claim a file succeeds. No link below the watched folder
 is followed when a file is moved or written. A folder of claims is removed with its last claim. A file of any name can
-be claimed, put away and explained: a name that would become too long is cut, and a digest keeps it unique.
+be claimed, put away and explained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
-import re
+import secrets
 import signal
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,6 +27,19 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
+from agent.sources.folder.files.identity import (
+    CLAIM_BITS,
+    NAME_BYTES,
+    WORK,
+    Claimed,
+    claim_at,
+    claim_names,
+    fitted,
+    other_name,
+    seen_identity,
+    sighting_in,
+    sighting_of,
+)
 from agent.sources.folder.files.readiness import Lease, Probe, Sighting
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.sources.folder.files.sidecar import sidecar_of
@@ -36,18 +49,12 @@ from experts.images import completeness
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
-WORK = ".work"
 DONE = "done"
 NG = "ng"
 FAILED = "failed"
 SHELVES = frozenset({DONE, NG, FAILED})
 MARKER = ".done"
 UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*", f"*{MARKER}")
-IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 1970
-VISIBLE = r"[^./][^/]*"  # hidden files are never claimed
-CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
-NAME_BYTES = 255  # some filesystems take only shorter names
-LONGEST_SUFFIX = 16  # a longer one is no format
 MAKE_ATTEMPTS = 10
 # gone meanwhile, no permission, or a path that is too long
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
@@ -65,20 +72,6 @@ class Found:
     sidecar: Sighting | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """File held by this agent: original path, identity, current path.
-
-    ``is_ours``: claimed by a rename; otherwise its owner may replace it at any time. ``sidecar``: seen beside it.
-    """
-
-    relpath: str
-    sighting: Sighting
-    path: Path
-    is_ours: bool = True
-    sidecar: Sighting | None = None
-
-
 class Inbox:
     """Watched folder. Every method may raise OSError. ``has_sidecars``: `STEM.json` is the sidecar of `STEM.png`."""
 
@@ -88,9 +81,13 @@ class Inbox:
         self.work = root / WORK / owner
         self.source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]  # of its keys
 
-    def key(self, relpath: str, sighting: Sighting) -> str:
-        """Key of one file's content in this folder; it survives claiming, crashes and restarts."""
-        return f"{self.source}/{relpath}@{_identity(sighting)}"
+    def key(self, file: Claimed) -> str:
+        """Key of a claimed, kept or refused file; it survives crashes and restarts."""
+        return f"{self.source}/{file.relpath}@{file.identity}"
+
+    def seen_key(self, relpath: str, sighting: Sighting) -> str:
+        """Beginning of the keys of all files that looked like this one."""
+        return f"{self.source}/{relpath}@{seen_identity(sighting)}"
 
     def relpath_of(self, key: str) -> str | None:
         """Path of the file with this image's key; None for a key of another folder."""
@@ -134,7 +131,7 @@ class Inbox:
         names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
         is_marked = any(os.path.exists(self.root / name) for name in names)  # False for a name that is too long
         sidecar = sighting_of(self.root / sidecar_of(relpath)) if self.has_sidecars else None
-        return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
+        return Found(relpath, sighting_in(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -144,7 +141,8 @@ class Inbox:
     def claim(self, relpath: str, sighting: Sighting) -> Claimed:
         """Claim the file. Raises FileNotFoundError if another agent, or the owner, was faster."""
         folder, _, name = relpath.rpartition("/")
-        usual, long = _claim_names(_identity(sighting), name)
+        claimed = Claimed(relpath, replace(sighting, ctime_ns=0), self.work, claim=secrets.randbits(CLAIM_BITS))
+        usual, long = claim_names(claimed.identity, name)
         target = self.work / folder / (usual if len(os.fsencode(usual)) <= self._name_limit else long)
         self._make(target.parent)
         try:
@@ -152,14 +150,14 @@ class Inbox:
         except OSError:
             self._tidy(target.parent)
             raise
-        return Claimed(relpath, sighting, target)
+        return replace(claimed, path=target)
 
     def claim_sidecar(self, claimed: Claimed) -> Claimed:
         """Claim the sidecar of a claimed file, unless already claimed. Raises FileNotFoundError if there is none."""
         place = self.sidecar(claimed)
         if (seen := sighting_of(place)) is None:
             self._move(self.root / sidecar_of(claimed.relpath), place)
-            seen = _sighting(place.lstat())
+            seen = sighting_in(place.lstat())
         return replace(claimed, sidecar=seen)
 
     def sidecar(self, file: Claimed) -> Path:
@@ -167,19 +165,19 @@ class Inbox:
         if not file.is_ours:
             return self.root / sidecar_of(file.relpath)
         folder = self.work / file.relpath.rpartition("/")[0]
-        return folder / f".{_identity(file.sighting)}~{SIDECAR_SUFFIX}"
+        return folder / f".{file.identity}~{SIDECAR_SUFFIX}"
 
     def unclaimed(self, relpath: str, sighting: Sighting, sidecar: Sighting | None = None) -> Claimed:
         return Claimed(relpath, sighting, self.root / relpath, is_ours=False, sidecar=sidecar)
 
     def sighting(self, claimed: Claimed) -> Sighting:
-        return _sighting(claimed.path.lstat())
+        return sighting_in(claimed.path.lstat())
 
     def unclaim(self, claimed: Claimed) -> None:
         """Put the file back, because its writer was not done: under another name if a newer file has its name."""
         target = self.root / claimed.relpath
         self._make(target.parent)
-        self._place(claimed, target, _identity(claimed.sighting))
+        self._place(claimed, target, claimed.identity)
 
     def drop_marker(self, relpath: str) -> None:
         """Remove the marker of a claimed file, if there is one."""
@@ -197,10 +195,9 @@ class Inbox:
             if not folders and not names:
                 self._tidy(Path(folder))
             for path in (f"{folder}/{name}" for name in names):
-                parts = None if path in held else CLAIMED.fullmatch(os.path.relpath(path, self.work))
-                if parts:
-                    sighting = Sighting(*(int(part, 16) for part in parts.group(2, 3, 4, 5, 6, 7) if part is not None))
-                    found.append(Claimed(parts["sub"] + parts["name"], sighting, Path(path)))
+                claimed = None if path in held else claim_at(path, os.path.relpath(path, self.work))
+                if claimed is not None:
+                    found.append(claimed)
         yield from sorted(found, key=lambda claimed: (claimed.sighting.mtime_ns, claimed.relpath))
 
     def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
@@ -285,7 +282,7 @@ class Inbox:
         if file.sidecar is None:
             return False
         seen = sighting_of(self.sidecar(file))
-        return seen is not None if file.is_ours else seen == file.sidecar
+        return seen is not None and (file.is_ours or seen.is_like(file.sidecar))
 
     def _tidy(self, folder: Path) -> None:
         """Remove an empty folder of claims, and empty folders above it; this owner's folder stays until `leave`."""
@@ -329,7 +326,7 @@ class Inbox:
             is_marked = entry.name + MARKER in names or stem + MARKER in names
             has_sidecar = self.has_sidecars and stem + SIDECAR_SUFFIX in names
             sidecar = sighting_of(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
-            yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
+            yield Found(relpath, sighting_in(status), is_marked, _objection(relpath, status), sidecar)
 
     def _is_ignored(self, relpath: str) -> bool:
         return is_ignored(relpath) or (self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX))
@@ -368,16 +365,6 @@ def lease_of(descriptor: int) -> Lease:
     return Lease.FREE
 
 
-def fitted(name: str, ending: str, limit_bytes: int) -> str:
-    """``name`` with ``ending``; a too long name is cut, and gets its digest."""
-    if len(os.fsencode(name + ending)) <= limit_bytes:
-        return name + ending
-    ending = f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{ending}"
-    while name and len(os.fsencode(name + ending)) > limit_bytes:
-        name = name[:-1]  # a whole character
-    return name + ending
-
-
 def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
     """Rename a file of one open folder into another; False if another file has the name."""
     try:
@@ -398,48 +385,8 @@ def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
     return True
 
 
-def printable(text: str) -> str:
-    """Text with bytes outside UTF-8 escaped, for logs, JSON and people."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def other_name(target: Path, identity: str, limit_bytes: int = NAME_BYTES) -> str:
-    suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
-    return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
-
-
 def _is_taken(place: Path, source: Path) -> bool:
     return os.path.lexists(place) and not os.path.samestat(place.lstat(), source.lstat())
-
-
-def _identity(sighting: Sighting) -> str:
-    return f"{sighting.inode:x}-{sighting.size_bytes:x}-{sighting.mtime_ns:x}"
-
-
-def _sighting(status: os.stat_result) -> Sighting:
-    return Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def claims_of(root: Path, relpath: str, identity: str) -> Iterator[Path]:
-    """Where an agent keeps the file once it has claimed it, until it is put away."""
-    folder, _, name = relpath.rpartition("/")
-    for owner in (root / WORK).glob("*"):
-        yield from (owner / folder / place for place in _claim_names(identity, name))
-
-
-def _claim_names(identity: str, name: str) -> tuple[str, str]:
-    """Below the owner's folder: the usual one, and that of a long name."""
-    return f"{identity}~{name}", f".{identity}~/{name}"
-
-
-def sighting_of(path: Path) -> Sighting | None:
-    """Sighting of a path; None if there is no file, or the name is too long."""
-    try:
-        return _sighting(path.lstat())
-    except OSError as error:
-        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
-            return None
-        raise
 
 
 def _objection(relpath: str, status: os.stat_result) -> str | None:

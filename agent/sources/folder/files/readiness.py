@@ -44,11 +44,20 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Identity of a file's content without reading it; a rename keeps all three fields."""
+    """Identity of a file's content without reading it. A rename keeps all fields but ``ctime_ns``, which every change
+    of the bytes moves on, as no program can set it; 0 where it does not matter."""
 
     inode: int
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int = 0
+
+    def is_like(self, other: Sighting | None) -> bool:
+        """True if a rename, or a change of the mode, explains the difference."""
+        return other is not None and replace(self, ctime_ns=other.ctime_ns) == other
+
+    def covers(self, other: Sighting) -> bool:
+        return self == other or (self.ctime_ns == 0 and self.is_like(other))
 
 
 @dataclass(frozen=True, slots=True)

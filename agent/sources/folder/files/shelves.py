@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox, claims_of, other_name, sighting_of
+from agent.sources.folder.files.identity import claims_of, other_name, sighting_of
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import image_key
 from experts.errors import SidecarUnfinished
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from agent.sources.folder.files.naming import NameFields, Naming
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
-RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
+NUMBERED = re.compile("-[nt]-?[0-9a-f]+$")  # end of an identity
+RENAMED = re.compile(
+    r"~[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+(-[nt]-?[0-9a-f]+)?(?=(\.[^.]*)?$)"
+)  # suffix of a name that was taken on its shelf
 
 
 def files_below(folder: Path) -> Iterator[str]:
@@ -85,11 +89,19 @@ def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) ->
 
     ``identity``: of its key. Another inode is the same file, brought back from a backup.
     """
+    inode, _, rest = identity.partition("-")
+    looks = NUMBERED.sub("", rest)
+    another = None
     days = [f"{judged_at.astimezone() + timedelta(days=later):%Y-%m-%d}" for later in (0, 1)]
     for shelf in (*(f"{shelf}/{day}" for day in days for shelf in (DONE, NG)), FAILED, ""):
         target = root / shelf / relpath
         for place in (target, target.with_name(other_name(target, identity))):
             seen = sighting_of(place)
-            if seen is not None and f"{seen.size_bytes:x}-{seen.mtime_ns:x}" == identity.partition("-")[2]:
+            if seen is None or f"{seen.size_bytes:x}-{seen.mtime_ns:x}" != looks:
+                continue
+            if f"{seen.inode:x}" == inode:
                 return place
-    return next((place for place in claims_of(root, relpath, identity) if sighting_of(place) is not None), None)
+            another = another or place
+    return another or next(
+        (place for place in claims_of(root, relpath, identity) if sighting_of(place) is not None), None
+    )

@@ -1,6 +1,7 @@
 """A folder into which a machine drops one picture of each board: cut by the layout, judged part by part."""
 
 import json
+import os
 import sqlite3
 from contextlib import closing, suppress
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from agent.records.result_reader import ResultReader
+from agent.subject import image_key
 from experts.expert import Verdict
 from tests.agent.service.fake_line import SERVED, picture
 from tests.waiting import until
@@ -31,8 +33,11 @@ def judge_until(line, shelf, image=BOARD):
 
 
 def put_back(line, shelf):
+    """As claimed: its agent was killed before the move."""
     (moved,) = (line.inbox / shelf).rglob("B1.png")
-    moved.rename(line.inbox / "B1.png")
+    identity = image_key(line.rows[0].subject.key).rpartition("@")[2]
+    (work := line.inbox / ".work" / line.config.line).mkdir(parents=True)
+    moved.rename(work / f"{identity}~B1.png")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +128,24 @@ def test_what_was_stored_before_a_crash_moves_its_file_and_is_not_judged_again(l
         until(lambda: line.shelf("ng") == ["B1.png"])
         assert service.judged == 0
     assert len(line.rows) == 2
+
+
+def test_a_kept_board_image_is_judged_again_for_its_bytes_and_not_for_its_mode(line):
+    line.document["intake"]["folders"][0].update(after="keep", settle_ms=100)
+    first, second = (
+        picture(color, (32, 16)).ljust(1000, b"-") + b"\0\0\0\0IEND\xaeB`\x82" for color in ("red", "blue")
+    )
+    with line.served() as service:
+        for content, judged in ((first, 2), (first, 2), (second, 4)):
+            received = service.sources[0].status().received
+            with (line.inbox / "B1.png").open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.utime(line.inbox / "B1.png", (5, 5))
+            until(lambda before=received: service.sources[0].status().received > before)
+            until(lambda: service.sources[0].held == 0)
+            assert service.judged == judged
+    assert len({image_key(row.subject.key) for row in line.rows}) == 2
 
 
 def test_a_part_that_was_stored_counts_when_the_file_is_put_away(line):

@@ -166,7 +166,7 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path, after):
     assert first.subject.key != second.subject.key
     line.settle()
     if after == "move":
-        assert sum(bool(re.fullmatch(r"done/.*/b1_r_R1(~[0-9a-f-]+)?\.png", name)) for name in line.files()) == 2
+        assert sum(bool(re.fullmatch(r"done/.*/b1_r_R1(~[0-9a-fn-]+)?\.png", name)) for name in line.files()) == 2
 
 
 def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(line, caplog, monkeypatch):

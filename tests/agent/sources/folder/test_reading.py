@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from agent.sources.folder.claiming import ClaimedImage
-from agent.sources.folder.files.inbox import Claimed
+from agent.sources.folder.files.identity import Claimed
 from agent.sources.folder.files.readiness import Sighting
 from agent.sources.folder.reading import BACKOFF, PATIENCE_S, ImageReader, ReaderCallbacks, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent.sources.folder.files.inbox import MARKER, NAME_BYTES, Inbox, fitted, is_ignored
+from agent.sources.folder.files.identity import NAME_BYTES, fitted
+from agent.sources.folder.files.inbox import MARKER, Inbox, is_ignored
 from agent.sources.folder.files.readiness import Sighting
 
 LONGEST = "R" * (NAME_BYTES - 4) + ".png"
@@ -53,7 +54,7 @@ def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, 
     (inbox.root / relpath).touch()
     claimed = inbox.claim(relpath, sighting)
     assert list(inbox.recover()) == [claimed]
-    assert inbox.relpath_of(inbox.key(relpath, sighting)) == relpath
+    assert inbox.relpath_of(inbox.key(claimed)) == relpath
     assert list(inbox.recover({str(claimed.path)})) == []
     inbox.unclaim(claimed)
     assert inbox.look(relpath) is not None

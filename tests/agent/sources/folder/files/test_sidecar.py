@@ -229,6 +229,31 @@ def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
     assert sorted(boards.values()) == ["B1", "B2"]
 
 
+def test_a_kept_image_overwritten_under_its_size_and_time_is_not_judged_by_the_earlier_sidecar(tmp_path):
+    line = sidecar_line(tmp_path / "inbox", after="keep")
+    image, other = line.root / "x.bmp", bytearray(IMAGES["bmp"])
+    other[-1] ^= 1
+
+    def write(content):
+        with image.open("r+b" if image.exists() else "wb") as file:
+            file.write(content)
+        os.utime(image, (5, 5))
+
+    write(IMAGES["bmp"])
+    say(line)
+    line.run(20)
+    image.chmod(0o600)  # the same bytes: offered again, and the line knows them
+    line.run(70)
+    assert (told_by(line), line.refused) == ([B1, B1], {})
+    write(other)
+    line.run(70)
+    assert line.refused == {"x.bmp": "its sidecar x.json is the earlier image's: write it again"}
+    write(IMAGES["bmp"])
+    say(line, board="B2")
+    line.run(20)
+    assert [one.subject.board for one in line.arrivals] == ["B1", "B1", "B2"]
+
+
 def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     line = sidecar_line(tmp_path / "inbox", after="keep")
     arrive(line)
