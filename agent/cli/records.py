@@ -24,6 +24,7 @@ def results(
     output: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="format of the rows")] = "jsonl",
     limit: Annotated[int | None, typer.Option(min=1, help="at most this many rows")] = None,
     boards: Annotated[bool, typer.Option("--boards", help="one row per board instead of per request")] = False,
+    bom: Annotated[bool, typer.Option("--bom", help="begin csv with a byte order mark, as Excel needs it")] = False,
     out: Annotated[Path | None, typer.Option(help="write to this file, which appears whole or not at all")] = None,
     maps: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="write anomaly maps of NG images there, as small PNGs")
@@ -35,7 +36,7 @@ def results(
         raise typer.BadParameter("only images have maps, boards have none - leave out --boards or --maps")
     from agent.commands.results import board_rows, result_rows, with_maps, write_file
     from agent.config import read_line
-    from agent.records.export import write_rows
+    from agent.records.export import BOM, write_rows
 
     with explained():
         config = read_line(line)
@@ -43,11 +44,12 @@ def results(
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
         rows = rows if maps is None else with_maps(config, rows, maps)
         if out is not None:
-            count = write_file(rows, output, out)
+            count = write_file(rows, output, out, BOM if bom and output == "csv" else "")
             print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
         elif as_json:
             print(json.dumps({"results": list(rows)}))
         else:
+            sys.stdout.write(BOM if bom and output == "csv" else "")
             write_rows(rows, output, sys.stdout)
 
 

@@ -54,10 +54,11 @@ def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
     return str(file)
 
 
-def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path) -> int:
+def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path, begin: str = "") -> int:
     """Write rows to a file that appears whole or not at all, and count them. Raises ConfigError if the disk refuses."""
     try:
         with whole_text_file(path) as stream:
+            stream.write(begin)
             return write_rows(rows, output, stream)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error} - name a file that can be written") from error

@@ -59,6 +59,7 @@ class ExportSection(Section):
 
     folder: FilePath = Field(description="folder of the files, relative to this file")
     format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl")
+    bom: bool = Field(False, strict=True, description="true: csv begins with a byte order mark, as Excel needs it")
 
 
 class RecordsSection(Section):

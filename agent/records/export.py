@@ -6,9 +6,12 @@ share is away, no range is begun or counts as written. FILE is the
 identity of the results file, so results of a restored backup overwrite no file. A process that ends during a write
 writes the same range again at its next start.
 
-The first line has the number of the schema: under one number, columns may be added at the end, and none changes.
-    CSV:   `# coserve results: schema 1, line LINE, file FILE, seq FIRST to LAST`, then a header, then rows
-    JSONL: {"schema": 1, "kind": "results", "line": LINE, "file": FILE, "first_seq": 1, "last_seq": 9, "columns": [...]}
+A head has the number of the schema: under one number, columns may be added at the end, and none changes.
+    {"schema": 1, "kind": "results", "line": LINE, "file": FILE, "first_seq": 1, "last_seq": 9, "columns": [...]}
+It is the first line of JSONL. Beside NAME.csv it is the file NAME.schema.json, with schema 2.
+
+CSV is for spreadsheets, too: each line and each line break in a cell ends in LF, and a text that a spreadsheet would
+take for a formula, or that begins with ', has a ' before it. Without that one ' it is the stored text.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import csv
 import json
 import logging
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from time import monotonic
@@ -44,7 +48,9 @@ RESULT_COLUMNS = (
     "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
     "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
 )  # fmt: skip
-SCHEMA = 1
+SCHEMA = {"jsonl": 1, "csv": 2}
+BOM = "\ufeff"  # Excel takes a file without it for the code page of Windows
+FORMULA = re.compile(r"['=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # first characters; the last four are full-width
 FIRST_S = 60.0  # from the agent's start to the first file
 EVERY_S = 3600.0  # from one file to the next
 STEP_ROWS = 500
@@ -113,8 +119,15 @@ class ResultExport(Rounds):
         numbers = f"{part.first_seq:0{NUMBER_DIGITS}}-{part.last_seq:0{NUMBER_DIGITS}}"
         path = self._section.folder / f"results-{file}-{numbers}.{self._section.format}"
         reader, at, rows = ResultReader(self._store.path), part.first_seq - 1, 0
+        head: dict[str, object] = {"schema": SCHEMA[self._section.format], "kind": "results"}
+        head |= {"line": self._line, "file": file, "first_seq": part.first_seq, "last_seq": part.last_seq}
+        first_line = json.dumps(head | {"columns": RESULT_COLUMNS}) + "\n"
+        if self._section.format == "csv":
+            with whole_text_file(path.with_suffix(".schema.json")) as schema:
+                schema.write(first_line)
+            first_line = (BOM if self._section.bom else "") + ",".join(RESULT_COLUMNS) + "\n"
         with whole_text_file(path) as stream:
-            stream.write(self._first_line(file, part))
+            stream.write(first_line)
             while found := reader.select(
                 "SELECT * FROM results WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?", (at, part.last_seq, STEP_ROWS)
             ):
@@ -125,14 +138,6 @@ class ResultExport(Rounds):
         marked = "UPDATE exports SET is_written = 1 WHERE last_seq = ?"
         self._store.write(lambda database: database.execute(marked, (part.last_seq,)))
         log.info("results_exported file=%s rows=%d", path, rows)
-
-    def _first_line(self, file: str, part: ExportedRange) -> str:
-        if self._section.format == "csv":
-            whose = f"line {self._line}, file {file}, seq {part.first_seq} to {part.last_seq}"
-            return f"# coserve results: schema {SCHEMA}, {whose}\n{','.join(RESULT_COLUMNS)}\r\n"
-        head = {"schema": SCHEMA, "kind": "results", "line": self._line, "file": file}
-        head |= {"first_seq": part.first_seq, "last_seq": part.last_seq, "columns": RESULT_COLUMNS}
-        return json.dumps(head) + "\n"
 
 
 def last_exported(path: Path) -> ExportedRange | None:
@@ -170,7 +175,7 @@ def write_rows(
 ) -> int:
     """Write rows as JSON lines or CSV; returns their number. ``columns``: of a CSV with a header; else the first row
     makes the header."""
-    writer = None if columns is None else csv.DictWriter(stream, columns)
+    writer = None if columns is None else csv.DictWriter(stream, columns, lineterminator="\n")
     count = 0
     for row in rows:
         count += 1
@@ -178,10 +183,19 @@ def write_rows(
             stream.write(json.dumps(row) + "\n")
             continue
         if writer is None:
-            writer = csv.DictWriter(stream, list(row))
+            writer = csv.DictWriter(stream, list(row), lineterminator="\n")
             writer.writeheader()
-        writer.writerow({key: json.dumps(v) if isinstance(v, dict | list) else v for key, v in row.items()})
+        writer.writerow({key: _cell(value) for key, value in row.items()})
     return count
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{text}" if FORMULA.match(text) else text
 
 
 def _plain(value: object) -> object:

@@ -6,6 +6,7 @@ Guarantees: a duty that raises is logged, shown by ``failing``, and retried in t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -68,6 +69,8 @@ class Housekeeper:
             self._in_a_row[duty] += 1
             if not failed % TOLD_AGAIN_STEPS:
                 log.exception("housekeeping_failed duty=%s times=%d: it is tried again", duty, failed + 1)
+            if isinstance(error, OSError) and error.filename is not None:
+                return f"{os.fspath(error.filename)}: {error.strerror}"
             return f"{type(error).__name__}: {error}"
         if self._in_a_row[duty]:
             log.warning("housekeeping_works_again duty=%s failures=%d", duty, self._in_a_row[duty])

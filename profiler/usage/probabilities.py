@@ -307,6 +307,7 @@ def _csv_rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, Mapping[st
         for row in reader:
             with suppress(ValueError):  # other text is refused with the row
                 row["experts"] = json.loads(row["experts"] or "")
+            row["line"] = (row["line"] or "").removeprefix("'")  # see agent/records/export.py
             yield reader.line_num, row
     except csv.Error as error:
         raise _no_history(path, f"not CSV ({error})") from error

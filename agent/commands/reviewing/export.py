@@ -11,7 +11,6 @@ left out and counted, never guessed.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections import Counter
 from io import BytesIO
@@ -22,6 +21,7 @@ from PIL import Image
 
 from agent.commands.rejudging.archive import GONE, archived_image, pixels_of
 from agent.commands.reviewing.labels import crop_label, finds_boxes, folder_name, true_boxes, yolo_lines
+from agent.records.export import write_rows
 from agent.records.result_reader import ResultReader
 from agent.records.truth.reviewed import reviewed_results
 from experts.errors import ConfigError, ImageError
@@ -118,9 +118,8 @@ class _Export:
             text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
             self._write(f"yolo/{name}/data.yaml", text.encode())
         with (self._folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(sorted(self._rows, key=lambda row: row["number"]))
+            file.write(",".join(COLUMNS) + "\n")
+            write_rows(sorted(self._rows, key=lambda row: row["number"]), "csv", file, COLUMNS)
 
     def _image(self, result: Result) -> Decoded | str:
         """Pixels of a part or an image; or why there are none."""

@@ -48,6 +48,10 @@ def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
     assert json.loads(done.stdout) == {"file": str(tmp_path / "out.csv"), "rows": 1}
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as stream:
         assert [row["image"] for row in csv.DictReader(stream)] == ["ä1.png"]
+    assert coserve("results", line, "--format", "csv", "--bom").stdout.startswith("\ufeffseq,key,")
+    assert coserve("results", line, "--format", "csv", "--bom", "--out", tmp_path / "out.csv").exit_code == 0
+    assert (tmp_path / "out.csv").read_bytes().startswith(b"\xef\xbb\xbfseq,key,")
+    assert b"\r" not in (tmp_path / "out.csv").read_bytes()
 
 
 def test_boards_have_their_takt(line, tmp_path):

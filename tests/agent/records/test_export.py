@@ -28,8 +28,9 @@ BARE = result("k", Verdict.NG, image='a "b",\nä.png', seconds=0.5)
 class Line:
     """A store and its export, by clocks that are set."""
 
-    def __init__(self, folder, output="jsonl"):
+    def __init__(self, folder, output="jsonl", bom=False):
         self.folder = folder
+        self.bom = bom
         self.output = output
         self.store = ResultStore(folder / "r.db")
         self.now_s = 0.0
@@ -37,7 +38,7 @@ class Line:
         self.restart()
 
     def restart(self):
-        section = ExportSection.model_construct(folder=self.folder / "out", format=self.output)
+        section = ExportSection.model_construct(folder=self.folder / "out", format=self.output, bom=self.bom)
         self.export = ResultExport(section, "demo", self.store, lambda: self.wall, lambda: self.now_s)
 
     def record(self, *keys, finished_at=NOON):
@@ -109,21 +110,55 @@ def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_p
     line.store.close()
 
 
-def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path):
+SERIALS = (
+    "0012345", "1E5", "=cmd|' -C calc'!A0", "+49-17", "-1", "@SUM(1+1)", "A#17", "# 1", "Müller,GmbH", 'q"uote', "a;b",
+    "line\nbreak", "\tx", "'quoted", "''=1", "\uff13\uff14", "\uff1d1",
+)  # fmt: skip
+
+
+def test_csv_of_any_serial_holds_no_formula_and_gives_back_each_text(tmp_path):
+    line = Line(tmp_path, "csv")
+    for number, serial in enumerate((*SERIALS, "a\r\nb\rc")):
+        line.store.record(changed(BARE, key=str(number), board=serial))
+    settled(line.store)
+    line.steps(FIRST_S)
+    (file,) = (tmp_path / "out").glob("*.csv")
+    assert b"\r" not in file.read_bytes()
+    with file.open(encoding="utf-8", newline="") as opened:
+        boards = [row["board"] for row in csv.DictReader(opened)]
+    assert [board for board in boards if board[0] in "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"] == []
+    assert [board.removeprefix("'") for board in boards] == [*SERIALS, "a\nb\nc"]
+    line.store.close()
+
+
+def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
     line = Line(tmp_path, "csv")
     line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
     settled(line.store)
     line.steps(FIRST_S)
-    (file,) = (tmp_path / "out").iterdir()
-    head, _, rest = file.read_bytes().decode("utf-8").partition("\n")
+    file, beside = sorted((tmp_path / "out").iterdir())
     identity = file.name.split("-")[1]
     assert file.name == f"results-{identity}-000000001-000000001.csv"
-    assert head == f"# coserve results: schema 1, line demo, file {identity}, seq 1 to 1"
-    (row,) = csv.DictReader(rest.splitlines(keepends=True))
+    assert beside.name == f"{file.stem}.schema.json"
+    assert json.loads(beside.read_text("utf-8")) == {
+        "schema": 2, "kind": "results", "line": "demo", "file": identity, "first_seq": 1, "last_seq": 1,
+        "columns": list(RESULT_COLUMNS),
+    }  # fmt: skip
+    (row,) = csv.DictReader(file.read_text("utf-8").splitlines(keepends=True))
     assert tuple(row) == RESULT_COLUMNS
     assert (row["seq"], row["key"], row["image"], row["kept_as"]) == ("1", "k", BARE.subject.image, "2026-05-01/x.png")
     assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], {"steps": [1]}]
     assert [datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at")] == [NOON, NOON]
+    line.store.close()
+
+
+def test_csv_with_bom_begins_with_it_once(tmp_path):
+    line = Line(tmp_path, "csv", bom=True)
+    line.record("a", "b")
+    line.steps(FIRST_S)
+    (file,) = (tmp_path / "out").glob("*.csv")
+    assert file.read_bytes().startswith(b"\xef\xbb\xbfseq,key,")
+    assert file.read_bytes().count(b"\xef\xbb\xbf") == 1
     line.store.close()
 
 
@@ -271,7 +306,7 @@ now_s = 0.0
 export = ResultExport(section, "demo", store, lambda: datetime.now(UTC), lambda: now_s)
 now_s = 60.0
 print("ready", flush=True)
-while not list((folder / "out").glob("results-*")):
+while not list((folder / "out").glob(f"results-*.{sys.argv[2]}")):
     export.step()
     print("step", flush=True)
 store.close()
@@ -288,8 +323,9 @@ def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_r
     process = forks.start(EXPORTS, tmp_path, output)
     until(lambda: process.told.count("step") >= steps or process.poll() is not None)
     process.kill()
-    there = list((tmp_path / "out").glob("results-*")) if (tmp_path / "out").is_dir() else []
+    there = list((tmp_path / "out").glob(f"results-*.{output}")) if (tmp_path / "out").is_dir() else []
     assert forks.run(EXPORTS, tmp_path, output).returncode == 0
-    (file,) = (tmp_path / "out").iterdir()
-    assert len(file.read_text("utf-8").splitlines()) == (3002 if output == "csv" else 3001)
+    (file,) = (tmp_path / "out").glob(f"*.{output}")
+    assert len(list((tmp_path / "out").iterdir())) == (2 if output == "csv" else 1)
+    assert len(file.read_text("utf-8").splitlines()) == 3001
     assert there in ([], [file])

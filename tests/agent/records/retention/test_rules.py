@@ -353,10 +353,10 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
 
 def exported(one, days_ago):
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
-    now_s, before = [0.0], set((one.folder / "out").glob("results-*"))
+    now_s, before = [0.0], set((one.folder / "out").glob("results-*.csv"))
     export = ResultExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago), lambda: now_s[0])
     now_s[0] = FIRST_S
-    while set((one.folder / "out").glob("results-*")) == before:
+    while set((one.folder / "out").glob("results-*.csv")) == before:
         export.step()
     settled(one.store)
 
