@@ -25,6 +25,15 @@ def say(as_json: bool, row: object, lines: Iterable[str]) -> None:
         print(line)
 
 
+def say_rows(name: str, rows: Iterable[object]) -> None:
+    """Print a JSON object of one list, row by row: there may be millions. Nothing if the first row cannot be read."""
+    opening = f'{{"{name}": ['
+    for row in rows:
+        sys.stdout.write(f"{opening}{json.dumps(row)}")
+        opening = ", "
+    sys.stdout.write(("" if opening == ", " else opening) + "]}\n")
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Print CoServe's errors as plain text on stderr, and exit with the code of their kind."""

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained, say
+from agent.cli.endings import explained, say, say_rows
 from experts.expert import Verdict
 
 
@@ -47,7 +47,7 @@ def results(
             count = write_file(rows, output, out, BOM if bom and output == "csv" else "")
             print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
         elif as_json:
-            print(json.dumps({"results": list(rows)}))
+            say_rows("results", rows)
         else:
             sys.stdout.write(BOM if bom and output == "csv" else "")
             write_rows(rows, output, sys.stdout)

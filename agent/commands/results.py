@@ -31,8 +31,7 @@ def result_rows(
 def board_rows(
     config: LineConfig, since: datetime | None, verdict: Verdict | None, limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    rows = [row for row in _reader(config).boards(since) if verdict is None or row.board.verdict is verdict]
-    for row in rows if limit is None else rows[-limit:]:
+    for row in _reader(config).board_query(since, verdict, limit):
         yield plain_board(row)
 
 

@@ -171,6 +171,20 @@ def version_0_2(database: Database) -> None:
         database.execute(statement)
 
 
+# runs of a serial, of which a golden board has many: the latest one, and the one that follows another
+RUN_INDEXES = (
+    "DROP INDEX boards_of_type",
+    "CREATE INDEX boards_serial ON boards (serial)",
+    "CREATE INDEX boards_run ON boards (serial, board_type)",
+)
+
+
+@migrations()
+def version_0_3(database: Database) -> None:
+    for statement in RUN_INDEXES:
+        database.execute(statement)
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """Open the migrated database; creates its folder. For one thread at a time. Raises ConfigError on a
     network share, where SQLite's locks and log are not safe."""

@@ -41,11 +41,19 @@ GIVE_WAY = """
 """
 GAVE_WAY = "UPDATE outbox_receivers SET waiting = waiting - ?, given_way = given_way + ? WHERE receiver = ?"
 TOLD = "DELETE FROM outbox WHERE receiver = ? AND id = ? RETURNING number"
-OF_BOARD = "results INDEXED BY results_board WHERE board = :serial AND board_type = :board_type"
+# Of a run: by seq from the board's first image, as the clock may have been set back since.
+FIRST = """
+    SELECT seq FROM results INDEXED BY results_finished_at WHERE finished_at >= ?1 AND board = ?2 AND board_type = ?3
+    ORDER BY finished_at LIMIT 1
+"""
+OF_RUN = f"results INDEXED BY results_board WHERE board = ?2 AND board_type = ?3 AND seq >= ({FIRST})"
+LATEST = f"SELECT config_sha256 FROM {OF_RUN} ORDER BY seq DESC LIMIT 1"
 JUDGED = f"""
-    SELECT config_sha256, detail FROM {OF_BOARD}
-    AND seq >= (SELECT min(seq) FROM {OF_BOARD} AND finished_at >= :opened_at) ORDER BY seq
-"""  # by seq from the board's first image, as the clock may have been set back since
+    SELECT json_extract(step.value, '$.expert'), nullif(json_extract(step.value, '$.model_sha256'), '')
+    FROM (SELECT seq, iif(json_valid(detail), detail, '{{}}') AS detail FROM {OF_RUN}) AS judged,
+    json_each(judged.detail, '$.steps') AS step GROUP BY 1, 2 ORDER BY min(judged.seq), min(step.key)
+"""  # in SQLite: a run has megabytes of details, of which few facts are told
+NOT_FOR_SQLITE = f"SELECT detail FROM {OF_RUN} AND NOT json_valid(detail) ORDER BY seq"  # as they hold NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +228,12 @@ def alarm_payload(row: AlarmRow) -> dict[str, object]:
 
 def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
     """Facts of a board's images: line file of the latest, and all models."""
-    run = {"serial": board.serial, "board_type": board.board_type, "opened_at": utc_text(board.opened_at)}
-    rows = database.execute(JUDGED, run).fetchall()
-    models = _models(json.loads(detail) for _, detail in rows)
-    return {"config_sha256": rows[-1][0] if rows else None, "models": models}
+    run = utc_text(board.opened_at), board.serial, board.board_type
+    latest = database.execute(LATEST, run).fetchone()
+    judged = [{"expert": expert, "sha256": sha256} for expert, sha256 in database.execute(JUDGED, run)]
+    others = _models(json.loads(detail) for (detail,) in database.execute(NOT_FOR_SQLITE, run))
+    models = judged + [each for each in others if each not in judged]
+    return {"config_sha256": latest and latest[0], "models": models}
 
 
 def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:

@@ -20,11 +20,37 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 LARGEST_SEQ = 2**63 - 1
+NUMBERED = "SELECT * FROM results WHERE seq IN (SELECT value FROM json_each(?)) ORDER BY seq"
+# Results of a run of a board have consecutive numbers among those of the board: from the one that opened it.
+OPENER = """
+    SELECT min(seq) FROM results INDEXED BY results_finished_at
+    WHERE finished_at = ? AND board = ? AND board_type = ?
+"""
+NEXT_RUN = """
+    SELECT opened_at FROM boards INDEXED BY boards_run WHERE serial = ?1 AND board_type = ?2 AND seq > (
+        SELECT seq FROM boards WHERE serial = ?1 AND board_type = ?2 AND opened_at = ?3
+    ) ORDER BY seq LIMIT 1
+"""
+REWORKED = "SELECT after_seq FROM reworks WHERE serial = ? AND board_type = ? AND opened_at = ?"
+OF_RUN = """
+    SELECT seq FROM results INDEXED BY results_board WHERE board = ? AND board_type = ? AND seq BETWEEN ? AND ?
+    ORDER BY seq DESC LIMIT ?
+"""
+LATEST_RUNS = """
+    WITH RECURSIVE types (name) AS (
+        SELECT min(board_type) FROM boards INDEXED BY boards_run WHERE serial = ?1
+        UNION ALL SELECT (
+            SELECT min(board_type) FROM boards INDEXED BY boards_run WHERE serial = ?1 AND board_type > types.name
+        ) FROM types WHERE types.name IS NOT NULL
+    ) SELECT boards.* FROM types CROSS JOIN boards ON seq = (
+        SELECT max(seq) FROM boards INDEXED BY boards_run WHERE serial = ?1 AND board_type = types.name
+    ) ORDER BY seq DESC
+"""  # each type by one look into the index
 OF_SUBJECT = ("key", "image", "board", "board_type", "ref", "asked_sha256")
 OF_RESULT = ("line", "seconds", "config_sha256", "label", "score", "reason", "kept_as")
 
@@ -119,18 +145,31 @@ class ResultReader:
         found = self.find(key)
         return None if found is None else replace(found, result=replace(found.result, maps=self.maps(found.seq)))
 
-    def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
-        """Results of a board's images since it opened, in the order of their numbers."""
-        rows = self._rows(
-            "SELECT * FROM results INDEXED BY results_board WHERE board = ? AND board_type = ? AND finished_at >= ?"
-            " ORDER BY seq",
-            (serial, board_type, utc_text(since)),
-        )
-        return [result_row(row) for row in rows]
+    def run_numbers(
+        self, place: tuple[str, str], opened_at: datetime, later: Iterable[datetime] = (), limit: int | None = None
+    ) -> list[int]:
+        """Numbers of the results of a board's run, the latest ``limit`` in order. ``place``: serial and type;
+        ``later``: openings of its runs that are not stored yet."""
+        run = (*place, utc_text(opened_at))
+        with closing(open_for_reading(self.path)) as connection:
 
-    def boards_of(self, serial: str) -> list[BoardRow]:
-        rows = self._rows("SELECT * FROM boards WHERE serial = ? ORDER BY seq DESC", (serial,))
-        return [board_row(row) for row in rows]
+            def opened_by(opening: str) -> int:
+                return connection.execute(OPENER, (opening, *place)).fetchone()[0] or 0
+
+            first = opened_by(run[2])
+            openings = [*(row[0] for row in connection.execute(NEXT_RUN, run)), *map(utc_text, later)]
+            ends = [seq - 1 for opening in openings if (seq := opened_by(opening)) > first]
+            ends += [seq for (seq,) in connection.execute(REWORKED, run)]
+            among = (*place, first, min(ends, default=LARGEST_SEQ), -1 if limit is None else limit)
+            return [seq for (seq,) in connection.execute(OF_RUN, among)][::-1]
+
+    def of_run(self, serial: str, board_type: str, opened_at: datetime) -> list[ResultRow]:
+        """Results of a run of a board, in the order of their numbers."""
+        return self.select(NUMBERED, (json.dumps(self.run_numbers((serial, board_type), opened_at)),))
+
+    def latest_runs(self, serial: str) -> list[BoardRow]:
+        """The last stored run of each type, the newest first."""
+        return [board_row(row) for row in self._rows(LATEST_RUNS, (serial,))]
 
     def newest_first(self) -> Iterator[Inspection]:
         """All results, latest first, read lazily: for the replay of boards after a restart."""
@@ -152,14 +191,26 @@ class ResultReader:
         )
         return tuple(board_row(row) for row in reversed(rows))
 
-    def _before(self, since: datetime | None) -> int:
-        """Number below all results finished at ``since`` or later, so that older rows are not read."""
+    def board_query(
+        self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
+    ) -> Iterator[BoardRow]:
+        """The newest ``limit`` board verdicts closed at ``since`` or later, in the order of their numbers."""
+        wanted = "FROM boards WHERE seq > ? AND +closed_at >= ? AND (? IS NULL OR verdict = ?) ORDER BY seq"
+        given = (utc_text(since) if since else "", verdict, verdict)
+        last = self._before(since, "boards", "closed_at")
+        if limit is not None:
+            newest = f"SELECT min(seq) - 1 FROM (SELECT seq {wanted} DESC LIMIT ?)"
+            last = self._rows(newest, (last, *given, limit))[0][0] or last
+        while rows := self._rows(f"SELECT * {wanted} LIMIT ?", (last, *given, READ_ROWS)):
+            yield from map(board_row, rows)
+            last = rows[-1]["seq"]
+
+    def _before(self, since: datetime | None, table: str = "results", time: str = "finished_at") -> int:
+        """Number below all rows of ``since`` or later, so that older ones are not read."""
         if since is None:
             return 0
-        first = self._rows(
-            "SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ?", (utc_text(since),)
-        )[0][0]
-        return 0 if first is None else first - 1
+        first = f"SELECT min(seq) FROM {table} INDEXED BY {table}_{time} WHERE {time} >= ?"
+        return (self._rows(first, (utc_text(since),))[0][0] or 1) - 1
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[sqlite3.Row]:
         return read_rows(self.path, sql, values)

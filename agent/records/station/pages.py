@@ -141,11 +141,12 @@ class StationReader:
     def board_page(self, query: BoardQuery) -> tuple[BoardRow, ...]:
         with closing(open_for_reading(self.path)) as connection:
             conditions, values = _numbered(connection, "boards", "closed_at", query)
+            index = "INDEXED BY boards_serial" if query.serial is not None else ""
             for name in ("serial", "verdict", "board_type"):
                 if (value := getattr(query, name)) is not None:
                     conditions.append(f"{'+' if name == 'board_type' else ''}{name} = ?")  # there are few types
                     values.append(value)
-            sql = f"SELECT * FROM boards WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT ?"
+            sql = f"SELECT * FROM boards {index} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT ?"
             rows = connection.execute(sql, (*values, query.limit)).fetchall()
         return tuple(map(board_row, rows))
 

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
     from sqlite_utils import Database
 
+SHOWN = 50  # of a board, which a golden board exceeds in a month
 COLUMNS = "serial, board_type, opened_at, after_seq, who, reason, at"
-LAST_RUN = "SELECT opened_at FROM boards WHERE serial = ? AND board_type = ? ORDER BY seq DESC LIMIT 1"
+LAST_RUN = """
+    SELECT opened_at FROM boards INDEXED BY boards_run WHERE serial = ? AND board_type = ? ORDER BY seq DESC LIMIT 1
+"""
 LAST_RESULT = "SELECT coalesce(max(seq), 0) FROM results"
 INSERT = f"INSERT INTO reworks ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 OF_RUN = f"SELECT {COLUMNS} FROM reworks WHERE serial = ? AND board_type = ? AND opened_at = ?"
-OF_BOARD = f"SELECT {COLUMNS} FROM reworks WHERE serial = ? AND board_type = ? ORDER BY number"
+OF_BOARD = f"SELECT {COLUMNS} FROM reworks WHERE serial = ? AND board_type = ? ORDER BY number DESC LIMIT {SHOWN}"
 LATEST = f"SELECT {COLUMNS} FROM reworks ORDER BY number DESC LIMIT ?"
 REPLAYED = 10_000  # newest ones: far more than boards that a restart may find closed and not forgotten
 
@@ -42,8 +45,8 @@ def write_rework(database: Database, rework: Rework) -> Rework:
 
 
 def reworks_of(path: Path, serial: str, board_type: str) -> tuple[Rework, ...]:
-    """Reworks of a board, oldest first."""
-    return tuple(_rework(tuple(row)) for row in read_rows(path, OF_BOARD, (serial, board_type)))
+    """The latest reworks of a board, oldest first."""
+    return tuple(_rework(tuple(row)) for row in reversed(read_rows(path, OF_BOARD, (serial, board_type))))
 
 
 def latest_reworks(path: Path) -> tuple[Rework, ...]:

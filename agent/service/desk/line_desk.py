@@ -134,13 +134,13 @@ class LineDesk:
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
         runs = [run for run in self._line.boards.runs(serial) if board_type in (None, run.board_type)]
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
-        for row in self._line.store.boards_of(serial):
+        for row in self._line.store.latest_runs(serial):
             if row.board.board_type not in views and board_type in (None, row.board.board_type):
                 views[row.board.board_type] = self._with_parts(board_view(row.board))
         return list(views.values())
 
     def _with_parts(self, view: BoardView) -> BoardView:
-        rows = self._line.store.of_board(view.serial, view.board_type, view.opened_at)
+        rows = self._line.store.of_run(view.serial, view.board_type, view.opened_at)
         parts = tuple(verdict_view(row.result, row.seq) for row in rows)
         return replace(view, parts=parts)
 

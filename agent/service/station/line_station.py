@@ -50,7 +50,7 @@ class LineStation:
         self._desk = desk
         self._started_s = time.monotonic()
         self._pictures = Pictures(self._config)
-        stored = StoredRows(parts.store, self._pictures, self._course_of, self._config)
+        stored = StoredRows(parts.store, self._pictures, self._course_of, self._config, parts.boards.runs)
         self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)

@@ -42,7 +42,7 @@ class LiveFigures:
     findings: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Finding), 0))
     cases: tuple[ListedResult, ...] = ()
     boards: tuple[BoardRow, ...] = ()
-    takts_s: Mapping[str, float] = field(default_factory=dict)
+    takts_s: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.records.result_reader import LARGEST_SEQ
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
 from agent.records.station.reviews import ReviewQuery, ReviewReader
 from agent.records.station.reworks import reworks_of
@@ -18,33 +17,36 @@ from experts.expert import Verdict
 from experts.thresholds.map_pictures import heat_png
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from agent.config import LineConfig
+    from agent.records.boards import BoardRun, BoardVerdict
     from agent.records.result_writer import ResultStore
-    from agent.records.results import BoardRow
     from agent.service.station import questions as asked
     from agent.service.station.pictures import Pictures
 
     CourseOf = Callable[[str], Mapping[str, Any] | None]
 
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
+PARTS = 2_000  # of a board's page
 
 
 class StoredRows:
     """For any thread."""
 
     def __init__(
-        self, store: ResultStore, pictures: Pictures, course_of: CourseOf, config: Callable[[], LineConfig]
-    ) -> None:
-        """``course_of``: of the latest request with a key, while it is known."""
+        self, store: ResultStore, pictures: Pictures, course_of: CourseOf, config: Callable[[], LineConfig],
+        runs: Callable[[str], Iterable[BoardRun]],
+    ) -> None:  # fmt: skip
+        """``course_of``: of the latest request with a key, while it is known; ``runs``: of a serial, while known."""
         self._store = store
         self._path = store.path
         self._pages = StationReader(store.path)
         self._pictures = pictures
         self._course_of = course_of
         self._config = config
+        self._runs = runs
         self.reviews_read = ReviewReader(store.path)
 
     def results(self, query: asked.ResultsAsked) -> views.ResultsDocument:
@@ -111,8 +113,9 @@ class StoredRows:
         if found is None:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board {number}", field="number")
         board, config = found.board, self._config()
+        listed = self._parts(board)
         parts = tuple(
-            views.PartView(**values_of(part, config), box=part.row.result.subject.box) for part in self._parts(found)
+            views.PartView(**values_of(part, config), box=part.row.result.subject.box) for part in listed[-PARTS:]
         )
         layout = config.layouts.get(board.board_type)
         framed = [part.seq for part in parts if part.box is not None and part.has_image]
@@ -124,17 +127,15 @@ class StoredRows:
             size=None if layout is None or not framed else layout.size,
             frame=framed[0] if framed else None,
             reworks=reworks,
+            is_cut=len(listed) > PARTS,
         )
 
-    def _parts(self, found: BoardRow) -> Sequence[ListedResult]:
-        """Parts of this run: from the result that opened it to the one that opened the next."""
-        board = found.board
-        rows = self._store.of_board(board.serial, board.board_type, EVER)
-        runs = {each.board.opened_at for each in self._store.boards_of(board.serial)}
-        openers = [row.seq for row in rows if row.result.finished_at in runs]
-        first = next((row.seq for row in rows if row.result.finished_at == board.opened_at), 0)
-        end = next((seq for seq in openers if seq > first), LARGEST_SEQ)
-        return self._pages.numbered([row.seq for row in rows if first <= row.seq < end])
+    def _parts(self, board: BoardVerdict) -> Sequence[ListedResult]:
+        """Latest results of this run, one more than PARTS at most. The run that is open now is not stored yet."""
+        place = board.serial, board.board_type
+        known = (run.opened_at for run in self._runs(board.serial) if run.board_type == board.board_type)
+        later = [opened_at for opened_at in known if opened_at != board.opened_at]
+        return self._pages.numbered(self._store.run_numbers(place, board.opened_at, later, PARTS + 1))
 
     def reviews(self, query: asked.ReviewsAsked) -> views.ReviewsDocument:
         wanted = ReviewQuery(**query.model_dump())

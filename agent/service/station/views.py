@@ -274,12 +274,14 @@ class PartView(ResultView):
 
 @dataclass(frozen=True, slots=True)
 class BoardDetail(BoardTile):
-    """``size``: [height, width] of its frames; ``frame``: a result whose whole frame is at /api/results/SEQ/frame."""
+    """``size``: [height, width] of its frames; ``frame``: a result whose whole frame is at /api/results/SEQ/frame.
+    ``is_cut``: earlier results of this run are left out of ``parts``."""
 
     parts: tuple[PartView, ...]
     size: tuple[int, int] | None
     frame: int | None
     reworks: tuple[Rework, ...]
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,16 @@ def test_boards_have_their_takt(line, tmp_path):
     assert [(row["serial"], row["takt_s"], row["revisions"]) for row in rows] == [("B0", None, 0), ("B1", 10.0, 0)]
 
 
+def test_the_newest_boards_of_a_verdict_are_read_in_parts(line, monkeypatch):
+    monkeypatch.setattr("agent.records.result_reader.READ_ROWS", 1)
+    for options, serials in (
+        ((), ["B0", "B1"]), (("--limit", "1"), ["B1"]), (("--verdict", "OK", "--limit", "1"), ["B0"]),
+        (("--since", "2026-05-01T12:00:01+00:00"), ["B1"]), (("--since", "2999-01-01"), []),
+    ):  # fmt: skip
+        done = coserve("results", line, "--boards", "--json", *options)
+        assert [row["serial"] for row in json.loads(done.stdout)["results"]] == serials
+
+
 def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line, tmp_path):
     """No partial file appears under the file's name."""
     target = tmp_path / "out" / "results.csv"
