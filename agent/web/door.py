@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -21,10 +20,11 @@ from starlette.routing import Match
 
 from agent.api.access import CALLING, NOBODY, Where
 from agent.api.calls.budget import Budget
+from agent.api.calls.shares import Shares, peer_of
 from agent.line_file.api import is_loopback_name
 from agent.web.protocol import CONNECTION
 from agent.web.proxies import Proxies
-from agent.web.routes import AUDIT, BODIES, SPARED_BYTES, Endpoint, json_refusal
+from agent.web.routes import AUDIT, BODIES, PLACE, SPARED_BYTES, Endpoint, json_refusal
 from agent.web.session import COOKIE, session_routes
 from experts.errors import OrderRefused
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PEER = "coserve.peer"  # key of a scope
+SILENT_S = 2.0  # a request whose caller is waited for so long yields to anyone
 BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are received
 LARGEST_BODIES = 4  # of the largest kind have room at least
 SAFE = ("GET", "HEAD")
@@ -56,8 +58,8 @@ TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal err
 @dataclass(frozen=True, slots=True, eq=False)
 class DoorSection:
     """Routes below some paths. ``refusal``: answer with status and reason to a request that no route sees.
-    ``requests``: under way at a time, at each address. ``stall_s``: for a caller that reads nothing, if
-    not STALL_S."""
+    ``requests``: under way at a time, at each address, shared by its callers. ``stall_s``: for a caller that takes
+    nothing, if not STALL_S."""
 
     roots: tuple[str, ...]
     routes: Sequence[Route]
@@ -77,8 +79,8 @@ class WebDoor:
         self._proxies = Proxies(api)
         largest_bytes = max((_endpoint(each).rule.body_bytes for each in self.routes()), default=0)
         size_bytes = max(api.limits.memory // BODIES_SHARE, LARGEST_BODIES * largest_bytes + SPARED_BYTES)
-        self._bodies = Budget(size_bytes)
-        self._under_way: Counter[tuple[str, DoorSection]] = Counter()
+        self._bodies = Budget(size_bytes, SILENT_S)
+        self._under_way: dict[tuple[str, DoorSection], Shares] = {}
 
     def routes(self) -> Iterator[Route]:
         return (route for section in self._sections for route in section.routes)
@@ -96,12 +98,15 @@ class WebDoor:
         section = self.section_of(path)
         if section.stall_s is not None:
             connection.stall_s = section.stall_s
-        place = (connection.listener.address, section)
         scope.update({AUDIT: self._audit, BODIES: self._bodies})
         answer = self._answering(section, scope, connection)
-        if isinstance(answer, Endpoint) and self._under_way[place] >= section.requests:
-            answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
-        self._under_way[place] += 1
+        place = None
+        if isinstance(answer, Endpoint):
+            bound = Shares(section.requests, SILENT_S)
+            shares = self._under_way.setdefault((connection.listener.address, section), bound)
+            place = scope[PLACE] = connection.place = shares.take(scope[PEER])
+            if place is None:
+                answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
         try:
             await answer(scope, receive, send)
             await connection.flow.drain()  # its bytes are held until they are sent
@@ -117,7 +122,9 @@ class WebDoor:
             else:
                 connection.transport.abort()
         finally:
-            self._under_way[place] -= 1
+            connection.place = None
+            if place is not None:
+                place.leave()
 
     def _answering(self, section: DoorSection, scope: Scope, connection: BoundedProtocol) -> ASGIApp:
         headers = Headers(scope=scope)
@@ -138,6 +145,7 @@ class WebDoor:
             return section.refusal(421, f"{reason}; of a proxy, see api.trusted_proxy")  # a page whose name leads here
         if endpoint is not None:
             CALLING.set(caller)
+            scope[PEER] = peer_of(caller.name, seen.machine)
             return endpoint
         if not allowed or scope["path"].endswith(KSERVE_V1):
             return section.refusal(404, f"nothing is served at {scope['path'][:200]!r} - {SERVED}")

@@ -10,38 +10,44 @@ import os
 import socket as sockets
 import struct
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent.api.access import Where
+from agent.api.calls.shares import Shares
 from agent.line_file.api import UNIX, ApiSection, is_loopback
 from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 from experts.errors import AddressUnusable
 
+ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
 BACKLOG = 128
+USER = "user "
 ROOT_USER = 0
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(slots=True, eq=False)
 class WebListener:
-    """Bound address. ``place``: of a unix socket. ``arrivals``: connections without a request under way."""
+    """Bound address. ``place``: of a unix socket. ``arrivals``: places of connections without a request under way; the
+    one that is silent longest yields."""
 
     address: str
     socket: sockets.socket
     where: Where
     place: UnixSocket | None = None
-    arrivals: int = 0
+    arrivals: Shares = field(default_factory=lambda: Shares(ARRIVALS, 0.0))
 
-    def user_of(self, connection: sockets.socket) -> int | None:
-        """Number of the peer's user, at a unix socket."""
-        if self.place is None or not hasattr(sockets, "SO_PEERCRED"):
-            return None
+    def machine_of(self, connection: sockets.socket, peer: tuple[str, int]) -> str:
+        """HOST:PORT of the peer, or its user at a unix socket."""
+        if self.place is None:
+            return "{}:{}".format(*peer[:2])
+        if not hasattr(sockets, "SO_PEERCRED"):
+            return ""
         told = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
-        return int(CREDENTIALS.unpack(told)[1])
+        return f"{USER}{CREDENTIALS.unpack(told)[1]}"
 
-    def is_owner(self, user: int | None) -> bool:
-        """Whether a peer of this user is the agent's user or root, at a unix socket."""
-        return self.where is Where.OWNER or (user is not None and user in (ROOT_USER, os.getuid()))
+    def is_owner(self, machine: str) -> bool:
+        """Whether the peer is the agent's user or root, at a unix socket."""
+        return self.where is Where.OWNER or machine in (f"{USER}{ROOT_USER}", f"{USER}{os.getuid()}")
 
     def close(self) -> None:
         self.socket.close()

@@ -121,7 +121,7 @@ class ErrorDocument:
 
 
 def route_of(operation: Operation, answer: Callable[[Call], Awaitable[Response]], *, is_open: bool = False) -> Route:
-    largest = 1024 if operation.body is None else operation.body_bytes
+    largest = 0 if operation.body is None else operation.body_bytes
     rule = RouteRule(json_refused, operation.least, operation.action, largest, is_open)
     return route(operation.method, operation.path, answer, rule)
 

@@ -1,16 +1,19 @@
 """uvicorn's HTTP/1 connection with bounds on heads, idleness and callers that do not read.
 
 Guarantees: a head is complete within HEAD_S of the connection, or of the answer before it, else the connection ends. A
-caller that reads nothing for ``stall_s`` is cut off. Bytes behind a request that is being answered are few, and a
-caller that leaves meanwhile is noticed. A body's pieces are worth their time. Rest of a body that nobody wants is
-dropped for LINGER_S at most: cutting the connection off at once would lose the refusal. The bytes of a head are bounded
-by ``h11_max_incomplete_event_size``, those of bodies by ``routes.body_of``.
+caller that takes nothing for ``stall_s`` is cut off, and a slow one only where others want its place. Bytes behind a
+request that is being answered are few, and a caller that leaves meanwhile is noticed. A body's pieces are worth their
+time. Rest of a body that nobody wants is dropped for LINGER_S at most: cutting the connection off at once would lose
+the refusal. The bytes of a head are bounded by ``h11_max_incomplete_event_size``, those of bodies by
+``routes.body_of``.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import socket
+import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
+    from agent.api.calls.shares import Place
     from agent.web.door import WebDoor
     from agent.web.listening import WebListener
 
@@ -31,6 +35,9 @@ HEAD_BYTES = 16 * 1024  # of a request's line and headers
 HEAD_S = 10.0
 STALL_S = 10.0  # unless the part of a request says otherwise
 LINGER_S = 1.0
+LOOK_S, HEARD_BYTES = 1.0, 4096  # who takes fewer is silent: its place yields to others
+SLOW_S = 60.0  # from then on each reader is
+TAKEN, TAKEN_AT = struct.Struct("=Q"), 120  # tcpi_bytes_acked of Linux
 SURPLUS_BYTES = 64 * 1024  # behind a request, while it is answered
 MANY_PIECES, SMALL_BYTES = 1000, 64  # a chunk of one byte takes the loop as long as one of thousands
 
@@ -92,15 +99,19 @@ class BoundedProtocol(H11Protocol):
     ``machine``: of the other end, HOST:PORT or a user."""
 
     def __init__(
-        self, config: Config, state: ServerState, listener: WebListener, loop: asyncio.AbstractEventLoop
-    ) -> None:
+        self, config: Config, state: ServerState, listener: WebListener, machine: str, arrival: Place,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
         super().__init__(config, state, {CONNECTION: self}, loop)
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
         self.logger = quiet
         self.listener = listener
-        self.is_owner, self.machine = False, ""
+        self.machine, self.is_owner = machine, listener.is_owner(machine)
+        self.place: Place | None = None  # of the request
         self.stall_s = STALL_S
+        self._arrival = arrival
         self._is_idle = True
+        self._asked_s = 0.0
         self._surplus_bytes = 0
         self._due: asyncio.TimerHandle | None = None  # the head, or the end of what is dropped
         self._stalled: asyncio.TimerHandle | None = None
@@ -108,9 +119,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         self.transport.set_write_buffer_limits(1)  # paused as long as bytes wait: TLS never resumes at 0
-        user = self.listener.user_of(transport.get_extra_info("socket"))
-        self.is_owner = self.listener.is_owner(user)
-        self.machine = f"user {user}" if self.client is None else "{}:{}".format(*self.client)
+        self._arrival.offer(self.transport.abort)
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -133,7 +142,7 @@ class BoundedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.transport.is_closing():
-            self._surplus_bytes, self.stall_s = 0, STALL_S
+            self._surplus_bytes, self.stall_s, self._asked_s = 0, STALL_S, self.loop.time()
             self._count(is_idle=False)
             self._expect(None)
 
@@ -153,12 +162,36 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+        if self.place is not None:
+            self.place.offer(self.transport.abort)
+        self._look(self._taken_bytes(), self.loop.time())
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
+        if self.place is not None:
+            self.place.keep()
+
+    def _look(self, taken_bytes: int, since_s: float) -> None:
+        """Look what the caller has taken, who is cut off if that is nothing for ``stall_s``."""
+        now_bytes, now_s = self._taken_bytes(), self.loop.time()
+        if now_bytes == taken_bytes and now_s - since_s >= self.stall_s:
+            self.transport.abort()
+            return
+        if now_bytes - taken_bytes >= HEARD_BYTES and now_s - self._asked_s < SLOW_S and self.place is not None:
+            self.place.touch()
+        since_s = since_s if now_bytes == taken_bytes else now_s
+        self._stalled = self.loop.call_later(min(LOOK_S, self.stall_s), self._look, now_bytes, since_s)
+
+    def _taken_bytes(self) -> int:
+        """What the other end's system has taken; where it does not say, what ours has."""
+        if self.client is not None and hasattr(socket, "TCP_INFO"):
+            connection = self.transport.get_extra_info("socket")
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TAKEN_AT + TAKEN.size)
+            if len(told) == TAKEN_AT + TAKEN.size:
+                return int(TAKEN.unpack_from(told, TAKEN_AT)[0])
+        return -self.transport.get_write_buffer_size()
 
     def _refuse(self) -> None:
         """Answer what is no request, in the format of its path as far as it has one."""
@@ -191,5 +224,10 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
 
     def _count(self, *, is_idle: bool) -> None:
-        self.listener.arrivals += is_idle - self._is_idle
+        if is_idle and not self._is_idle:
+            arrival = self.listener.arrivals.take(self._arrival.peer, self.transport.abort)
+            assert arrival is not None  # each place of an arrival yields
+            self._arrival = arrival
+        elif not is_idle:
+            self._arrival.leave()
         self._is_idle = is_idle

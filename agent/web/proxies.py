@@ -51,10 +51,10 @@ class Proxies:
         elif self._public is not None and headers.get("origin") == self._public:
             scheme = self._public.partition(":")[0]
         hops = [hop.strip() for hop in ",".join(headers.getlist("x-forwarded-for")).split(",")]
-        nearest = next((hop for hop in reversed(hops) if hop and not self._holds(hop)), connection.machine)
+        nearest = next((f"{hop[:ADDRESS_CHARS]}:0" for hop in reversed(hops) if hop and not self._holds(hop)), None)
         own = f"{scheme}://{host}"
         origins = (own,) if self._public is None else (self._public, own)
-        return Seen(Where.FAR, nearest[:ADDRESS_CHARS], scheme, origins)
+        return Seen(Where.FAR, nearest or connection.machine, scheme, origins)
 
     def _trusts(self, connection: BoundedProtocol) -> bool:
         if connection.client is None:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from agent.api.access import CALLING, Role, audited
 from agent.api.calls.budget import Room
+from agent.api.calls.shares import GIVES_WAY
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
     from agent.api.access import Caller
 
-AUDIT, BODIES = "coserve.audit", "coserve.bodies"  # keys of a scope, set by the door
+AUDIT, BODIES, PLACE = "coserve.audit", "coserve.bodies", "coserve.place"  # keys of a scope, set by the door
+HEARD_BYTES = 4096  # of a body; who sends fewer is silent for longer
 BODY_S = 20.0  # as for a message over gRPC
 SMALL_BYTES = 64 * 1024
 SPARED_BYTES = 2**20  # of the room for bodies, which larger ones leave to small ones
+NO_ROOM = "bodies of other callers take all room - try again later"
+YIELDED = f"other callers came: {GIVES_WAY}"
 STATUS = {
     Refusing.QUEUE_FULL: 429,
     Refusing.MESSAGE_TOO_LARGE: 413,
@@ -69,7 +73,7 @@ class RouteRule:
     refused: Callable[[OrderRefused], Response]
     least: Role = Role.READ
     action: str | None = None
-    body_bytes: int = 1024  # of a body that nobody reads
+    body_bytes: int = 0  # no body is read
     is_open: bool = False
 
 
@@ -83,7 +87,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         rule, request = self.rule, Request(scope, receive)
         size_bytes = _expected_bytes(request, rule.body_bytes)
-        room = Room(scope[BODIES], size_bytes, SPARED_BYTES if size_bytes > SMALL_BYTES else 0)
+        room = Room(scope[BODIES], size_bytes, SPARED_BYTES if size_bytes > SMALL_BYTES else 0, scope[PLACE].peer)
+        room.call = scope[PLACE]
         call = Call(request, CALLING.get(), b"", room)
         try:
             call.caller.check(rule.least)
@@ -131,27 +136,49 @@ def route(method: str, path: str, answer: Callable[[Call], Awaitable[Response]],
 
 
 async def body_of(request: Request, most_bytes: int, room: Room) -> bytes:
-    """The whole body, in its room. Raises OrderRefused for one that is too large or comes too slowly."""
+    """The whole body, in its room. Raises OrderRefused for one that is too large, comes too slowly, or yields."""
+    if not most_bytes:
+        return b""
     if _announced_bytes(request) > most_bytes:
         raise _too_large(most_bytes)
+    late, why = asyncio.timeout(BODY_S), NO_ROOM
+
+    def end() -> None:
+        nonlocal why
+        why = YIELDED
+        if not late.expired():
+            late.reschedule(0.0)
+
+    room.end, body = end, bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with late:
+            if room.call is not None:
+                room.call.offer(end)
             await room.enter()
+            if why is NO_ROOM:
+                why = f"the body has not come within {BODY_S:g} s"
+                late.reschedule(asyncio.get_running_loop().time() + BODY_S)
+            body = await _whole(request, most_bytes, room)
     except TimeoutError:
-        raise OrderRefused(
-            Refusing.QUEUE_FULL, "bodies of other callers take all room - try again later", 1.0
-        ) from None
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > most_bytes:
-                    raise _too_large(most_bytes)
-    except TimeoutError:
-        raise OrderRefused(Refusing.INVALID, f"the body has not come within {BODY_S:g} s") from None
-    room.keep(len(body))
+        is_slow = why not in (NO_ROOM, YIELDED)
+        raise OrderRefused(*((Refusing.INVALID, why) if is_slow else (Refusing.QUEUE_FULL, why, 1.0))) from None
+    finally:
+        room.keep(len(body))
+        if room.call is not None:
+            room.call.keep()
     return bytes(body)
+
+
+async def _whole(request: Request, most_bytes: int, room: Room) -> bytearray:
+    body, heard_bytes = bytearray(), 0
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most_bytes:
+            raise _too_large(most_bytes)
+        if len(body) - heard_bytes >= HEARD_BYTES:
+            heard_bytes = len(body)
+            room.touch()
+    return body
 
 
 def json_refused(refused: OrderRefused) -> Response:

@@ -1,8 +1,8 @@
 """HTTP server of a line: the door at its addresses, on a thread of its own.
 
 Guarantees: the server starts at every address, or at none. Connections without a request are at most ARRIVALS at each
-address, TLS handshakes included; more are closed at once. ``stop`` takes no new connection, gives answers under way
-STOP_S, closes all connections and ends the thread.
+address, TLS handshakes included; for one more, the one that is silent longest ends, of the peer that has most. ``stop``
+takes no new connection, gives answers under way STOP_S, closes all connections and ends the thread.
 Why not uvicorn's own server: it has one address, takes the process's signals, and opens its sockets to everyone.
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from agent.api.calls.shares import peer_of
 from agent.web.listening import WebListener, listener_at
 from agent.web.protocol import HEAD_BYTES, HEAD_S, BoundedProtocol
 from experts.errors import AddressUnusable
@@ -25,13 +26,14 @@ from experts.errors import AddressUnusable
 if TYPE_CHECKING:
     import socket
     import ssl
+    from collections.abc import Callable
 
+    from agent.api.calls.shares import Place
     from agent.line_file.api import ApiSection
     from agent.web.door import WebDoor
 
 log = logging.getLogger(__name__)
 
-ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
 NO_OTHER_PAGE = (b"cross-origin-resource-policy", b"same-origin")  # may embed an answer
 HTTPS_WANTED = b'{"error": {"reason": "INVALID", "message": "this address is encrypted - use https://", "field": null}}'
 NO_TLS = (
@@ -102,7 +104,7 @@ class WebServer:
     def _accept(self, listener: WebListener) -> None:
         """Accept one connection. No task waits for it: a task that is cancelled meanwhile would lose it."""
         try:
-            connection, _ = listener.socket.accept()
+            connection, address = listener.socket.accept()
         except (BlockingIOError, ConnectionAbortedError):  # gone again
             return
         except OSError as error:  # such as too many open files
@@ -110,33 +112,35 @@ class WebServer:
             self._loop.remove_reader(listener.socket)
             self._loop.call_later(NO_FILES_S, self._watch, listener)
             return
-        if listener.arrivals >= ARRIVALS:
-            connection.close()
-            return
         connection.setblocking(False)
-        listener.arrivals += 1
-        task = self._loop.create_task(self._connect(listener, connection))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        machine = listener.machine_of(connection, address)
 
-    async def _connect(self, listener: WebListener, connection: socket.socket) -> None:
+        def end() -> None:
+            task.cancel()
+
+        arrival = listener.arrivals.take(peer_of("", machine), end)
+        assert arrival is not None  # each place of an arrival yields
+        made = partial(BoundedProtocol, self._config, self._state, listener, machine, arrival, self._loop)
+        task = self._loop.create_task(self._connect(listener, connection, made))
+        self._connecting.add(task)
+        task.add_done_callback(partial(self._connected, connection, arrival))
+
+    async def _connect(
+        self, listener: WebListener, connection: socket.socket, made: Callable[[], BoundedProtocol]
+    ) -> None:
         loop = asyncio.get_running_loop()
         tls = None if listener.place is not None else self._tls
-        try:
-            if tls is not None and not await _begins_tls(connection):
-                await loop.sock_sendall(connection, NO_TLS)
-                connection.recv(2 * HEAD_BYTES)  # closed with bytes in receipt, it would lose the answer
-                raise ConnectionAbortedError
-            await loop.connect_accepted_socket(
-                partial(BoundedProtocol, self._config, self._state, listener, loop), connection, ssl=tls,
-                ssl_handshake_timeout=None if tls is None else HEAD_S,
-            )  # fmt: skip
-        except (
-            OSError,
-            TimeoutError,
-            asyncio.CancelledError,
-        ):  # no TLS, another certificate, or gone; from now on not counted
-            listener.arrivals -= 1
+        if tls is not None and not await _begins_tls(connection):
+            await loop.sock_sendall(connection, NO_TLS)
+            connection.recv(2 * HEAD_BYTES)  # closed with bytes in receipt, it would lose the answer
+            raise ConnectionAbortedError
+        handshake_s = None if tls is None else HEAD_S
+        await loop.connect_accepted_socket(made, connection, ssl=tls, ssl_handshake_timeout=handshake_s)
+
+    def _connected(self, connection: socket.socket, arrival: Place, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if task.cancelled() or task.exception() is not None:  # no TLS, another certificate, or gone
+            arrival.leave()
             connection.close()
 
     async def _stop(self) -> None:

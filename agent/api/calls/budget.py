@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 from agent.api.calls.shares import Place, Shares
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
 
 
 class Budget:
-    def __init__(self, size_bytes: int) -> None:
-        self._shares = Shares(size_bytes)
+    """``silent_s``: as of ``Shares``."""
+
+    def __init__(self, size_bytes: int, silent_s: float = math.inf) -> None:
+        self._shares = Shares(size_bytes, silent_s)
+        self._look_s = None if silent_s == math.inf else silent_s
         self._waiting: dict[Room, asyncio.Future[Place]] = {}  # in the order of their coming
 
     async def take(self, room: Room) -> Place:
@@ -21,8 +25,10 @@ class Budget:
         place: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         self._waiting[room] = place
         try:
-            self.serve()
-            return await place
+            while not place.done():
+                self.serve()
+                await asyncio.wait((place,), timeout=self._look_s)
+            return place.result()
         except BaseException:
             if place.done() and not place.cancelled():
                 place.result().leave()

@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 from agent.api.access import CALLING, Role, audited, ended, logged
 from agent.api.calls.budget import Budget, Room
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
-from agent.api.calls.shares import Shares, peer_of
+from agent.api.calls.shares import GIVES_WAY, Shares, peer_of
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ RECEIVED_AT_LEAST = 5  # messages with guaranteed room; more if `memory` is larg
 FIELDS = 1000  # of a message, which has a field per image, output and parameter
 QUESTION_BYTES = 2**20  # a parsed message takes many times these bytes; names and numbers need few
 FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for more"
-YIELDED = "of all that wait this was silent longest, and gives them its place - try again"
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 WATCHING = "/WatchResults"
@@ -171,7 +170,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         except TimeoutError:
             if not yielding.expired():
                 raise
-            raise OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {YIELDED}", FULL_RETRY_S) from None
+            raise OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {GIVES_WAY}", FULL_RETRY_S) from None
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""

@@ -17,6 +17,8 @@ from agent.line_file.api import is_loopback_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+GIVES_WAY = "of all that wait this was silent longest, and gives them its place - try again"
+
 
 class Place:
     """``size``: of the bound, 1 for a call, or bytes. ``end``: called once the place has yielded; None: it never
@@ -32,6 +34,11 @@ class Place:
     def touch(self) -> None:
         """The peer was heard: others' places are silent for longer."""
         self._shares._touch(self)
+
+    def offer(self, end: Callable[[], None]) -> None:
+        """The peer is waited for: the place yields from now on."""
+        self.end = end
+        self._shares._touch(self, is_new=self.size > 0)
 
     def keep(self, size: int | None = None) -> None:
         """Keep the place, or so much of it: it yields no longer."""
@@ -71,10 +78,12 @@ class Shares:
 
     def _first_to_yield(self, peer: str, size: int) -> Place | None:
         first = next(iter(self._yielding), None)
-        if first is None or self._clock() - first.heard_s >= self._silent_s:
-            return first
+        if first is None:
+            return None
         largest = max(self._yielding, key=lambda place: self._held[place.peer])
-        return largest if self._held[largest.peer] - largest.size >= self._held[peer] + size else None
+        if self._held[largest.peer] - largest.size >= self._held[peer] + size:
+            return largest
+        return first if self._clock() - first.heard_s >= self._silent_s else None
 
     def _touch(self, place: Place, *, is_new: bool = False) -> None:
         if is_new or place in self._yielding:

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from agent.api.access import Role, Tokens
 from agent.line_file.api import ApiSection
@@ -15,7 +16,7 @@ from agent.web.routes import Pieces, RouteRule, json_refused, route
 from tests.agent.web.callers import TCP, asked, connected, hears_nothing_more, opened
 from tests.waiting import until
 
-BODY_BYTES = 2**20
+BODY_BYTES, MUCH = 2**20, 32 * 2**20
 
 
 class Slow:
@@ -39,6 +40,10 @@ class Slow:
         self.begun.append(call.request.url.path)
         return JSONResponse(len(call.body))
 
+    async def much(self, call):
+        self.begun.append(call.request.url.path)
+        return Response(b"x" * MUCH)
+
     async def pieces(self, call):
         async def endless():
             while True:
@@ -56,6 +61,8 @@ class Slow:
         return DoorSection(("/",), [
             route("POST", "/wait", self.wait, large), route("POST", "/told", self.told, large),
             route("GET", "/pieces", self.pieces, RouteRule(json_refused)),
+            route("GET", "/short", self.told, RouteRule(json_refused)),
+            route("GET", "/much", self.much, RouteRule(json_refused)),
             route("POST", "/do", self.wait, RouteRule(json_refused, Role.OPERATE, "do", BODY_BYTES)),
         ], requests=4)  # fmt: skip
 
@@ -144,6 +151,16 @@ class TestBodies:
             assert hears_nothing_more(caller)
         assert caplog.records == []
 
+    def test_one_that_no_route_reads_is_not_waited_for(self, address):
+        with closing(connected(address)) as caller:
+            caller.sendall(head("/short", 10, method="GET"))
+            assert answer_of(caller) == (200, b"0")
+            assert hears_nothing_more(caller)
+        with closing(connected(address)) as caller:  # one that comes is dropped, and costs no connection
+            for _ in range(2):
+                caller.sendall(head("/short", 10, method="GET") + b"x" * 10)
+                assert answer_of(caller) == (200, b"0")
+
     def test_one_that_does_not_come_is_refused(self, address, monkeypatch):
         monkeypatch.setattr("agent.web.routes.BODY_S", 0.1)
         with closing(connected(address)) as caller:
@@ -181,19 +198,19 @@ class TestConnections:
             caller.sendall(b"POST /told HTT")  # a slow head counts as idling
             assert hears_nothing_more(caller)
 
-    def test_idle_ones_count_until_their_next_request(self, server, address, slow, monkeypatch):
-        monkeypatch.setattr("agent.web.server.ARRIVALS", 2)
-        idle = [connected(address) for _ in range(2)]
-        for each in idle:
-            each.sendall(head("/told"))
-            assert answer_of(each)[0] == 200
-        with closing(connected(address)) as third:
-            assert hears_nothing_more(third)
-        idle[0].sendall(head("/wait"))  # under way, it is no arrival
-        until(lambda: "/wait" in slow.begun)
-        assert asked(address, "/told", "POST")[0] == 200
-        for each in idle:
-            each.close()
+    def test_idle_ones_count_until_their_next_request(self, slow, monkeypatch):
+        monkeypatch.setattr("agent.web.listening.ARRIVALS", 2)
+        with opened([slow.section()]) as server, ExitStack() as closed:
+            (address,) = server.addresses
+            busy, idle, third = (closed.enter_context(closing(connected(address))) for _ in range(3))
+            assert hears_nothing_more(busy)  # the third came
+            busy = closed.enter_context(closing(connected(address)))
+            assert hears_nothing_more(idle)
+            busy.sendall(head("/wait"))  # under way, it is no arrival
+            until(lambda: "/wait" in slow.begun)
+            assert asked(address, "/told", "POST")[0] == 200
+            third.sendall(head("/told"))
+            assert answer_of(third)[0] == 200
         until(lambda: slow.ended == ["cancelled"])
 
     def test_requests_sent_ahead_are_answered_in_turn_and_few_bytes_of_them_are_kept(self, address, slow):
@@ -225,6 +242,18 @@ class TestConnections:
             caller.sendall(head("/pieces", method="GET"))
             until(lambda: slow.ended == ["left"])
 
+    def test_who_takes_bytes_steadily_is_served_however_long_one_piece_takes(self, address, slow, monkeypatch):
+        monkeypatch.setattr("agent.web.protocol.STALL_S", 2.0)
+        with closing(connected(address)) as caller:
+            caller.sendall(head("/much", method="GET"))
+            received, begun_s = len(caller.recv(4096)), time.monotonic()
+            while time.monotonic() - begun_s < 3.0:
+                received += len(caller.recv(4096))
+                assert asked(address, "/told", "POST")[0] == 200
+            while received < MUCH:
+                received += len(caller.recv(2**20))
+        assert slow.begun.count("/much") == 1
+
     def test_who_reads_slowly_is_served(self, address, slow, monkeypatch):
         """The connection is not idle while its answer is being read."""
         monkeypatch.setattr("agent.web.protocol.HEAD_S", 0.2)
@@ -235,6 +264,71 @@ class TestConnections:
             until(lambda: len(caller.recv(65536)) and asked(address, "/told", "POST")[0] == 200)
             assert slow.ended == []
         until(lambda: slow.ended == ["left"])
+
+
+class TestPlaces:
+    """Of a part, 4 at a time. Callers on this machine are told apart by their connections."""
+
+    @pytest.mark.parametrize("sent", [head("/told", 100) + b"x", head("/pieces", method="GET")])
+    def test_who_is_waited_for_yields_to_those_who_come(self, address, slow, monkeypatch, sent):
+        monkeypatch.setattr("agent.web.door.SILENT_S", 0.1)
+        monkeypatch.setattr("agent.web.routes.BODY_S", 600.0)
+        monkeypatch.setattr("agent.web.protocol.STALL_S", 600.0)
+        api = ApiSection(http=[TCP])
+        with opened([slow.section()], api, tokens=Owned(api)) as server, ExitStack() as closed:
+            (address,) = server.addresses
+            held = [closed.enter_context(closing(connected(address))) for _ in range(4)]
+            for each in held:
+                each.sendall(sent)
+            until(lambda: asked(address, "/told", "POST")[0] == 503)
+            until(lambda: asked(address, "/told", "POST", b"x")[0] == 200)
+            assert hears_nothing_more(held[0])
+
+    def test_work_under_way_yields_to_nobody(self, address, slow, monkeypatch):
+        monkeypatch.setattr("agent.web.door.SILENT_S", 0.0)
+        api = ApiSection(http=[TCP])
+        with opened([slow.section()], api, tokens=Owned(api)) as server, ExitStack() as closed:
+            (address,) = server.addresses
+            held = [closed.enter_context(closing(connected(address))) for _ in range(4)]
+            for each in held:
+                each.sendall(head("/wait"))
+            until(lambda: len(slow.begun) == 4)
+            assert asked(address, "/told", "POST")[0] == 503
+            slow.goes_on.set_result(None)
+            assert [answer_of(each)[0] for each in held] == [200] * 4
+
+    def test_a_machine_that_holds_all_yields_to_another_one(self, slow, tmp_path):
+        (tmp_path / "t").write_text("s3cret")
+        values = {"http": [TCP], "trusted_proxy": "127.0.0.1", "tokens": {"mes": {"role": "operate", "file": "t"}}}
+        api = ApiSection.model_validate(values, context={"folder": tmp_path})
+        far = {
+            name: f"X-Forwarded-For: {name}\r\nAuthorization: Bearer s3cret\r\n" for name in ("10.0.0.1", "10.0.0.2")
+        }
+        with opened([slow.section()], api) as server, ExitStack() as closed:
+            (address,) = server.addresses
+            first, *others = (closed.enter_context(closing(connected(address))) for _ in range(6))
+            for each in (first, *others[:3]):
+                each.sendall(head("/told", 100, more=far["10.0.0.1"]) + b"x")
+            others[3].sendall(head("/told", 100, more=far["10.0.0.1"]))
+            assert answer_of(others[3])[0] == 503
+            others[4].sendall(head("/told", 6, more=far["10.0.0.2"]) + b"x" * 6)
+            assert answer_of(others[4]) == (200, b"6")
+            status, told = answer_of(first)
+            assert (status, json.loads(told)["error"]["reason"]) == (429, "QUEUE_FULL")
+
+    def test_bodies_that_are_not_sent_yield_their_bytes(self, slow, monkeypatch):
+        monkeypatch.setattr("agent.web.door.LARGEST_BODIES", 2)
+        monkeypatch.setattr("agent.web.door.SILENT_S", 0.1)
+        monkeypatch.setattr("agent.web.routes.BODY_S", 600.0)
+        api = ApiSection(http=[TCP], limits={"memory": "1MiB"})
+        with opened([slow.section()], api, tokens=Owned(api)) as server, ExitStack() as closed:
+            (address,) = server.addresses
+            held = [closed.enter_context(closing(connected(address))) for _ in range(2)]
+            for each in held:
+                each.sendall(head("/told", BODY_BYTES) + b"x" * 10)
+            assert asked(address, "/told", "POST", b"x" * BODY_BYTES)[0] == 200
+            status, told = answer_of(held[0])
+            assert (status, "this was silent longest" in json.loads(told)["error"]["message"]) == (429, True)
 
 
 class TestWhoLeaves:

@@ -46,7 +46,7 @@ async def nothing(call):
 
 
 def section():
-    rule = RouteRule(json_refused)
+    rule = RouteRule(json_refused, body_bytes=1024)
     routes = {"/repeat": repeated, "/refuse": refuses, "/events": cut, "/nothing": nothing}
     return DoorSection(("/",), [route("POST", path, answer, rule) for path, answer in routes.items()])
 

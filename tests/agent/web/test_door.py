@@ -16,9 +16,8 @@ from agent.line_file.api import ApiSection
 from agent.web.door import DoorSection
 from agent.web.routes import RouteRule, json_refused, route
 from experts.errors import ConfigError, OrderRefused, Refusing
-from tests.agent.web.callers import TCP, asked, connected, opened
+from tests.agent.web.callers import TCP, asked, connected, hears_nothing_more, opened
 from tests.authority import Authority
-from tests.waiting import until
 
 TOKENS = {role: {"role": role, "file": f"{role}.token"} for role in ("read", "inspect", "operate", "admin")}
 PATHS = {"/x/read": Role.READ, "/x/store": Role.INSPECT, "/x/do": Role.OPERATE, "/x/rule": Role.ADMIN}
@@ -276,34 +275,31 @@ class TestOtherMachines:
         with pytest.raises((ssl.SSLError, ConnectionError)):
             asked(address, "/x/open", tls=self.trusts(folder, "ours"))
 
-    def test_a_handshake_that_does_not_end_is_cut_off_and_counts_meanwhile(self, door, folder, tls, monkeypatch):
-        monkeypatch.setattr("agent.web.server.ARRIVALS", 1)
+    def test_a_handshake_that_does_not_end_yields_its_place_and_is_cut_off(self, door, folder, tls, monkeypatch):
+        monkeypatch.setattr("agent.web.listening.ARRIVALS", 1)
         (address,) = door(tls=tls)[0].addresses
         ours = self.trusts(folder, "ours")
-        with closing(connected(address)) as silent, closing(connected(address)) as second:
-            assert second.recv(1) == b""  # closed at once
-            silent.close()
-        until(lambda: is_let_in(address, ours))
+        with closing(connected(address)) as silent:
+            assert is_let_in(address, ours)
+            assert hears_nothing_more(silent)
         monkeypatch.setattr("agent.web.server.HEAD_S", 0.1)
         with closing(connected(address)) as silent:
             silent.settimeout(60)
             assert silent.recv(1) == b""
 
-    @pytest.mark.parametrize("linger_s", [60.0, 0.01])
-    def test_a_caller_that_does_not_end_after_its_answer_counts_until_it_is_cut_off(
+    @pytest.mark.parametrize("linger_s", [600.0, 0.01])
+    def test_a_caller_that_does_not_end_after_its_answer_yields_its_place_or_is_cut_off(
         self, door, folder, tls, monkeypatch, linger_s
     ):
-        monkeypatch.setattr("agent.web.server.ARRIVALS", 1)
+        monkeypatch.setattr("agent.web.listening.ARRIVALS", 1)
         monkeypatch.setattr("agent.web.protocol.LINGER_S", linger_s)
         (address,) = door(tls=tls)[0].addresses
         ours = self.trusts(folder, "ours")
         with closing(ours.wrap_socket(connected(address), server_hostname="localhost")) as silent:
             silent.sendall(b"GET /x/open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert silent.recv(1000).startswith(b"HTTP/1.1 200")
-            if linger_s > 1:
-                assert not is_let_in(address, ours)
-            else:
-                until(lambda: is_let_in(address, ours))
+            assert linger_s < 1 or is_let_in(address, ours)
+            assert hears_nothing_more(silent)
 
 
 def test_a_unix_socket_of_the_state_is_its_owners_alone(folder, audit):

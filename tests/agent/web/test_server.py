@@ -15,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.api.access import Tokens
 from agent.line_file.api import ApiSection
-from agent.web.listening import listener_at
+from agent.web.listening import ARRIVALS, listener_at
 from agent.web.monitoring import Monitoring
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
-from agent.web.server import ARRIVALS
 from experts.errors import AddressUnusable
 from tests.agent.web.callers import PATIENCE_S, TCP, asked, connected, hears_nothing_more, opened
 from tests.waiting import until
@@ -169,15 +168,17 @@ class TestRudeCallers:
                     received += len(more)
             assert received < 60_000 * 100
 
-    def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line, monkeypatch):
+    def test_for_one_more_than_there_is_room_for_the_one_that_is_silent_longest_ends(self, line, monkeypatch):
         monkeypatch.setattr("agent.web.protocol.HEAD_S", 10 * PATIENCE_S)
         with served(line) as (address,):
             held = [connected(address) for _ in range(ARRIVALS)]
-            with closing(connected(address)) as one_too_many:
-                assert hears_nothing_more(one_too_many)
+            with closing(connected(address)) as one_more:
+                assert hears_nothing_more(held[0])
+                for each in (one_more, held[1]):
+                    each.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    assert each.recv(100).startswith(b"HTTP/1.1 200")
             for each in held:
                 each.close()
-            until(lambda: answers(address))
 
     @pytest.mark.parametrize(
         ("sent", "status", "told"),
