@@ -68,7 +68,8 @@ class MqttReceiver:
         self._prefix = f"{section.topic.rstrip('/')}/{level(line)}"
         self._tls = tls_context("outbox.mqtt.ca", section.ca) if section.url.startswith("mqtts:") else None
         self._protocol = ProtocolVersion.V5
-        self._ends = 0  # accepted connections in a row that ended without a reason, and without a message
+        self._ends = 0  # accepted connections in a row that ended without a reason, each on another message or none
+        self._ended_on = ""  # the message of the last one
         self._password()
 
     @asynccontextmanager
@@ -89,10 +90,8 @@ class MqttReceiver:
         except MqttError as error:
             if not is_accepted:
                 raise self._not_accepted(error) from error
-            is_steady = asyncio.get_running_loop().time() - began_s > STEADY_S
-            self._ends = 0 if is_steady or _code(error) != FAILED else self._ends + 1
-            if _code(error) == TAKEN_OVER or self._ends >= TAKEN_OVER_ENDS:
-                raise self._taken_over() from error
+            if asyncio.get_running_loop().time() - began_s > STEADY_S:
+                self._ends = 0
             raise self._ended(error) from error
 
     def _not_accepted(self, error: MqttError) -> ReceiverUnavailable:
@@ -111,23 +110,29 @@ class MqttReceiver:
             reason = f"the broker refuses the connection of client id {self._client_id!r} ({error}) - see its log"
         return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}")
 
-    def _taken_over(self) -> ReceiverUnavailable:
+    def _taken_over(self, *, by_message: bool) -> ReceiverUnavailable:
         reason = (
-            f"the broker ends accepted connections: another client has the client id {self._client_id!r}, too - give "
-            "each box its own `line`, or its own outbox.mqtt.client_id"
+            "the broker ends one accepted connection after the other, as where another client has the client id "
+            f"{self._client_id!r}, too - give each box its own `line`, or its own outbox.mqtt.client_id"
         )
-        url = self._section.url
-        return ReceiverUnavailable(self.name, f"{url}: {reason}", TAKEN_OVER_RETRY_S, shown_s=TAKEN_OVER_SHOWN_S)
+        return ReceiverUnavailable(
+            self.name, f"{self._section.url}: {reason}", TAKEN_OVER_RETRY_S, shown_s=TAKEN_OVER_SHOWN_S,
+            by_message=by_message,
+        )  # fmt: skip
 
     def _ended(self, error: MqttError, what: str = "") -> ReceiverUnavailable:
         """``what``: the message that an accepted connection ended on."""
         code = _code(error)
+        by_message = bool(what) and code not in NOT_THE_MESSAGE
+        self._ends = 0 if code != FAILED else self._ends + (not what or what != self._ended_on)
+        self._ended_on = what
+        if code == TAKEN_OVER or self._ends >= TAKEN_OVER_ENDS:
+            return self._taken_over(by_message=by_message)
         if code is None:
             reason = _network_reason(error)
         else:
             said = "without a reason" if code == FAILED else f"({error.__cause__ or error})"
             reason = f"the broker ended the accepted connection {said} - see the broker's log"
-        by_message = bool(what) and code not in NOT_THE_MESSAGE
         return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}{what}", by_message=by_message)
 
     def _client(self, will: Will) -> _Client:

@@ -115,8 +115,9 @@ class FolderSource(Source):
     # -- the contract --
 
     def start(self) -> None:
-        """Read and watch, in two threads. The folder is made if it is missing; if that fails it is OFFLINE."""
+        """Read and watch, in two threads. A folder that was never there is made; one that is away is OFFLINE."""
         self._reader.start()
+        self._watch.remember_in(self._line.config.state)
         try:
             self._watch.check_mount()
             self._section.path.mkdir(parents=True, exist_ok=True)

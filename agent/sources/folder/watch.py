@@ -86,6 +86,10 @@ class FolderWatch:
         log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
         return True
 
+    def remember_in(self, state: Path) -> None:
+        """Know from earlier runs where the folder's share is mounted."""
+        self._place = Place(self._path, state / "places")
+
     def check_mount(self) -> None:
         """Raises OSError if a share was mounted and no longer is: its bare mount point is not the folder."""
         self._place.find()

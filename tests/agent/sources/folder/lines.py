@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ class Line:
         self.root = root
         self.now = 0.0
         self.room = 10_000
+        self.config = SimpleNamespace(state=root.parent / "state")
         self.has_room = lambda _: len(self.arrivals) < self.room
         self.stores_refusals = True
         self.arrivals = []

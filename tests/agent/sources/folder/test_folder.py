@@ -608,6 +608,18 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
     ]
 
 
+def test_folder_that_is_away_at_a_later_start_is_offline_and_not_made_in_its_stead(tmp_path):
+    with LiveLine(tmp_path / "inbox") as line:
+        until(lambda: line.source.status().state == "online")
+    later = LiveLine(tmp_path / "inbox")
+    (tmp_path / "inbox").rename(tmp_path / "share")
+    with later:
+        until(lambda: later.source.status().state == "offline")
+        assert not (tmp_path / "inbox").exists()
+        (tmp_path / "share").rename(tmp_path / "inbox")
+        until(lambda: later.source.status().state == "online")
+
+
 def test_a_part_is_held_as_long_as_its_image(tmp_path):
     line = Line(tmp_path / "inbox", after="keep")
     arrival = line.arrive("b1_r_R#1@2-3-4#.png")
