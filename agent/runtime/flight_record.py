@@ -12,7 +12,7 @@ Times are those of the loop's clock. Experts have the Engine's names.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -101,7 +101,7 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertSeen:
-    """One expert in the record. ``p50_s``, ``p99_s``: of its latest images, from queued to answered; None without."""
+    """One expert since the start. ``p50_s``, ``p99_s``: of its latest images, from queued to answered; None without."""
 
     images: int
     batches: int
@@ -138,6 +138,7 @@ class FlightRecord:
         self._latest: dict[tuple[str, str], int] = {}  # load by memory and copy, until the copy leaves
         self._loads: dict[int, LoadSpan] = {}  # the ``LOADS`` that ended last, by number
         self._evictions: deque[Eviction] = deque(maxlen=EVICTIONS)
+        self._images, self._batches, self._evicted = Counter[str](), Counter[str](), Counter[str]()  # by expert
         self._making_room: dict[tuple[str, str], tuple[Eviction, ...]] = {}  # by memory and newcomer
 
     def know(self, executors: Iterable[ExecutorSpec], pools: Iterable[PoolSpec]) -> None:
@@ -186,6 +187,7 @@ class FlightRecord:
             effect.freed_bytes, names, len(decision.candidates),
         )  # fmt: skip
         self._evictions.append(eviction)
+        self._evicted[effect.expert] += 1
         self._latest.pop((pool, effect.copy), None)
         if newcomer:
             before = self._making_room.get((pool, newcomer), ())
@@ -209,6 +211,10 @@ class FlightRecord:
             return
         ran = _ran(*found, ended_s, has_failed=has_failed)
         self._ran.append(ran)
+        if found[0].quantum_s is None:
+            for expert, images in zip(ran[1][::2], ran[1][1::2], strict=True):
+                self._images[expert] += images
+                self._batches[expert] += 1
         for request in found[0].requests:
             noted = self._under_way.get(request)
             if noted is None:
@@ -261,6 +267,10 @@ class FlightRecord:
         """Oldest first."""
         return _copied(self._evictions)
 
+    def evicted_counts(self) -> dict[str, int]:
+        """Evictions of each expert since the start."""
+        return dict(_copied(self._evicted.items()))
+
     def decisions(self, since_s: float) -> list[tuple[str, float, float]]:
         """Event, begin and seconds of each, oldest first."""
         return [*takewhile(lambda each: each[1] >= since_s, reversed(_copied(self._decisions)))][::-1]
@@ -282,8 +292,6 @@ class FlightRecord:
 
     def seen(self, expert: str) -> ExpertSeen:
         """Images and batches of an expert, quanta of texts not counted."""
-        ran = [each for each in _copied(self._ran) if expert in each[1]]  # portions: most batches are skipped
-        spans = [span for each in ran for span in _spans(each) if span.expert == expert and not span.is_quantum]
         waits_s: list[float] = []
         for _, _, noted in reversed(_copied(self._ended)):
             if len(waits_s) >= WAITS:
@@ -291,8 +299,8 @@ class FlightRecord:
             if any(mark[1] == expert for mark in noted[2:]):  # so that few requests are looked into
                 steps = [(queued, runs) for queued, runs in _steps(noted) if queued[1] == expert and runs]
                 waits_s += [(runs[-1][3] or 0.0) - queued[0] for queued, runs in steps]
-        images = sum(span.requests for span in spans)
-        return ExpertSeen(images, len(spans), percentile(waits_s, 0.5), percentile(waits_s, 0.99))
+        counts = self._images[expert], self._batches[expert]
+        return ExpertSeen(*counts, percentile(waits_s, 0.5), percentile(waits_s, 0.99))
 
     def course_of(self, request: int) -> dict[str, Any] | None:
         """Course of a request that is under way: values for JSON (docs/results.md), in seconds since its arrival."""

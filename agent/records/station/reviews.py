@@ -6,7 +6,7 @@ is one. A review can be undone in the shift in which it was made. An answer is g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,8 @@ PAGE = f"""
     ORDER BY number DESC LIMIT :limit
 """
 COUNTS = """
-    SELECT json_extract(results.experts, '$[#-1]') AS expert, finding, count(*) AS reviews
+    SELECT json_extract(results.experts, '$[#-1]') AS expert, finding, count(*) AS reviews,
+        sum(results.verdict = 'NG') AS machine_ng
     FROM reviews INDEXED BY reviews_at JOIN results ON results.seq = reviews.result
     WHERE at >= ? AND undone_at IS NULL GROUP BY expert, finding
 """
@@ -77,6 +78,14 @@ class Review:
     at: datetime
     undone_at: datetime | None = None
     undone_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewCounts:
+    """``machine_ng``: reviews of results that the machine called NG, of which false calls are a part."""
+
+    findings: Mapping[Finding, int] = field(default_factory=lambda: dict.fromkeys(Finding, 0))
+    machine_ng: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +161,13 @@ class ReviewReader:
         rows = read_rows(self.path, "SELECT * FROM reviews WHERE result = ? ORDER BY number DESC", (seq,))
         return tuple(review_of_row(row) for row in rows)
 
-    def counts(self, since: datetime) -> dict[str | None, dict[Finding, int]]:
+    def counts(self, since: datetime) -> dict[str | None, ReviewCounts]:
         """Reviews made since then, by the last expert of the result's route; None where no expert judged."""
-        counts: dict[str | None, dict[Finding, int]] = {}
-        for expert, finding, reviews in read_rows(self.path, COUNTS, (utc_text(since),)):
-            counts.setdefault(expert, dict.fromkeys(Finding, 0))[Finding(finding)] = reviews
+        counts: dict[str | None, ReviewCounts] = {}
+        for expert, finding, reviews, machine_ng in read_rows(self.path, COUNTS, (utc_text(since),)):
+            before = counts.get(expert, ReviewCounts())
+            findings = {**before.findings, Finding(finding): reviews}
+            counts[expert] = ReviewCounts(findings, before.machine_ng + machine_ng)
         return counts
 
 

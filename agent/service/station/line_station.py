@@ -54,7 +54,7 @@ class LineStation:
         self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
         self._state = LineState(parts, receivers, self._live)
-        machine = Machine(parts, stored.reviews_read)
+        self._machine = machine = Machine(parts, stored.reviews_read)
         self._state_json = TypeAdapter(views.StateView)
         self.reads = _read_by({
             served.RESULTS: stored.results, served.RESULT: stored.result, served.BOARDS: stored.boards,
@@ -101,13 +101,17 @@ class LineStation:
 
     def _review(self, who: str, given: asked.ReviewGiven) -> Review:
         made = self._reviews().add(given.result, Verdict(given.verdict), who, given.label, given.reason)
-        self._live.reviewed()
+        self._counts_changed()
         return made
 
     def _undo(self, who: str, query: asked.OfNumber) -> Review:
         undone = self._reviews().undo(query.number, who)
-        self._live.reviewed()
+        self._counts_changed()
         return undone
+
+    def _counts_changed(self) -> None:
+        self._live.reviewed()
+        self._machine.reviewed()
 
     def _reviews(self) -> Reviews:
         """Reviews by the shifts of the line file in service."""

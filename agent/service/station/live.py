@@ -108,7 +108,7 @@ class Live:
             takts_s = {board_type: median(each) for board_type, each in self._takts_s.items()}
         return LiveFigures(
             self._totals.since(since),
-            {str(finding): sum(each[finding] for each in by_expert) for finding in Finding},
+            {str(finding): sum(each.findings[finding] for each in by_expert) for finding in Finding},
             self._pages.page(CASES),
             boards,
             takts_s,

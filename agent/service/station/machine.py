@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
-from agent.records.station.reviews import Finding
+from agent.records.station.reviews import Finding, ReviewCounts
 from agent.service.desk.line_desk import standing_of
 from agent.service.station import views
 from agent.service.station.rates import RecentRates
@@ -19,7 +20,7 @@ from experts.document import suggestion
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.core.pool import PoolStatistics
     from agent.deployment.build import Agent
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 EVICTIONS = 20
 TOKENS_S = 10.0
+COUNTED_S = 60.0
 
 
 class Machine:
@@ -41,6 +43,7 @@ class Machine:
         self._reviews = reviews
         self._looking = threading.Lock()  # guards the rates
         self._tokens = RecentRates(TOKENS_S)
+        self._counted: tuple[float, Mapping[str | None, ReviewCounts]] = (-math.inf, {})
 
     def experts(self, _: object) -> views.ExpertsDocument:
         return views.ExpertsDocument(tuple(views.ExpertView(**each) for each in self._experts()))
@@ -59,10 +62,7 @@ class Machine:
             task=None if listed[name].task is None else str(listed[name].task),
             latency=_latencies(agent, name),
             drift=round(values["usage_seen"] - values["usage_profiled"], 6),
-            reviews={
-                str(one): count
-                for one, count in self._reviews.counts(EVER).get(name, dict.fromkeys(Finding, 0)).items()
-            },
+            reviews={str(one): count for one, count in self._reviewed().get(name, ReviewCounts()).findings.items()},
             seen=record.seen(agent.expert(name)),
             evictions_recent=tuple(_eviction(each, *now) for each in reversed(evictions[-EVICTIONS:])),
         )
@@ -100,6 +100,18 @@ class Machine:
             first.sum_s / shown if shown else None,
         )  # fmt: skip
 
+    def reviewed(self) -> None:
+        """A review was made or undone."""
+        self._counted = (-math.inf, {})
+
+    def _reviewed(self) -> Mapping[str | None, ReviewCounts]:
+        """Reviews since ever; counting 100,000 takes 0.3 s, and those that retention removes may count for a while."""
+        counted_s, counts = self._counted
+        if time.monotonic() - counted_s > COUNTED_S:
+            counts = self._reviews.counts(EVER)
+            self._counted = (time.monotonic(), counts)
+        return counts
+
     def _experts(self, only: str | None = None) -> Sequence[dict[str, Any]]:
         agent = self._line.inspector.agent
         loop, config = agent.loop.statistics(), agent.config
@@ -108,8 +120,9 @@ class Machine:
         loads, evictions = Counter[str](), Counter[str]()
         for (expert, _), count in loop.transfers.of_experts.items():
             loads[line_name(expert)] += count
-        evictions.update(line_name(each.expert) for each in agent.loop.record.evictions())
-        reviews = self._reviews.counts(EVER)
+        for expert, count in agent.loop.record.evicted_counts().items():
+            evictions[line_name(expert)] += count
+        reviews = self._reviewed()
         routes = [*config.catalog.components, *config.catalog.texts]
         reached = {route: graph.experts_of(route) for route in config.catalog.components}
         reached |= {route: texts.experts for route, texts in config.catalog.texts.items()}
@@ -126,8 +139,8 @@ class Machine:
                 "loads": loads[name],
                 "evictions": evictions[name],
                 "standing": standing.get(name),
-                "false_calls": reviews.get(name, {}).get(Finding.FALSE_CALL, 0),
-                "reviewed": sum(reviews.get(name, {}).values()),
+                "false_calls": reviews[name].findings[Finding.FALSE_CALL] if name in reviews else 0,
+                "reviewed_ng": reviews[name].machine_ng if name in reviews else 0,
             }
             for name, expert in config.catalog.experts.items()
             if only in (None, name)

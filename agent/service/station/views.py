@@ -293,7 +293,8 @@ class ReviewsDocument:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
     """``sha256``: of the weights that it serves; ``shadow``: the expert in its shadow. ``usage_profiled``,
-    ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes no requests now."""
+    ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes no requests now.
+    ``false_calls``: among its ``reviewed_ng``, the NG answers that people reviewed."""
 
     id: str
     sha256: str
@@ -307,7 +308,7 @@ class ExpertView:
     evictions: int
     standing: str | None
     false_calls: int
-    reviewed: int
+    reviewed_ng: int
 
 
 @dataclass(frozen=True, slots=True)

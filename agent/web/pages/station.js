@@ -81,7 +81,7 @@ function dressOne(node, name, value) {
 // ---- what the page knows
 
 const known = {
-  state: null, etag: null, version: null, answeredAt: null, startedAt: performance.now(), failures: 0, isDenied: false,
+  state: null, etag: null, version: null, seenAt: null, startedAt: performance.now(), failures: 0, isDenied: false,
   polling: false, askAt: 0, session: null, isSigning: false, isBusy: false, message: null, changedAt: 0,
   held: null, heldAt: -HELD_MS,
 };
@@ -100,10 +100,10 @@ async function call(method, path, body, patienceMs = HUNG_MS, headers = {}) {
     const sent = body === undefined ? {} : {body: JSON.stringify(body)};
     if (sent.body) headers = {...headers, "content-type": "application/json"};
     const response = await fetch(path, {method, headers, cache: "no-store", signal: cut.signal, ...sent});
-    if (response.status === 304) return [304, null, null];
+    if (response.status === 304) return [304, null, response.headers];
     const kind = response.headers.get("content-type") ?? "";
     const told = kind.includes("json") ? await response.json() : await response.text();
-    if (response.ok) return [response.status, told || null, response.headers.get("etag")];
+    if (response.ok) return [response.status, told || null, response.headers];
     throw refused(response.status, told?.error?.message ?? (String(told).slice(0, 300) || `HTTP ${response.status}`));
   } catch (error) {
     if ("status" in error) throw error;
@@ -176,12 +176,12 @@ async function poll() {
   const began = now();
   known.polling = true;
   try {
-    const [status, told, etag] = await call("GET", "/api/state", undefined, HUNG_MS, known.etag ? {"if-none-match": known.etag} : {});
+    const [status, told, head] = await call("GET", "/api/state", undefined, HUNG_MS, known.etag ? {"if-none-match": known.etag} : {});
     known.stayed = new Set(known.state?.cases.map((each) => each.seq)); // others get no picture
-    if (status !== 304) Object.assign(known, {state: told.state, etag});
+    if (status !== 304) Object.assign(known, {state: told.state, etag: head.get("etag")});
     known.version ??= known.state.version;
     if (known.version !== known.state.version) location.reload();
-    Object.assign(known, {answeredAt: now(), failures: 0, isDenied: false});
+    Object.assign(known, {seenAt: Math.min(began, now() - 1000 * head.get("age")), failures: 0, isDenied: false});
   } catch (error) {
     known.failures += 1;
     denied(error, known);
@@ -203,7 +203,7 @@ function tick() {
   if (!document.hidden) redraw();
 }
 
-const ageS = () => (now() - (known.answeredAt ?? known.startedAt)) / 1000;
+const ageS = () => (now() - (known.seenAt ?? known.startedAt)) / 1000;
 const isStale = () => !known.isDenied && ageS() > STALE_S;
 const isNamed = () => known.session !== null && known.session.name !== "anonymous";
 const theme = () => localStorage.getItem("coserve.theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
@@ -275,8 +275,6 @@ function table(heads, lines, none) {
 const missing = ({value, error}) => value ? null
   : h("p.none", {class: error ? "bad" : "", role: error ? "alert" : "status"}, error?.message ?? "asking the agent…");
 
-// ---- header
-
 function header() {
   const state = known.state;
   const judging = isStale() ? "NO ANSWER" : state?.judging.state ?? (known.isDenied ? "SIGN IN" : "…");
@@ -293,7 +291,8 @@ function takt(shift) {
   const [is, target] = [shift?.takt_s, shift?.takt_target_s];
   const kind = is && target ? is > target ? "bad" : is > 0.97 * target ? "warn" : "good" : "";
   const word = {bad: "too slow", warn: "just holds", good: "holds"}[kind];
-  return h("div.figure.takt", {class: kind}, h("span", "takt ", h("i", word)), h("b", few(is), h("small", target ? `/${fixed(target)} s` : " s")));
+  const title = shift?.takts.map((each) => `${each.board_type}: ${few(each.takt_s)}/${fixed(each.takt_target_s)} s`).join("\n");
+  return h("div.figure.takt", {class: kind, title}, h("span", "takt ", h("i", word)), h("b", few(is), h("small", target ? `/${fixed(target)} s` : " s")));
 }
 
 function age() {
@@ -319,8 +318,6 @@ function navigation() {
     redraw();
   }, {class: "quiet", label: "dark or light"}));
 }
-
-// ---- the station
 
 function station() {
   const state = known.state;
@@ -498,8 +495,6 @@ async function judge(result, verdict) {
   if (given) tell(`${FINDINGS[given.finding]}: kept beside the machine's verdict`);
 }
 
-// ---- a board
-
 const boardPath = () => `/api/boards/${location.pathname.split("/")[2]}`;
 
 function board() {
@@ -510,7 +505,7 @@ function board() {
   return h("div.two", h("div.column",
     h("div.caption", badge(value.verdict, "large"), h("div.what", h("h1", value.serial),
       h("span", `${value.board_type} · run ${value.number} · ${clock(value.opened_at)} – ${clock(value.closed_at)} · takt ${few(value.takt_s)} s`))),
-    panel("Parts", `${value.parts.length} judged${value.missing ? `, ${value.missing} missing` : ""}`, boardPicture(value, part)),
+    panel("Parts", `${value.is_cut ? "latest " : ""}${value.parts.length} judged${value.missing ? `, ${value.missing} missing` : ""}`, boardPicture(value, part)),
     panel("Timeline", "from arrival to verdict", boardTimeline(value)), panel("Rework", null, rework(value))),
   caseView(part, value.parts, "Part"));
 }
@@ -540,8 +535,6 @@ const rework = ({serial, board_type, reworks}) => h("div.rework", reworks.map((e
   button("Open a new run of this serial", () => act("POST", "/api/boards/rework", {serial, board_type, reason: byId("rework").value.trim() || null},
     `The next image of ${serial} opens a new run.`), {disabled: known.isBusy, class: "choice"}));
 
-// ---- an expert
-
 function expert() {
   const id = location.pathname.split("/").slice(2).map(decodeURIComponent).join("/");
   const answer = ask(`/api/expert${query({id})}`, 5);
@@ -552,7 +545,7 @@ function expert() {
     h("span", {class: value.standing ? "bad" : "good"}, value.standing ?? "takes requests")),
   h("div.figures", figure("images", fixed(value.seen?.images)), figure("p50", seconds(value.seen?.p50_s)), figure("p99", seconds(value.seen?.p99_s)),
     figure("loads", value.loads), figure("evictions", value.evictions), figure("in memory", value.memories.join(", ") || "no"),
-    h("a.figure", {href: `/review${query({expert: value.id, finding: "false_call"})}`, class: value.false_calls ? "warn" : ""}, h("span", "false calls"), h("b", `${value.false_calls} of ${value.reviewed}`))),
+    h("a.figure", {href: `/review${query({expert: value.id, finding: "false_call"})}`, class: value.false_calls ? "warn" : ""}, h("span", "false calls"), h("b", `${value.false_calls} of ${value.reviewed_ng}`))),
   h("div.cards", panel("Share of runs", value.usage_seen ? `drift ${value.drift > 0 ? "+" : ""}${percent(value.drift)}` : "not seen yet", rows([["profiled", value.usage_profiled], ["seen", value.usage_seen]].map(([name, share]) =>
     ({name, word: percent(share), part: share / most})))),
   panel("Second verdicts", null, rows(Object.entries(FINDINGS).map(([name, word]) => ({name: word, word: `${value.reviews[name] ?? 0}`})))),
@@ -563,8 +556,6 @@ function expert() {
   panel("Evictions", "newest first", table(["at", "memory", "stage", "why", "for", "candidates"], value.evictions_recent.map((each) => ({
     cells: [clock(each.at), each.memory, each.stage, each.why, expertLink(each.for), (each.candidates ?? []).join(", ")]})), "not evicted lately")));
 }
-
-// ---- the engine
 
 function engine() {
   const answer = ask("/api/engine?last=60", 1);
@@ -581,7 +572,7 @@ function engine() {
   h("div.cards", memories(value.memories), known.state && executors(known.state)),
   panel("Experts", null, missing(experts) ?? table(["expert", "components", "in memory", "#profiled", "#seen", "#loads", "#evictions", "#false calls", "standing"],
     experts.value.experts.map((each) => ({key: each.id, attrs: {class: each.standing ? "bad" : ""}, cells: [expertLink(each.id), each.components.join(", "), each.memories.join(", "),
-      percent(each.usage_profiled), percent(each.usage_seen), each.loads, each.evictions, `${each.false_calls} of ${each.reviewed}`, each.standing ?? "takes requests"]})), "no expert")));
+      percent(each.usage_profiled), percent(each.usage_seen), each.loads, each.evictions, `${each.false_calls} of ${each.reviewed_ng}`, each.standing ?? "takes requests"]})), "no expert")));
 }
 
 function paint(canvas, spans, spanS) {
@@ -602,8 +593,6 @@ function point(event, lane, spanS) {
   tell(found ? `${lane.name}: ${found[2]}, ${lane.of(found[3])}, ${seconds(found[1] - found[0])}, ${seconds(-found[1])} ago` : null);
 }
 
-// ---- texts
-
 function texts() {
   const answer = ask("/api/texts", 1);
   const value = answer.value;
@@ -613,8 +602,6 @@ function texts() {
     panel("Models", null, table(["model", "experts", "#context", "state"], value.models.map((each) => ({key: each.name,
       cells: [each.name, each.experts.join(", "), fixed(each.context_tokens), each.is_ready ? "ready" : each.reason ?? "not ready"]})), "no language model")));
 }
-
-// ---- review
 
 const FILTERS = [["verdict", ["NG", "UNKNOWN", "OK"]], ["reviewed", ["true", "false"]], ["finding", Object.keys(FINDINGS)], ["component"], ["expert"], ["label"], ["board"], ["source"]];
 const WORDS = {...FINDINGS, true: "yes", false: "no", "": "all"};
@@ -637,8 +624,6 @@ function review() {
   h("div.choices", given.before && h("a.choice", {href: `/review${query({...given, before: null})}`}, "Newest"), next && h("a.choice", {href: `/review${query({...given, before: next})}`}, "Older"))),
   caseView(shown, results, "Result"));
 }
-
-// ---- the line file
 
 const line = {checked: null, reloaded: null};
 
@@ -668,8 +653,6 @@ const problem = (each) => h("li", each.line !== null && button(`line ${each.line
   area.focus();
   area.setSelectionRange(at, at);
 }), h("b", each.key), h("span", each.message));
-
-// ---- signing in
 
 function sign(isSigning) {
   known.again?.(false);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -86,6 +87,7 @@ class _Told:
     state: bytes
     tag: str
     at: datetime
+    at_s: float
 
 
 class StationRoutes:
@@ -170,7 +172,8 @@ class StationRoutes:
             told = await self._state.answer(self._patience_s)
         except TimeoutError:
             raise _hangs(self._patience_s) from None
-        headers = {"etag": told.tag, "cache-control": "no-cache"}
+        age_s = str(round(time.monotonic() - told.at_s))  # as of any answer that was made earlier (RFC 9111)
+        headers = {"etag": told.tag, "cache-control": "no-cache", "age": age_s}
         known = call.request.headers.get("if-none-match", "")
         if told.tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
             return Response(status_code=304, headers=headers)
@@ -183,9 +186,9 @@ class StationRoutes:
         return json_answer(json.dumps(await self._told(self._reading, make)).encode())
 
     def _told_state(self) -> _Told:
-        at = datetime.now().astimezone()
+        at, at_s = datetime.now().astimezone(), time.monotonic()
         state = self._station.state()
-        return _Told(state, f'"{hashlib.blake2b(state, digest_size=12).hexdigest()}"', at)
+        return _Told(state, f'"{hashlib.blake2b(state, digest_size=12).hexdigest()}"', at, at_s)
 
 
 def _hangs(patience_s: float) -> OrderRefused:

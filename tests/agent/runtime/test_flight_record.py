@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 
 from agent.core import events
-from agent.core.effects import Assigned
+from agent.core.effects import Assigned, Evict, EvictionDecision
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.core.request import Batch
-from agent.runtime.flight_record import MARKS, REQUESTS, FlightRecord, percentile
+from agent.runtime.flight_record import BATCHES, EVICTIONS, MARKS, REQUESTS, FlightRecord, percentile
 from tests.agent.runtime.test_loop import Agent
 
 
@@ -134,6 +134,17 @@ class ByHand:
         self.record.batch_began(Batch(batch, 0, "a", "a@fp32", requests, 0, quantum_s), self.now_s)
         self.now_s += seconds
         self.record.batch_ended(batch, self.now_s, has_failed=False)
+
+
+def test_counts_since_the_start_outlive_the_rings():
+    hand = ByHand()
+    for _ in range(EVICTIONS + 1):
+        hand.record.evicted(Evict("a", "a@fp32", "host", 1, 1, EvictionDecision("b@fp32", 1, (), "head")))
+    for number in range(BATCHES + 1):
+        hand.run(number, number)
+    assert len(hand.record.evictions()) == EVICTIONS
+    assert hand.record.evicted_counts() == {"a": EVICTIONS + 1}
+    assert (hand.record.seen("a").images, hand.record.seen("a").batches) == (BATCHES + 1, BATCHES + 1)
 
 
 def test_where_a_request_is_while_it_is_under_way():

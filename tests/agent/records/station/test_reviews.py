@@ -9,7 +9,7 @@ import pytest
 from agent.records.database import open_for_reading
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.station.reviews import PAGE, Finding, ReviewQuery, ReviewReader, Reviews
+from agent.records.station.reviews import PAGE, Finding, ReviewCounts, ReviewQuery, ReviewReader, Reviews
 from agent.records.station.shifts import Shifts
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -18,6 +18,7 @@ from tests.waiting import settled
 
 MORNING = datetime(2026, 5, 1, 9, 0, tzinfo=UTC)
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+NONE = dict.fromkeys(Finding, 0)
 
 
 class Station:
@@ -127,9 +128,21 @@ def test_reviews_are_found_by_their_filters_newest_first_page_by_page(station):
     assert (found(expert="cls/3"), found(expert="det/a"), found(expert="cls/9")) == ([3], [3, 2, 1], [])
     assert (found(component="r"), found(component="c")) == ([3, 2, 1], [])
     assert station.reader.counts(MORNING + timedelta(minutes=1)) == {
-        "cls/2": {Finding.AGREE: 0, Finding.FALSE_CALL: 1, Finding.MISSED_DEFECT: 0, Finding.DECIDED: 0},
-        "cls/3": {Finding.AGREE: 0, Finding.FALSE_CALL: 0, Finding.MISSED_DEFECT: 0, Finding.DECIDED: 1},
+        "cls/2": ReviewCounts(NONE | {Finding.FALSE_CALL: 1}, machine_ng=1),
+        "cls/3": ReviewCounts(NONE | {Finding.DECIDED: 1}, machine_ng=0),
     }
+
+
+def test_false_calls_are_counted_beside_the_reviewed_ng_answers_and_not_beside_all_reviews(station):
+    """Ten agreements with OK say nothing about false calls."""
+    for number in range(4, 14):
+        station.store.record(result(f"k{number}", OK, experts=("cls/2",)))
+    station.store.record(result("k14", NG, experts=("cls/2",)))
+    settled(station.store)
+    for seq, person in [(2, OK), *((seq, OK) for seq in range(4, 14)), (14, NG)]:
+        station.say(seq, person)
+    counts = station.reader.counts(MORNING)["cls/2"]
+    assert counts == ReviewCounts(NONE | {Finding.FALSE_CALL: 1, Finding.AGREE: 11}, machine_ng=2)
 
 
 def test_a_closed_store_refuses(station):

@@ -116,6 +116,7 @@ def test_the_state_tells_what_the_line_judges_and_with_what(busy):
     assert (now["texts"], now["standing"], now["alarms"]) == (None, [], [])
     assert datetime.fromisoformat(document["ages"]["at"]).utcoffset() is not None
     assert document["ages"]["uptime_s"] > 0
+    assert 0 <= int(web("/api/state")[1]["age"]) <= PATIENCE_S, "seconds since the state was made"
 
 
 def test_boards_of_two_types_show_each_type_s_takt_beside_its_own_target(line):

@@ -53,6 +53,7 @@ class PlainStation:
         self.random = random.Random(7)
         self.results = {} if kind == "empty" else {each["seq"]: each for each in map(self._result, range(1, 61))}
         self.state = self._state()
+        self.age_s = 0
 
     def _text(self, usual: str) -> str:
         return HOSTILE if self.kind == "hostile" else usual
@@ -345,8 +346,9 @@ class PlainStation:
                 return told
             tag = f'"{hash(json.dumps(told.get("state"), sort_keys=True))}"'
             if path == "/api/state" and call.request.headers.get("if-none-match") == tag:
-                return Response(status_code=304, headers={"etag": tag})
-            return JSONResponse(told, 201 if method == "POST" else 200, {"etag": tag, "cache-control": "no-cache"})
+                return Response(status_code=304, headers={"etag": tag, "age": str(self.age_s)})
+            headers = {"etag": tag, "cache-control": "no-cache", "age": str(self.age_s)}
+            return JSONResponse(told, 201 if method == "POST" else 200, headers)
 
         action = path if method in ("POST", "DELETE") else None
         return route(method, path, answered, RouteRule(json_refused, least, action, body_bytes=65_536))
@@ -387,6 +389,7 @@ class PlainStation:
             "size": [600, 900],
             "frame": 1,
             "reworks": [{"who": "anna", "reason": self._text("resoldered C4"), "at": moment(900)}],
+            "is_cut": False,
         }
 
     def _review(self, call: Call) -> dict[str, Any]:
@@ -424,7 +427,7 @@ class PlainStation:
             "evictions": 40,
             "standing": None,
             "false_calls": 2,
-            "reviewed": 14,
+            "reviewed_ng": 14,
         }
 
     def _expert_detail(self, call: Call) -> dict[str, Any]:

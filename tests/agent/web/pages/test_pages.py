@@ -318,6 +318,13 @@ class TestWithoutAnAnswer:
         page.unroute("**/api/**")
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
 
+    def test_an_answer_with_an_old_state_is_shown_with_the_age_of_the_state(self, opened):
+        page = opened.go("/")
+        expect(page.locator(".judging b")).to_have_text("JUDGING")
+        opened.station.age_s = 30
+        expect(page.locator(".data")).to_have_text(re.compile(r"no answer for 3\d s: reconnecting"))
+        expect(page.locator(".judging b")).to_have_text("NO ANSWER")
+
     @pytest.mark.slow
     def test_a_page_that_fails_says_so_and_shows_nothing_as_current(self, opened):
         page = opened.go("/")
