@@ -135,7 +135,8 @@ class LineMetrics:
         line.inspector.agent.loop.statistics()
         crash, alarm = line.inspector.crash, line.store.statistics().alarm
         unstored = None if alarm is None else f"results are not stored: {alarm}"
-        return Condition(None if crash is None else str(crash), self._line.phase() or unstored)
+        unready = line.phase() or unstored or _idle(line.sources())
+        return Condition(None if crash is None else str(crash), unready)
 
     def metrics(self) -> Sequence[Metric | Histogram]:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
@@ -216,6 +217,15 @@ class LineMetrics:
         yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
         ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}
         yield Metric(GAUGE, "camera_frame_age_seconds", "Seconds since the last frame.", _by_name(ages), ("camera",))
+
+
+def _idle(sources: Sequence[SourceStatus]) -> str | None:
+    """Why no source takes images, if the line has any."""
+    idle = [
+        f"{each.name}: {each.alarm or each.state}" for each in sources
+        if (each.alarm is not None if each.kind == "folder" else each.state != CameraState.STREAMING)
+    ]  # fmt: skip
+    return f"no source takes images: {'; '.join(idle)}" if idle and len(idle) == len(sources) else None
 
 
 def _metrics_of(table: Table[Known], one: Known) -> list[Metric]:

@@ -152,7 +152,7 @@ class FolderSource(Source):
             str(self._watch.state),
             received=self._claimer.received,
             waiting=len(self._waiting) + self._claimer.unoffered + self._reader.waiting,
-            alarm=self._claimer.claim_alarm or self._custody.alarm or self._reader.alarm,
+            alarm=self._claimer.claim_alarm or self._custody.alarm or self._reader.alarm or self._watch.alarm,
             held_bytes=self._reader.held_bytes,
         )
 

@@ -56,10 +56,11 @@ class Hint:
 
 
 class FolderWatch:
-    """State of one folder. ``note`` is called with each hint, from watchdog's threads."""
+    """State of one folder. ``note`` is called with each hint, from watchdog's threads. ``alarm``: why it is OFFLINE."""
 
     def __init__(self, path: Path, note: Callable[[Hint], None]) -> None:
         self.state = SourceState.STOPPED
+        self.alarm: str | None = None
         self._path = path
         self._note = note
         self._observer: BaseObserver | None = None
@@ -80,7 +81,7 @@ class FolderWatch:
         """
         if self.is_online:
             return False
-        self.state = SourceState.ONLINE
+        self.state, self.alarm = SourceState.ONLINE, None
         if has_thread and tells_changes(filesystem_type(self._path)):
             self._observe()
         log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
@@ -97,6 +98,7 @@ class FolderWatch:
     def go_offline(self, error: OSError) -> None:
         if self.state is not SourceState.OFFLINE:
             log.error("intake_offline folder=%s reason=%s: looked for again", self._path, error.strerror)
+        self.alarm = error.strerror or str(error)
         self.stop(SourceState.OFFLINE)
 
     def stop(self, state: SourceState) -> None:

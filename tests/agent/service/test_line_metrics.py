@@ -208,6 +208,24 @@ def test_it_is_ready_while_verdicts_can_be_stored_and_says_why_not(line):
         (line.folder / "away").rename(line.folder / "state")
 
 
+def test_it_is_not_ready_while_no_source_takes_images_and_one_is_enough(line):
+    for name in ("one", "two"):
+        line.watch(name)
+    with line.served() as service:
+        until(lambda: page(service, "/health/ready") == (200, "ready\n"))
+        (line.folder / "one").rename(line.folder / "one-away")
+        until(lambda: Scraped(service)("folder_up", folder="1") == 0)
+        assert page(service, "/health/ready") == (200, "ready\n")
+        (line.folder / "two").rename(line.folder / "two-away")
+        until(lambda: page(service, "/health/ready")[0] == 503)
+        told = page(service, "/health/ready")[1]
+        assert told.startswith("no source takes images: ")
+        assert all(f"{line.folder / name}: OFFLINE: it was there and is gone" in told for name in ("one", "two"))
+        assert Scraped(service)("ready") == 0
+        (line.folder / "two-away").rename(line.folder / "two")
+        until(lambda: page(service, "/health/ready") == (200, "ready\n"))
+
+
 def test_while_it_stops_it_lives_and_is_not_ready(line):
     line.fake(0, B_s=1.0)
     said = set()
