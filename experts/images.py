@@ -205,6 +205,20 @@ def upright_map(stored: AnomalyMap, orientation: int) -> AnomalyMap:
     return replace(stored, height=values.shape[0], width=values.shape[1], values=values.tobytes())
 
 
+def stored_size(content: bytes, name: str, max_pixels: int) -> tuple[int, int]:
+    """(height, width) by the header alone. Raises ImageTooLarge and ImageUnreadable, before anything is decoded."""
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
+    except BROKEN as error:
+        raise ImageUnreadable(name, f"its header cannot be read ({error or type(error).__name__})") from error
+    if width * height > max_pixels:
+        raise ImageTooLarge(name, f"{width} x {height} pixels are more than max_pixels {max_pixels}")
+    return height, width
+
+
 def upright_size(path: Path) -> tuple[int, int]:
     """(height, width) of an image as viewers show it, by its header. Raises ImageUnreadable."""
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from agent.core.request import CANCELLED
 from agent.runtime.images.sources import EncodedImage, Frame
@@ -22,8 +22,8 @@ from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import key_reused, source_of
 from agent.service.inspections.rows import judged_result, maps_of
 from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
-from experts.errors import OrderRefused, Refusing
-from experts.images import DEFAULT_MAX_PIXELS
+from experts.errors import ImageError, OrderRefused, Refusing
+from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS, stored_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -225,9 +225,8 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
     """Raises OrderRefused for a frame of another size than the layout's. Decoding reports invalid images later."""
     if isinstance(image, bytes):
         try:
-            with Image.open(io.BytesIO(image)) as opened:
-                size = (opened.height, opened.width)
-        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
+            size = stored_size(image, "the image", LARGEST_MAX_PIXELS)
+        except ImageError:
             return
     else:
         size = (image.shape[0], image.shape[1])

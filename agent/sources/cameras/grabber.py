@@ -19,6 +19,7 @@ import cv2
 import numpy as np
 
 from agent.sources.cameras import wire
+from agent.sources.cameras.pictures.size import check_size, decoded_jpeg
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
@@ -182,11 +183,7 @@ class Grabber:
 def encode(picture: Picture, max_pixels: int) -> bytes | None:
     """The image file; None for a JPEG that cannot be decoded. Raises CameraFailed for more than ``max_pixels``."""
     if isinstance(picture, bytes):
-        decoded = cv2.imdecode(np.frombuffer(picture, np.uint8), cv2.IMREAD_UNCHANGED)
-        if decoded is None:
-            return None
-        _check_size(decoded, max_pixels)
-        return picture
+        return None if decoded_jpeg(picture, max_pixels, cv2.IMREAD_UNCHANGED) is None else picture
     _check_size(picture, max_pixels)
     pixels = picture if isinstance(picture, np.ndarray) else picture.to_ndarray(format="bgr24")
     is_encoded, content = cv2.imencode(".png", pixels)
@@ -197,8 +194,4 @@ def encode(picture: Picture, max_pixels: int) -> bytes | None:
 
 def _check_size(picture: NDArray[Any] | VideoFrame, max_pixels: int) -> None:
     height, width = picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
-    if height * width > max_pixels:
-        raise CameraFailed(
-            f"its frames of {width} x {height} pixels are more than max_pixels {max_pixels} - raise max_pixels:, or "
-            "lower the camera's resolution"
-        )
+    check_size(height, width, max_pixels)

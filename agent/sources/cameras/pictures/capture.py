@@ -1,6 +1,7 @@
 """Video read by PyAV, each frame with its arrival time.
 
-Guarantees: broken frames and cut JPEG files are dropped. A camera's JPEG is passed on unchanged, never encoded again.
+Guarantees: a video whose frames have more than ``max_pixels`` is not decoded. Broken frames and cut JPEG files are
+dropped. A camera's JPEG is passed on unchanged, never encoded again.
 One thread decodes: with n threads FFmpeg returns each frame n frames late.
 """
 
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import av
 import cv2
-import numpy as np
 from av.error import FFmpegError, InvalidDataError
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
+from agent.sources.cameras.pictures.size import check_size, decoded_jpeg
 from agent.sources.cameras.pictures.source import Snapshot
 
 if TYPE_CHECKING:
@@ -32,17 +33,22 @@ JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
 
 
 class Capture:
-    """Opened video. Raises FFmpegError where it cannot be opened, and as ``av.open``."""
+    """Opened video. Raises FFmpegError where it cannot be opened, and as ``av.open``; CameraFailed for frames that are
+    too large, now or later."""
 
     def __init__(
-        self, place: str, options: Mapping[str, str], timeouts_s: tuple[float, float] | None, kind: str | None = None
-    ) -> None:
+        self, place: str, options: Mapping[str, str], timeouts_s: tuple[float, float] | None, max_pixels: int,
+        kind: str | None = None,
+    ) -> None:  # fmt: skip
         self._container = av.open(place, format=kind, options=dict(options), timeout=timeouts_s)
         known = [stream for stream in self._container.streams.video if stream.codec_context is not None]
         if not known:
             raise InvalidDataError(0, "it holds no video of a codec that is known here")
         self._stream = known[0]
+        self._max_pixels = max_pixels
+        self._check_size()
         self._stream.codec_context.thread_count = 1
+        self._stream.codec_context.options = {"max_pixels": str(max_pixels)}  # for frames that grow later
         codec = self._stream.codec_context.name
         self._is_jpeg = codec == "mjpeg"
         self._has_times = self._container.format.name not in COUNTED
@@ -82,23 +88,28 @@ class Capture:
     def _decoded(self, packet: Packet[Any]) -> list[Snapshot]:
         """Frames that the packet completes: none for a broken packet, all remaining for the last."""
         if self._is_jpeg:
-            jpeg = whole_jpeg(bytes(packet))
+            jpeg = whole_jpeg(bytes(packet), self._max_pixels)
             return [] if jpeg is None else [self._snapshot(jpeg, packet)]
         try:
             frames = packet.decode()
         except InvalidDataError:
+            self._check_size()  # they may have grown
             return []
         return [self._snapshot(frame, frame) for frame in frames if not frame.is_corrupt]
+
+    def _check_size(self) -> None:
+        check_size(self._stream.codec_context.height, self._stream.codec_context.width, self._max_pixels)
 
     def _snapshot(self, picture: Picture, timed: Packet[Any] | VideoFrame) -> Snapshot:
         return Snapshot(picture, self._clock.came_at(self._time(timed), time.monotonic()))
 
 
-def whole_jpeg(packet: bytes) -> Picture | None:
-    """Frame of motion JPEG: the file itself, or its pixels if the file lacks its tables; None for a cut file."""
+def whole_jpeg(packet: bytes, max_pixels: int) -> Picture | None:
+    """Frame of motion JPEG: the file itself, or its pixels if the file lacks its tables; None for a cut file. Raises
+    CameraFailed for more than ``max_pixels``."""
     content = packet.rstrip(b"\0")
     if not (content.startswith(JPEG_START) and content.endswith(JPEG_END)):
         return None
     if JPEG_TABLES in content:
         return content
-    return cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR)  # type: ignore[return-value]  # uint8, or None
+    return decoded_jpeg(content, max_pixels, cv2.IMREAD_COLOR)

@@ -52,7 +52,7 @@ class ClipSource:
     def _begin(self) -> None:
         self.close()
         try:
-            self._capture = Capture(str(self._path), {"protocol_whitelist": "file"}, None)
+            self._capture = Capture(str(self._path), {"protocol_whitelist": "file"}, None, self._connection.max_pixels)
         except InvalidDataError as error:
             raise CameraFailed(f"{self._path}: not a video that can be read: {error.strerror}") from error
         except FFmpegError as error:

@@ -59,7 +59,8 @@ class StreamSource:
         is_device = self._connection.scheme == "v4l2"
         place = self._connection.place if is_device else _with_login(self._connection)
         try:
-            self._capture = Capture(place, _options(self._connection), timeouts_s, "v4l2" if is_device else None)
+            options, kind = _options(self._connection), "v4l2" if is_device else None
+            self._capture = Capture(place, options, timeouts_s, self._connection.max_pixels, kind)
         except FFmpegError as error:
             is_late = time.monotonic() >= deadline
             raise CameraFailed(_why_not(self._connection, ExitError(0, "no answer") if is_late else error)) from None

@@ -1,10 +1,14 @@
 """The contract of picture sources, the behaviour of each kind, and the page about cameras."""
 
 import importlib.util
+import io
 import re
+import resource
 import shutil
 import time
+from collections import deque
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -210,16 +214,60 @@ class TestMotionJpeg:
 
     def test_cut_packets_are_none_and_padded_ones_are_whole(self):
         whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
-        assert whole_jpeg(whole + bytes(5)) == whole
-        assert [whole_jpeg(cut) for cut in (whole[:-2], whole[2:], b"")] == [None] * 3
+        assert whole_jpeg(whole + bytes(5), 10**7) == whole
+        assert [whole_jpeg(cut, 10**7) for cut in (whole[:-2], whole[2:], b"")] == [None] * 3
 
     def test_one_without_its_tables_is_decoded(self):
         whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
         bare = without_tables(whole)
         assert b"\xff\xc4" not in bare
-        seen = whole_jpeg(bare)
+        seen = whole_jpeg(bare, 10**7)
         assert isinstance(seen, np.ndarray)
         assert np.array_equal(seen, cv2.imdecode(np.frombuffer(whole, np.uint8), cv2.IMREAD_COLOR))
+
+
+class TestLargePictures:
+    """Small files of many pixels, which take gigabytes once they are decoded."""
+
+    @pytest.mark.parametrize("side", [4_000, 20_000], ids=["readable", "more than Pillow opens"])
+    @pytest.mark.parametrize("has_tables", [True, False])
+    def test_a_jpeg_is_refused_by_its_header_before_it_is_decoded(self, side, has_tables):
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        jpeg = cv2.imencode(".jpg", picture(7))[1].tobytes()
+        at = jpeg.index(b"\xff\xc0") + 5  # height and width
+        large = jpeg[:at] + side.to_bytes(2) * 2 + jpeg[at + 4 :]
+        read, sent = (encode, large) if has_tables else (whole_jpeg, without_tables(large))
+        with pytest.raises(CameraFailed, match="max_pixels:, or lower"):
+            read(sent, 10**7)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 40_000  # of 48 and 1,200 MB
+
+    def test_a_video_is_refused_when_it_is_opened(self, clip):
+        source = source_of(replace(connection(f"file:{clip}"), max_pixels=100))
+        with (
+            closing(source),
+            pytest.raises(CameraFailed, match=r"frames of \d+ x \d+ pixels are more than max_pixels 100"),
+        ):
+            source.open(time.monotonic() + WAIT_S)
+
+    def test_a_video_whose_frames_grow_is_not_decoded_further(self, tmp_path):
+        with closing(grown(tmp_path / "grown.h264")) as source:
+            source.open(time.monotonic() + WAIT_S)
+            with pytest.raises(CameraFailed, match="640 x 640 pixels are more than max_pixels 4096"):
+                deque(iter(lambda: source.read(time.monotonic() + 1), "never"), 0)
+
+
+def grown(place):
+    """A stream of H.264 whose second half has larger frames."""
+    halves = []
+    for side in (64, 640):
+        with av.open(halves.append(io.BytesIO()) or halves[-1], "w", format="h264") as file:
+            stream = file.add_stream("libx264", rate=25, width=side, height=side, pix_fmt="yuv420p")
+            for shade in range(10):
+                frame = av.VideoFrame.from_ndarray(np.full((side, side, 3), shade * 20, np.uint8), format="rgb24")
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())
+    place.write_bytes(b"".join(half.getvalue() for half in halves))
+    return source_of(replace(connection(f"file:{place}"), max_pixels=64 * 64))
 
 
 def without_tables(jpeg):

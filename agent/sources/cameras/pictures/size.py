@@ -1,0 +1,33 @@
+"""Size of a camera's pictures, checked before they are decoded: a JPEG of a megabyte may hold gigabytes of pixels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+
+from experts.errors import CameraFailed, ImageTooLarge, ImageUnreadable
+from experts.images import stored_size
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ADVICE = "raise max_pixels:, or lower the camera's resolution"
+
+
+def decoded_jpeg(content: bytes, max_pixels: int, how: int) -> NDArray[Any] | None:
+    """Pixels, ``how`` OpenCV reads them; None for a broken one. Raises CameraFailed for more than ``max_pixels``."""
+    try:
+        stored_size(content, "its frame", max_pixels)
+    except ImageTooLarge as error:
+        raise CameraFailed(f"{error} - {ADVICE}") from None
+    except ImageUnreadable:
+        return None
+    return cv2.imdecode(np.frombuffer(content, np.uint8), how)
+
+
+def check_size(height: int, width: int, max_pixels: int) -> None:
+    """Raises CameraFailed."""
+    if height * width > max_pixels:
+        raise CameraFailed(f"its frames of {width} x {height} pixels are more than max_pixels {max_pixels} - {ADVICE}")
