@@ -33,19 +33,21 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
     """Type of the filesystem that holds ``path``, which need not exist; None if unknown."""
-    try:
-        text = mounts.read_text()
-    except OSError:
-        return None
     resolved = path.resolve()
     above = {str(resolved), *(str(parent) for parent in resolved.parents)}
     found: tuple[int, str] | None = None
-    for line in text.splitlines():
-        left, _, right = line.partition(" - ")
-        point = ESCAPED.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4])
+    for point, type_ in _mounted(mounts):
         if point in above and (found is None or len(point) >= found[0]):  # later mounts hide earlier ones
-            found = (len(point), right.split(" ")[0])
+            found = (len(point), type_)
     return found[1] if found else None
+
+
+def _mounted(mounts: Path = MOUNTS) -> Iterator[tuple[str, str]]:
+    """Mount points with the types of their filesystems; none where the system does not tell."""
+    with suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            yield ESCAPED.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4]), right.split(" ")[0]
 
 
 class Place:
@@ -69,7 +71,7 @@ class Place:
         resolved = self.folder.resolve()
         above = (resolved, *resolved.parents)
         for mount in (self._mount, *_mounts_of(self._fstab)):
-            if mount in above and not mount.is_mount():
+            if mount in above and not (mount.is_mount() or str(mount) in dict(_mounted())):  # a bind mount
                 raise self._away(f"nothing is mounted at {mount} - mount its share or disk there")
         if self.folder.is_dir():
             self._remember(next(each for each in above if each.is_mount()))

@@ -1,6 +1,10 @@
 """Files that appear whole, in folders that others may write to."""
 
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +89,36 @@ def test_folder_above_that_is_missing_is_not_made(tmp_path):
     with pytest.raises(OSError, match=r"a is missing - mount its share, or make the folder"):
         Place(tmp_path / "a" / "b", tmp_path / "memory").make()
     assert not (tmp_path / "a").exists()
+
+
+BOUND = """
+import subprocess, sys
+from pathlib import Path
+from experts.filesystem import Place
+
+disk, mount, fstab = (Path(each) for each in sys.argv[1:])
+place = Place(mount, fstab=fstab)
+try:
+    place.find()
+except OSError as error:
+    print(error.strerror.partition(":")[0])
+if subprocess.run(["mount", "--bind", disk, mount], capture_output=True).returncode:
+    sys.exit(77)
+place.find()
+"""
+
+
+def test_bind_mount_of_fstab_is_offline_until_it_is_mounted(tmp_path):
+    disk, mount, fstab = (tmp_path / name for name in ("disk", "mount", "fstab"))
+    disk.mkdir()
+    mount.mkdir()
+    fstab.write_text(f"{disk} {mount} none bind 0 0\n")
+    apart = ["unshare", "--mount", "--propagation", "private"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a mount namespace is not permitted here")
+    command = [*apart, sys.executable, "-c", BOUND, disk, mount, fstab]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    if ended.returncode == 77:
+        pytest.skip("mounting is not permitted here")
+    assert (ended.returncode, ended.stdout) == (0, "OFFLINE\n"), ended.stderr
