@@ -36,21 +36,23 @@ def results(
         raise typer.BadParameter("only images have maps, boards have none - leave out --boards or --maps")
     from agent.commands.results import board_rows, result_rows, with_maps, write_file
     from agent.config import read_line
-    from agent.records.export import BOM, write_rows
+    from agent.records.export import BOARD_COLUMNS, RESULT_COLUMNS, csv_head, write_rows
 
     with explained():
         config = read_line(line)
         start = time_of(since, "--since")
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
         rows = rows if maps is None else with_maps(config, rows, maps)
+        columns = BOARD_COLUMNS if boards else RESULT_COLUMNS + (() if maps is None else ("maps",))
+        head = csv_head(columns, bom=bom) if output == "csv" else ""
         if out is not None:
-            count = write_file(rows, output, out, BOM if bom and output == "csv" else "")
+            count = write_file(rows, output, out, head, columns)
             print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
         elif as_json:
             say_rows("results", rows)
         else:
-            sys.stdout.write(BOM if bom and output == "csv" else "")
-            write_rows(rows, output, sys.stdout)
+            sys.stdout.write(head)
+            write_rows(rows, output, sys.stdout, columns)
 
 
 def backup(

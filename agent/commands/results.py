@@ -10,7 +10,7 @@ from experts.errors import ConfigError
 from experts.filesystem import whole_file, whole_text_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from datetime import datetime
     from pathlib import Path
 
@@ -53,12 +53,14 @@ def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
     return str(file)
 
 
-def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path, begin: str = "") -> int:
-    """Write rows to a file that appears whole or not at all, and count them. Raises ConfigError if the disk refuses."""
+def write_file(
+    rows: Iterable[dict[str, Any]], output: Format, path: Path, head: str = "", columns: Sequence[str] | None = None
+) -> int:
+    """``head``, then ``write_rows``, to a file that appears whole or not at all. Raises ConfigError."""
     try:
         with whole_text_file(path) as stream:
-            stream.write(begin)
-            return write_rows(rows, output, stream)
+            stream.write(head)
+            return write_rows(rows, output, stream, columns)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error} - name a file that can be written") from error
 

@@ -21,11 +21,12 @@ import json
 import logging
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
+from agent.records.boards import BoardVerdict
 from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rounds import Rounds
@@ -48,6 +49,7 @@ RESULT_COLUMNS = (
     "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
     "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
 )  # fmt: skip
+BOARD_COLUMNS = ("seq", "revisions", "takt_s", *(field.name for field in fields(BoardVerdict)))
 SCHEMA = {"jsonl": 1, "csv": 2}
 BOM = "\ufeff"  # Excel takes a file without it for the code page of Windows
 FORMULA = re.compile(r"['=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # first characters; the last four are full-width
@@ -125,7 +127,7 @@ class ResultExport(Rounds):
         if self._section.format == "csv":
             with whole_text_file(path.with_suffix(".schema.json")) as schema:
                 schema.write(first_line)
-            first_line = (BOM if self._section.bom else "") + ",".join(RESULT_COLUMNS) + "\n"
+            first_line = csv_head(RESULT_COLUMNS, bom=self._section.bom)
         with whole_text_file(path) as stream:
             stream.write(first_line)
             while found := reader.select(
@@ -170,11 +172,15 @@ def plain_board(row: BoardRow) -> dict[str, Any]:
     return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.board.takt_s} | board
 
 
+def csv_head(columns: Sequence[str], *, bom: bool = False) -> str:
+    return (BOM if bom else "") + ",".join(columns) + "\n"
+
+
 def write_rows(
     rows: Iterable[dict[str, Any]], output: Format, stream: TextIO, columns: Sequence[str] | None = None
 ) -> int:
-    """Write rows as JSON lines or CSV; returns their number. ``columns``: of a CSV with a header; else the first row
-    makes the header."""
+    """Write rows as JSON lines or CSV; returns their number. ``columns``: of a CSV whose header is written already;
+    else the first row makes the header."""
     writer = None if columns is None else csv.DictWriter(stream, columns, lineterminator="\n")
     count = 0
     for row in rows:

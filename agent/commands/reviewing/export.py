@@ -21,7 +21,7 @@ from PIL import Image
 
 from agent.commands.rejudging.archive import GONE, archived_image, pixels_of
 from agent.commands.reviewing.labels import crop_label, finds_boxes, folder_name, true_boxes, yolo_lines
-from agent.records.export import write_rows
+from agent.records.export import csv_head, write_rows
 from agent.records.result_reader import ResultReader
 from agent.records.truth.reviewed import reviewed_results
 from experts.errors import ConfigError, ImageError
@@ -118,7 +118,7 @@ class _Export:
             text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
             self._write(f"yolo/{name}/data.yaml", text.encode())
         with (self._folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
-            file.write(",".join(COLUMNS) + "\n")
+            file.write(csv_head(COLUMNS))
             write_rows(sorted(self._rows, key=lambda row: row["number"]), "csv", file, COLUMNS)
 
     def _image(self, result: Result) -> Decoded | str:

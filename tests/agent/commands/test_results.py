@@ -52,6 +52,10 @@ def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
     assert coserve("results", line, "--format", "csv", "--bom", "--out", tmp_path / "out.csv").exit_code == 0
     assert (tmp_path / "out.csv").read_bytes().startswith(b"\xef\xbb\xbfseq,key,")
     assert b"\r" not in (tmp_path / "out.csv").read_bytes()
+    for options in ((), ("--boards",)):
+        filled = coserve("results", line, "--format", "csv", *options).stdout
+        empty = coserve("results", line, "--format", "csv", "--verdict", "UNKNOWN", *options).stdout
+        assert filled.splitlines()[:1] == empty.splitlines(), "a header, also without rows"
 
 
 def test_boards_have_their_takt(line, tmp_path):

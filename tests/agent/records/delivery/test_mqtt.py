@@ -387,3 +387,34 @@ def test_broker_of_mqtt_3_that_hangs_up_on_one_message_gets_all_others_and_that_
         thread.join()
     boards = [topic.split("/")[3] for topic in heard if "board" in topic]
     assert boards == ["B1", "B2", "B3"]
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        (0x8E, "another client has the client id 'coserve-demo', too - give each box its own `line`"),
+        (0x8B, "the broker ended the accepted connection ([code:139] Server shutting down) - see the broker's log"),
+        (0x80, "the broker ended the accepted connection without a reason - see the broker's log"),
+    ],
+)
+def test_reason_of_a_broker_for_the_end_of_a_connection_is_told_with_what_to_do(line, code, wanted):
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def serve():
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError, IndexError):
+                        packet(connection)
+                        connection.sendall(b"\x20\x03\x00\x00\x00")  # accepted, MQTT 5
+                        _, body = packet(connection)
+                        size = int.from_bytes(body[:2], "big")
+                        connection.sendall(b"\x40\x02" + body[2 + size : 4 + size])  # the status
+                        connection.sendall(bytes([0xE0, 1, code]))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with line(section(listener.getsockname()[1]), events=("board",)) as (_, deliveries):
+            until(lambda: wanted in str(deliveries.statistics()[0].alarm))
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
