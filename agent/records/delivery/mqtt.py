@@ -49,6 +49,7 @@ STEADY_S = 600.0  # a connection that holds for that long has no rival
 LOGIN_REFUSED = frozenset({4, 5, 0x86, 0x87})  # bad user or password, not authorised; codes of MQTT 3.1.1 and 5
 OTHER_VERSION = frozenset({1, 0x84})
 FAILED = 0x80  # lowest code of a failure in MQTT 5
+QUOTA_EXCEEDED = 0x97
 NEVER = frozenset({0x90, 0x95, 0x99})  # topic name invalid, packet too large, payload format invalid
 NOT_THE_MESSAGE = frozenset({0x89, 0x8B, 0x8D, TAKEN_OVER, 0x98, 0x9C, 0x9D})  # busy, ends, silence, moved, ...
 NONCHARACTERS = "".join(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
@@ -197,7 +198,7 @@ class MqttConnection:
             raise MessageRefused(MqttReceiver.name, message.id, why)
         if self._client.answer >= FAILED:
             why = f"the broker refuses {topic} (code {self._client.answer:#x}) - correct its access rules, or its quota"
-            raise ReceiverUnavailable(MqttReceiver.name, why)
+            raise ReceiverUnavailable(MqttReceiver.name, why, by_message=self._client.answer != QUOTA_EXCEEDED)
 
     async def lost(self) -> None:
         await asyncio.shield(self._lost)

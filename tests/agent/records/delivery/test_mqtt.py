@@ -204,16 +204,21 @@ def test_message_larger_than_the_broker_takes_is_refused_and_the_next_one_is_del
         assert "board-1-0" in deliveries.statistics()[0].refusal
 
 
-def test_topic_that_the_brokers_access_rules_forbid_is_an_alarm_and_the_message_waits(broker, line, tmp_path):
+def test_topic_that_the_brokers_access_rules_forbid_is_an_alarm_and_waits_until_another_topic_is_taken(
+    broker, line, tmp_path
+):
     rules = tmp_path / "acl"
-    rules.write_text("topic readwrite coserve/demo/status\ntopic read #\n")
+    rules.write_text("topic readwrite coserve/demo/status\ntopic readwrite coserve/demo/component/ng\ntopic read #\n")
     rules.chmod(0o644)
     mosquitto = broker(f"acl_file {rules}", "user root")
-    with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+    with line(section(mosquitto.port), events=("board", "ng")) as (store, deliveries):
         store.record_board(board("B1"))
         until(lambda: "access rules" in str(deliveries.statistics()[0].alarm))
         assert "coserve/demo/board/B1/verdict" in deliveries.statistics()[0].alarm
         assert (deliveries.statistics()[0].waiting, deliveries.statistics()[0].refused) == (1, 0)
+        store.record(image(1))
+        until(lambda: (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (1, 1))
+        assert "correct its access rules" in deliveries.statistics()[0].refusal
 
 
 def test_second_agent_with_the_client_id_is_an_alarm_that_names_the_id_and_the_remedy(broker, line, tmp_path):
