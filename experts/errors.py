@@ -16,6 +16,7 @@ CoServeError
 |  |  +- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  |  `- WeightsUnclear     a model's file lacks facts that a line file needs: it names the options that give them
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken
+|  +- CopyDamaged           a copy's bytes were lost while they moved within its memory: it is loaded again
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         NaN, infinity, or more boxes than can be judged in some image of a batch: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
@@ -180,6 +181,9 @@ class TokenizerUnusable(ExpertError):
 
 
 class LoadError(ExpertError): ...
+
+
+class CopyDamaged(ExpertError): ...
 
 
 class OutputInvalid(ExpertError): ...

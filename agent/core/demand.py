@@ -614,9 +614,9 @@ def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
         _evict(state, pool, victim, EvictionDecision("", short, tuple(ranked), SHORTAGE), rank(victim)[0])
 
 
-def discard(state: State, expert: str) -> None:
-    """Evict an expert that requests must not use; copies used by a batch or a load stay."""
-    for pool in state.pools.values():
+def discard(state: State, expert: str, only: ModelPool | None = None) -> None:
+    """Evict an expert that requests must not use, from every memory or one; copies used by a batch or a load stay."""
+    for pool in state.pools.values() if only is None else (only,):
         for entry in [entry for entry in pool.entries() if entry.expert == expert]:
             if entry.uses == 0 and entry.is_resident:
                 _evict(state, pool, entry, EvictionDecision(entry.copy, 0, (), UNUSABLE), STAGE_BY_RANK)

@@ -78,11 +78,12 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """A batch did not run. ``out_of_memory``: a smaller one may run."""
+    """A batch did not run. ``out_of_memory``: a smaller one may run. ``is_damaged``: a copy has to be loaded again."""
 
     batch: int
     reason: str
     out_of_memory: bool = False
+    is_damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

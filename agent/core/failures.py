@@ -4,6 +4,7 @@
     a load or batch went well            the expert serves again
     bad weights, or the shell's report   quarantine, for good
     a load ran short of memory           the budget is lowered to the bytes that were used there, and the load retried
+    a batch found a damaged copy         the copy is evicted, and its requests run again, a few times
     a batch of one ran short             the budget is lowered by the batch's bytes; bytes that no expert can free
                                          are taken from the leases of begun requests, youngest first
     no shortage for a while              half of the missing budget is restored, then half of the rest, then all
@@ -209,6 +210,9 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
         _lack_workspace(state, batch, event.reason)
     if is_on_probation:
         _announce_probation(state, batch.expert)
+    for portion, _ in portions if event.is_damaged else ():
+        demand.discard(state, portion.expert, state.pool_of(batch.executor))
+        demand.place_pinned(state, portion.expert)
     for portion, _ in portions:
         if _fails_in_batches(state, portion.expert):
             demand.discard(state, portion.expert)  # a trial reads the weights again
@@ -216,9 +220,9 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
 
 
 def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
-    """Count a lone batch that failed, memory shortage excepted; True if its expert is on probation for that."""
+    """Count a lone batch that failed by its expert; True if that puts the expert on probation."""
     request, expert = batch.requests[0], batch.expert
-    if event.out_of_memory or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
+    if event.out_of_memory or event.is_damaged or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
         return False
     count = state.failed_batches[expert] = state.failed_batches.get(expert, 0) + 1
     stays = expert in state.probations and request not in state.trials  # the batch ran when the probation began
@@ -237,7 +241,8 @@ def _may_retry(state: State, request: int, portion: Portion, batch: Batch, event
     ticket.attempts += 1
     if ticket.is_cancelled:
         return requests.fail(state, request, CANCELLED)
-    is_idle, ran_alone = request == state.idle_request, len(batch.requests) == 1 and not event.out_of_memory
+    is_due_again = event.out_of_memory or event.is_damaged
+    is_idle, ran_alone = request == state.idle_request, len(batch.requests) == 1 and not is_due_again
     if not (ran_alone or is_idle or ticket.attempts >= BATCH_ATTEMPTS):
         return True
     may_move = event.out_of_memory and not is_idle

@@ -29,7 +29,7 @@ from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, watch_of
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
-from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
+from experts.errors import CopyDamaged, CoServeError, OutputInvalid, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -196,7 +196,8 @@ class BatchExecutor:
                 batch.expert, self.spec.id, len(batch.requests), out_of_memory, error, exc_info=not expected,
             )  # fmt: skip
             self._add(batches=1, failed=1, busy_s=time.monotonic() - started)
-            return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory)
+            is_damaged = isinstance(error, CopyDamaged)
+            return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory, is_damaged)
         self._add(batches=1, images=len(results), busy_s=time.monotonic() - started)
         return Finished(batch.id, results)
 

@@ -218,7 +218,8 @@ class ArenaMemory:
     def slide(self, region: ArenaRegion) -> ArenaRegion:
         """Move a region and its bytes down. Returns the moved region, or ``region`` if it stays.
 
-        The region must not be in use; after a move the old object must not be used.
+        The region must not be in use; after a move the old object must not be used. After an error ``region`` is at the
+        new place, with undefined bytes.
         """
         with self._lock:
             span = self._arena.slide(region.span)
@@ -228,10 +229,15 @@ class ArenaMemory:
             moved = self._regions[span] = ArenaRegion(self, span, region.size_bytes)
         region.is_open = False
         step_bytes = region.span.offset_bytes - span.offset_bytes  # copies of that length never overlap their source
-        self._copy(
-            (self._cut(span, start, step_bytes), self._cut(region.span, start, step_bytes))
-            for start in range(0, span.size_bytes, step_bytes)
-        )
+        try:
+            self._copy(
+                (self._cut(span, start, step_bytes), self._cut(region.span, start, step_bytes))
+                for start in range(0, span.size_bytes, step_bytes)
+            )
+        except BaseException:
+            with self._lock:
+                self._regions[span], region.span, region.is_open = region, span, True
+            raise
         return moved
 
     def shown(self, region: ArenaRegion, device: str) -> Tensor:

@@ -3,7 +3,8 @@
 Guarantees: slots and shared parts have the bytes that the Engine's ledger counts, and with spare regions never exceed
 the budget. A shared part is stored once. A load finds the room that the ledger counts: spares are closed first, then
 an arena's regions slide together, each while no batch uses it. Loading an expert over another of its layout moves bytes
-only: the skeleton stays bound.
+only: the skeleton stays bound. After a failed slide or rebinding, the copies of that region are damaged: they can only
+be evicted.
 
 Assumes: ``reserve`` and ``evict`` are called in the order of the Engine's effects, from one thread; ``materialise``,
 ``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any thread.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
-from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
+from experts.errors import CopyDamaged, IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
 from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import tensor_views
@@ -95,6 +96,7 @@ class Slot:
     copy: ExpertCopy
     parts: tuple[SharedSegment, ...]
     is_ready: bool = False
+    is_damaged: bool = False  # a move failed
     uses: int = 0
     housing: Housing | None = None
     moe: OffloadedCopy | None = None
@@ -257,7 +259,7 @@ class SlotStore:
 
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
-        """Context in which a copy is not evicted. Raises IllegalMove unless the copy is ready."""
+        """Context in which a copy is not evicted. Raises IllegalMove unless the copy is ready, CopyDamaged."""
         with self.using_together((copy,)) as slots:
             yield slots[copy]
 
@@ -284,6 +286,8 @@ class SlotStore:
         slot = self._slots.get(copy)
         if slot is None or not slot.is_ready:
             raise IllegalMove(copy, "absent" if slot is None else slot.state, move)
+        if slot.is_damaged and move == "use":
+            raise CopyDamaged(slot.copy.expert.id, f"moving its bytes in {self.pool} failed: it is loaded again")
         return slot
 
     def statistics(self) -> SlotStatistics:
@@ -391,9 +395,26 @@ class SlotStore:
         assert isinstance(self.memory, ArenaMemory), "only an arena's bytes can be scattered"
         for region in self.memory.regions():
             with self._still(region, slot):
-                moved = self.memory.slide(region)
-                if moved is not region:
-                    self._rehouse(region, moved, slot)
+                try:
+                    moved = self.memory.slide(region)
+                    if moved is not region:
+                        self._rehouse(region, moved, slot)
+                except BaseException:
+                    self._damage()
+                    raise
+
+    def _damage(self) -> None:
+        """Let no copy of the stilled region be used: bytes or bindings may be those of the old place."""
+        with self._lock:
+            region = self._stilled
+            slots = [slot for slot in self._slots.values() if region is not None and slot.stands_on(region)]
+            spares = [housing for housing in self._spares if housing.region is region]
+            for slot in slots:
+                slot.is_damaged = True
+            for part in self._parts.values():
+                part.is_filled &= part.housing is None or part.region is not region
+        for housing in [*spares, *(_housed(slot.housing) for slot in slots)]:
+            self._strip(housing)
 
     @contextmanager
     def _still(self, region: Region, loading: Slot) -> Iterator[None]:

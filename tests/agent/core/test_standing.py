@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from agent.core.effects import Assigned, Standing, StandingChanged, StartBatch, StartLoad
+from agent.core.effects import Assigned, Evict, Standing, StandingChanged, StartBatch, StartLoad
+from agent.core.events import BatchFailed
 from agent.core.performance import PoolSpec
 from agent.core.request import Rejected
 from tests.agent.core.worlds import PASS, AnsweringLine, played
@@ -105,6 +106,24 @@ loads that fail leave a probation for batches to batches | by_batches() |
 """)
 def test_what_an_expert_has_to_answer_for(made, script):
     eval(made).play(script)
+
+
+@pytest.mark.parametrize("pinned", ["", "a"])
+def test_a_damaged_copy_is_loaded_again_and_its_batch_judged_by_the_new_one(pinned):
+    line = Box(script="hold; sends A A A", pinned=frozenset(pinned))
+    held, line.held = line.held, None
+    line.forget()
+    for batch in held:
+        line.handle(BatchFailed(batch.id, "moving its bytes failed", is_damaged=True))
+    line.play("verdicts OK OK OK; standings; loads_of a 1")
+    assert [each.expert for each in line.told(Evict)] == ["a"]
+
+
+def test_copies_that_are_damaged_again_and_again_end_unknown_and_blame_no_expert():
+    line = Box()
+    line.bad_batches = {"a": {"reason": "moving its bytes failed", "is_damaged": True}}
+    line.play("sends A A A A; verdicts UNKNOWN UNKNOWN UNKNOWN UNKNOWN; standings; batches_pass; judges A OK")
+    assert {str(each.reason) for each in line.outcomes.values()} == {"a: moving its bytes failed", "None"}
 
 
 def test_the_engine_loads_an_expert_on_probation_again_by_itself_and_releases_it():

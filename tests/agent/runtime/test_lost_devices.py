@@ -1,9 +1,10 @@
-"""Three executors of one emulated device and a load into it find it lost, one after another, in any order."""
+"""An emulated device that is lost, or fails to move its bytes: no verdict is wrong, and none is missing."""
 
 import threading
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,3 +100,35 @@ def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, mon
         assert (outcome.verdict, outcome.label) == expected_of(line, component, line.pixels(0))
     assert {pool.name for pool in statistics.pools} == {"host"}
     assert statistics.quarantined == {}
+
+
+def test_copies_whose_move_in_the_device_fails_judge_nothing_until_they_are_loaded_again(line, monkeypatch):
+    slide, copy, slides, faults = EmulatedMemory.slide, EmulatedMemory._copy, [], []
+
+    def slide_with_faults(memory, region):
+        slides.append(region)
+        try:
+            return slide(memory, region)
+        finally:
+            slides.append(None)
+
+    def copy_half(memory, pairs):
+        if slides and slides[-1] is not None and len(faults) < 3:
+            faults.append(next(iter(pairs))[0].fill_(255))
+            raise RuntimeError("the copy engine failed")
+        copy(memory, pairs)
+
+    monkeypatch.setattr(EmulatedMemory, "slide", slide_with_faults)
+    monkeypatch.setattr(EmulatedMemory, "_copy", copy_half)
+    random, asked = np.random.default_rng(3), {}
+    with SlowCpu(line, device=2, room=3) as agent:
+        for number in range(120):
+            component = COMPONENTS[random.integers(len(COMPONENTS))]
+            asked[agent.submit(component, number % 6)] = component, number % 6
+            if number % 10 == 9:
+                agent.settle()
+        agent.settle()
+    assert len(faults) == 3
+    for number, (component, seed) in asked.items():
+        outcome = agent.outcomes[number]
+        assert (outcome.verdict, outcome.label) == expected_of(line, component, line.pixels(seed)), outcome

@@ -20,6 +20,7 @@ from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
+from experts.errors import CopyDamaged
 from experts.expert import Precision
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
@@ -96,6 +97,96 @@ def test_a_load_finds_room_wherever_the_ledger_says_that_there_is_some(fakes, na
             bench.store.evict(name)
         elif bench.has_room(name):
             bench.load(name)
+        bench.check()
+    bench.store.close()
+
+
+class Fault(Exception):
+    """A device's, in the middle of a move."""
+
+
+class Countdown:
+    """``steps`` copies and bindings go well, the next one fails; None: all go well."""
+
+    steps = None
+
+    def tick(self):
+        if self.steps is None:
+            return
+        self.steps -= 1
+        if self.steps < 0:
+            self.steps = None
+            raise Fault
+
+
+class FaultyMemory(EmulatedMemory):
+    countdown = Countdown()
+
+    def _copy(self, pairs):
+        def each():
+            for pair in pairs:
+                self.countdown.tick()
+                yield pair
+
+        super()._copy(each())
+
+
+class FaultySkeleton:
+    def __init__(self, skeleton, countdown):
+        self._skeleton, self._countdown, self.infer = skeleton, countdown, skeleton.infer
+
+    def bind(self, tensors):
+        self._countdown.tick()
+        self._skeleton.bind(tensors)
+
+
+class FaultyShelf(SkeletonShelf):
+    countdown = Countdown()
+
+    def take(self, copy, device):
+        skeleton = super().take(copy, device)
+        return skeleton if isinstance(skeleton, FaultySkeleton) else FaultySkeleton(skeleton, self.countdown)
+
+
+class FaultyBench(Bench):
+    """Copies and bindings fail as told. A damaged copy is evicted, as the Engine does after a batch that says so."""
+
+    def __init__(self, fakes):
+        super().__init__(fakes)
+        self.countdown, self.damaged = Countdown(), 0
+        self.memory.close()
+        self.memory, shelf = FaultyMemory(self.budget_bytes), FaultyShelf(fakes.segments)
+        self.memory.countdown = shelf.countdown = self.countdown
+        self.store = SlotStore(self.memory, self.budget_bytes, ("cpu",), shelf)
+
+    def attempt(self, name, steps):
+        self.countdown.steps = steps
+        try:
+            self.load(name)
+        except Fault:
+            self.store.abandon(self.store._slots[name])
+        self.countdown.steps = None
+
+    def check(self):
+        for name in self.store.ready():
+            try:
+                with self.store.using(name):
+                    pass
+            except CopyDamaged:
+                self.damaged += 1
+                self.store.evict(name)
+        super().check()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(sorted(QUANTA | TRUNKED)), st.none() | st.integers(0, 12)), max_size=30))
+def test_a_move_that_fails_at_any_step_leaves_no_copy_that_runs_over_other_bytes(fakes, steps):
+    bench = FaultyBench(fakes)
+    for name, fails_after in [*steps, *((name, None) for name in ("e", "f", "a"))]:
+        if name in bench.store.ready():
+            bench.store.evict(name)
+        elif bench.has_room(name):
+            bench.attempt(name, fails_after)
         bench.check()
     bench.store.close()
 
