@@ -133,9 +133,11 @@ def asked_sha256(*asked: object) -> str:
 
 
 def checked_name(name: str | None, what: str) -> str | None:
-    """The name. Raises OrderRefused for one that is too long, or a key with a part's mark."""
+    """The name. Raises OrderRefused for one that is too long or blank, or a key with a part's mark."""
     if name is not None and len(name) > LONGEST_NAME:
         raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
+    if name and not name.strip():
+        raise OrderRefused(Refusing.INVALID, f"{what} is blank - leave it out, or scan again")
     if what == "key" and name and PART_MARK in name:
         raise OrderRefused(Refusing.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
     return name

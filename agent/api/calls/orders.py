@@ -214,10 +214,8 @@ def _withdraw(ticket: Future[Any]) -> None:
 
 
 def check_names(**names: str | None) -> None:
-    """Raises OrderRefused for a name that is too long, has a NUL, or is of blanks alone."""
+    """Raises OrderRefused for a name that is too long or has a NUL."""
     for what, name in names.items():
-        if name and not name.strip():
-            raise OrderRefused(Refusing.INVALID, f"{what} is blank - leave it out, or read the code again")
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
             raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
 

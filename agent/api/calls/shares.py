@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from itertools import takewhile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -30,6 +31,7 @@ class Place:
         self.size = size
         self.end = end
         self.heard_s = 0.0
+        self.is_busy: Callable[[], bool] = lambda: False  # waits for our answer, so that it is not silent
 
     def touch(self) -> None:
         """The peer was heard: others' places are silent for longer."""
@@ -77,13 +79,14 @@ class Shares:
         return place
 
     def _first_to_yield(self, peer: str, size: int) -> Place | None:
-        first = next(iter(self._yielding), None)
-        if first is None:
+        if not self._yielding:
             return None
         largest = max(self._yielding, key=lambda place: self._held[place.peer])
         if self._held[largest.peer] - largest.size >= self._held[peer] + size:
             return largest
-        return first if self._clock() - first.heard_s >= self._silent_s else None
+        until_s = self._clock() - self._silent_s
+        silent = takewhile(lambda place: place.heard_s <= until_s, self._yielding)
+        return next((place for place in silent if not place.is_busy()), None)
 
     def _touch(self, place: Place, *, is_new: bool = False) -> None:
         if is_new or place in self._yielding:

@@ -22,6 +22,7 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
+    from agent.api.calls.budget import Room
     from agent.api.calls.door import Door
     from agent.api.calls.orders import Orders
 
@@ -59,8 +60,10 @@ class Conversation(ABC, Generic[Request, Answer]):
     def put(self, answer: Answer, *, is_last: bool = False) -> None:
         self._ready.put_nowait((answer, is_last))
 
-    async def answers(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Answer, None]:
+    async def answers(self, requests: AsyncIterator[Request], room: Room) -> AsyncGenerator[Answer, None]:
         """Answers until the caller and all orders have ended. Raises OrderRefused when the agent stops."""
+        if room.call is not None:
+            room.call.is_busy = lambda: bool(self._under_way)
         reader = asyncio.create_task(self._read(requests))
         reader.add_done_callback(lambda _: self._ready.put_nowait(None))
         try:

@@ -173,7 +173,7 @@ class GrpcInferenceService(InferenceService):
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
+        async with aclosing(InferStream(self.infer, self._door).answers(requests, room)) as answers:
             async for answer in answers:
                 yield answer
 

@@ -51,7 +51,7 @@ class InspectionService:
     async def InspectStream(
         self, requests: AsyncIterator[pb.StreamOrder], room: Room
     ) -> AsyncIterator[pb.StreamAnswer]:
-        async with aclosing(OrderStream(self._orders, self._door).answers(requests)) as answers:
+        async with aclosing(OrderStream(self._orders, self._door).answers(requests, room)) as answers:
             async for answer in answers:
                 yield answer
 

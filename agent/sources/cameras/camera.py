@@ -150,6 +150,7 @@ class CameraSource(Source):
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             message = f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
             raise OrderRefused(Refusing.INVALID, message)
+        checked_name(board, "board")
         if checked_name(key, "key") is None:
             return self._admit_trigger(board, board_type)
         named, asked = f"{CALLERS_PREFIX}{key}", asked_sha256(self.name, board, board_type)

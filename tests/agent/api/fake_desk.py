@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from threading import Condition, RLock
 
 from agent.api.calls import desk as views
-from agent.subject import SourceStatus
+from agent.subject import SourceStatus, checked_name
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
@@ -99,6 +99,8 @@ class FakeDesk:
     def _check(self, order):
         if self.is_stopping:
             raise OrderRefused(Refusing.STOPPING, "stopping")
+        for what in ("board", "ref", "key"):
+            checked_name(getattr(order.subject, what), what)
         if order.subject.component not in {None, SOLDER, *ROUTES} or order.subject.expert not in {None, *EXPERTS}:
             told = f"no route for {order.subject.component!r}, no expert {order.subject.expert!r}"
             raise OrderRefused(Refusing.NOT_FOUND, told)

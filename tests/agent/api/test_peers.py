@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 from contextlib import ExitStack
+from itertools import chain
 
 import grpc
 import pytest
@@ -95,6 +96,20 @@ def test_a_stream_that_is_silent_for_long_yields_to_the_same_caller_too(serve, c
     (answer,) = agent.InspectStream(iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S)
     assert answer.judged.parts
     until(lambda: ended(streams))
+
+
+def test_a_stream_whose_order_is_under_way_is_not_silent(serve, connect, desk, monkeypatch):
+    monkeypatch.setattr(door, "SILENT_S", 0.0)
+    server, desk.holds = serve(), True
+    most = server._door._shares["stream"].size
+    agent = inspection_pb2_grpc.InspectionStub(connect(server))
+    order = pb.StreamOrder(id="a", order=IMAGE)
+    streams = [agent.InspectStream(chain([order], silent(connect.end)), timeout=DEADLINE_S) for _ in range(most)]
+    desk.wait_for(lambda desk: len(desk.under_way) == most)
+    told = metadata(refused(next, agent.InspectStream(silent(connect.end), timeout=DEADLINE_S)))
+    assert (told["coserve-reason"], ended(streams)) == ("QUEUE_FULL", [])
+    desk.release()
+    assert [next(stream).WhichOneof("answer") for stream in streams] == ["judged"] * most
 
 
 def test_a_caller_of_all_watchers_yields_one_and_a_watcher_alone_keeps_its_place(serve, connect, desk):

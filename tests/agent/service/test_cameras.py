@@ -131,6 +131,8 @@ def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_sta
         ):
             with pytest.raises(OrderRefused, match=reason):
                 service.desk.trigger(camera, None, board_type)
+        with pytest.raises(OrderRefused, match="board is blank"):
+            service.desk.trigger("top", "  ", "main")
         del line.document["boards"]["main"], line.document["intake"]
         line.write()
         done = service.desk.reload()
