@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from agent.cli.app import app
+from agent.cli.endings import plain_output
 from agent.runtime.machine.heap import bound_heaps
 from profiler.cli.app import offline_app
 from profiler.cli.bench import bench_app
@@ -19,7 +20,8 @@ app.add_typer(offline_app)
 def main() -> None:
     """Entry point of the console script."""
     bound_heaps()
-    app()
+    with plain_output():
+        app()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
+OF_OUTPUT = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def say(as_json: bool, row: object, lines: Iterable[str]) -> None:
@@ -35,6 +38,31 @@ def say_rows(name: str, rows: Iterable[object]) -> None:
 
 
 @contextmanager
+def plain_output() -> Iterator[None]:
+    """Output of a whole command. Files and other programs get UTF-8, whatever the locale; a terminal gets characters
+    that it lacks as escapes. A reader that has gone ends the command quietly, a full disk with one line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by the shell
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in OF_OUTPUT:
+            raise
+        with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is still buffered
+        if error.errno != errno.EPIPE:
+            with suppress(OSError):
+                sys.stderr.write(f"the output cannot be written: {error.strerror} - make room there\n")
+        raise SystemExit(FAILED) from None
+
+
+@contextmanager
 def explained() -> Iterator[None]:
     """Print CoServe's errors as plain text on stderr, and exit with the code of their kind."""
     try:
@@ -50,8 +78,9 @@ def explained() -> Iterator[None]:
 def leave_at_once(code: int) -> None:
     """Exit without finalisers: runtimes would wait for a driver that hangs, or abort under a running thread."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

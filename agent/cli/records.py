@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,11 +15,16 @@ from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained, say, say_rows
 from experts.expert import Verdict
 
+WHEN = "2026-01-31, 2026-01-31T06:00 (local time, or with an offset), today, yesterday, or 30m, 1h, 7d ago"
+DAYS_AGO = ("today", "yesterday")
+UNITS = {"m": "minutes", "h": "hours", "d": "days"}
+AGO = re.compile(r"(\d{1,6}) ?([mhd])(?: ago)?")
+
 
 def results(
     line: LineFile,
     since: Annotated[
-        str | None, typer.Option(help="only results from this ISO 8601 time on; without an offset, local time")
+        str | None, typer.Option(help="only results from this time on: 2026-01-31T06:00, today, yesterday, 1h, 7d")
     ] = None,
     verdict: Annotated[Verdict | None, typer.Option(help="only this verdict")] = None,
     output: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="format of the rows")] = "jsonl",
@@ -91,11 +97,17 @@ def restore(
     say(as_json, {"line": made.line, "made_at": made.made_at, "files": list(made.files), "aside": aside}, lines)
 
 
-def time_of(text: str | None, option: str) -> datetime | None:
-    """An aware time, or None. Raises typer.BadParameter for what is not ISO 8601."""
+def time_of(text: str | None, option: str, now: datetime | None = None) -> datetime | None:
+    """An aware time, or None. Raises typer.BadParameter for what is none of WHEN."""
     if text is None:
         return None
+    word, now = text.strip().lower(), (now or datetime.now()).astimezone()
     try:
+        if word in DAYS_AGO:
+            day = now.date() - timedelta(days=DAYS_AGO.index(word))
+            return datetime.combine(day, time()).astimezone(UTC)
+        if ago := AGO.fullmatch(word):
+            return now.astimezone(UTC) - timedelta(**{UNITS[ago[2]]: int(ago[1])})
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint=option) from error
+        raise typer.BadParameter(f"{text!r} is not a time - write {WHEN}", param_hint=option) from error

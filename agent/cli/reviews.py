@@ -20,7 +20,7 @@ MORE_ESCAPES = "WARNING: {expert} lets more defects escape than before, by the i
 
 review_app = typer.Typer(help="People's verdicts on results: give, list, export.", no_args_is_help=True)
 
-Since = Annotated[str | None, typer.Option(help="only reviews from this ISO 8601 time on; without an offset, local")]
+Since = Annotated[str | None, typer.Option(help="only reviews from this time on: 2026-01-31, today, 1h, 7d")]
 Until = Annotated[str | None, typer.Option(help="only reviews before this time")]
 Judging = Annotated[str | None, typer.Option("--expert", metavar="ID", help="only images that this expert judged")]
 Component = Annotated[str | None, typer.Option(help="only images of this component type")]

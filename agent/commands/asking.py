@@ -5,13 +5,15 @@ Guarantees: a model's text cannot act on a terminal: control characters are show
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent.api.client import Access, AgentClient
 from agent.config import read_secret
 from agent.line_file.api import UNIX, host_and_port
-from experts.errors import ConfigError
+from experts.errors import AgentUnreachable, ConfigError
 from experts.expert import Anomaly, Verdict
 from experts.filesystem import whole_file
 from experts.llm.serving.generation import Ending
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 
 KEPT = frozenset("\n\t")
+KNOCK_S = 2.0  # arbitrary: a connection, not an answer
 THINK, THOUGHT_OVER = "<think>", "</think>"
 ENDINGS = {
     Ending.STOP: "the model ended the text",
@@ -176,7 +179,7 @@ def closing_line(row: dict[str, Any]) -> str:
 
 
 def web_client(config: LineConfig | None, access: AgentAccess) -> WebClient:
-    """Client of the line's first HTTP address, or of the target."""
+    """Client of the line's HTTP address that is open, or of the target."""
     from agent.web.client import HttpAccess, WebClient
 
     target = _target(config, access, "http")
@@ -213,7 +216,30 @@ def _target(config: LineConfig | None, access: AgentAccess, wire: Literal["grpc"
             return host_and_port(access.target)
         except ValueError as error:
             raise ConfigError(f"--target: {error}") from None
-    return access.target or addresses[0]
+    return access.target or _open_door(addresses)
+
+
+def _open_door(addresses: Sequence[str]) -> str:
+    """The address that is served, a unix socket first. Raises AgentUnreachable if none of several is."""
+    if len(addresses) == 1:
+        return addresses[0]
+    for address in sorted(addresses, key=lambda each: not each.startswith(UNIX)):
+        with suppress(OSError):
+            _knock(address)
+            return address
+    why = "no answer at any of them - is the agent running (`coserve serve`), and may this user open its sockets?"
+    raise AgentUnreachable(", ".join(addresses), why)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody answers."""
+    if address.startswith(UNIX):
+        with closing(socket.socket(socket.AF_UNIX)) as door:
+            door.settimeout(KNOCK_S)
+            door.connect(address.removeprefix(UNIX))
+        return
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def _access(config: LineConfig | None, files: AgentAccess) -> Access:

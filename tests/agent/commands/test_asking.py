@@ -100,3 +100,20 @@ def test_without_an_address_it_says_where_to_write_one(tmp_path):
 def test_a_file_that_cannot_be_read_is_named(line, desk, tmp_path, option):
     done = coserve("status", "--target", desk.tcp, option, tmp_path / "absent", check=78)
     assert "absent: No such file or directory" in done.stderr
+
+
+def test_an_address_that_is_not_served_leaves_the_other_ones_of_the_line_file(line, desk, tmp_path):
+    """The line file was changed, and the agent serves the earlier one."""
+    served, text = "'unix:./state/coserve.sock'", line.read_text()
+    line.write_text(text.replace(served, f"'127.0.0.1:1', 'unix:./state/gone.sock', {served}"))
+    assert "line test" in coserve("status", line).stdout
+    line.write_text(text.replace(served, "'127.0.0.1:1', 'unix:./state/gone.sock'"))
+    told = coserve("status", line, check=1).stderr
+    assert told.startswith(f"127.0.0.1:1, unix:{tmp_path}/state/gone.sock: no answer at any of them - is the agent")
+
+
+def test_a_review_goes_to_the_http_address_that_is_open(line, desk):
+    door = f"'127.0.0.1:1', 'unix:./state/coserve-web.sock', {desk.http!r}"
+    line.write_text(line.read_text().replace("api: {", f"api: {{http: [{door}], "))
+    told = coserve("review", "add", line, "1", "--ok", check=1).stderr
+    assert "/api/reviews" in told, "the door that answers has no reviews here"

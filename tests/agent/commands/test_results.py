@@ -2,13 +2,18 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from agent.cli.app import app
+from agent.cli.records import time_of
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore
@@ -18,6 +23,9 @@ from tests.agent.line_files import LineFile, expert, fake, route
 from tests.lines import result
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+LATE, NIGHT = (datetime(2026, 11, 28, hour).astimezone() for hour in (22, 0))
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 90.0
 
 
 def coserve(*words):
@@ -102,3 +110,65 @@ def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
     assert [row["maps"] for row in rows] == [[], [], [str(tmp_path / "maps" / "3-1-anomaly-solder.png")]]
     assert (tmp_path / "maps" / "3-1-anomaly-solder.png").read_bytes() == b"\x89PNG"
     assert "maps" not in json.loads(coserve("results", line, "--json").stdout)["results"][0]
+
+
+def typed(*words, **environment):
+    """The command as a program of its own, in a shell's environment."""
+    command = [sys.executable, "-X", "utf8=0", ROOT / "coserve.py", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": os.environ["PATH"], **environment}
+    )
+
+
+@pytest.mark.parametrize("output", ["csv", "jsonl"])
+def test_a_locale_without_the_characters_of_a_name_gives_rows_in_utf_8(line, output):
+    with typed("results", line, "--format", output, LC_ALL="POSIX", PYTHONCOERCECLOCALE="0") as process:
+        told, error = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, error) == (0, b"")
+    names = [row["image"] for row in csv.DictReader(told.decode("utf-8").splitlines())] if output == "csv" else [
+        json.loads(row)["image"] for row in told.splitlines()
+    ]  # fmt: skip
+    assert names == ["ä0.png", "ä1.png"]
+
+
+def test_a_full_disk_ends_a_command_with_one_line(line):
+    with Path("/dev/full").open("wb") as full:
+        for words in (["results", line], ["results", line, "--json"], ["config", "check", line]):
+            done = subprocess.run(
+                [sys.executable, ROOT / "coserve.py", *words], stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE_S
+            )
+            told = b"the output cannot be written: No space left on device - make room there\n"
+            assert (done.returncode, done.stderr) == (1, told), words
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly(line):
+    with closing(ResultStore(line.parent / "state" / "results.db")) as store:
+        for number in range(2000):  # more than a pipe holds
+            store.record(result(f"more{number}", Verdict.OK, line="test", component="c0", image="i" * 100))
+    with typed("results", line) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("today", NIGHT), ("Yesterday", NIGHT - timedelta(days=1)), ("90m", LATE - timedelta(minutes=90)),
+        ("1h", LATE - timedelta(hours=1)), ("7d ago", LATE - timedelta(days=7)), ("2026-11-28", NIGHT),
+        ("2026-11-28 06:00", NIGHT + timedelta(hours=6)),
+        ("2026-11-28T06:00+00:00", datetime(2026, 11, 28, 6, tzinfo=UTC)),
+    ],
+)  # fmt: skip
+def test_a_time_is_said_as_people_say_it(said, meant):
+    assert time_of(said, "--since", LATE) == meant
+
+
+@pytest.mark.parametrize("said", ["28.11.2026", "1764288000", "last week", "1", "h", "999999d"])
+def test_a_time_in_other_words_is_refused_with_those_that_are_known(line, said):
+    for words in (["results", line], ["review", "list", line]):
+        done = coserve(*words, "--since", said)
+        told = " ".join(done.stderr.replace("\u2502", " ").split())
+        assert (done.exit_code, "is not a time - write 2026-01-31" in told) == (2, True)
+        assert all(word in told for word in ("today", "yesterday", "1h", "7d"))
