@@ -19,7 +19,7 @@ MINUTES := 45
 ONLY :=
 
 # What tests need beside Python, as command:package, and where it lies if not on the PATH.
-TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus gcc:gcc curl:curl chromium:chromium
+TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus gcc:gcc curl:curl chromium:chromium nginx:nginx-light
 SBIN := /usr/sbin:/usr/local/sbin
 
 # What `make test-forms` runs: all that packs, tries, chooses or names a form, and what a CPU does without some of them.
@@ -60,9 +60,9 @@ screenshots: $(INSTALLED) tools  ## the station's pages over the demo line at th
 	$(VENV)/bin/python tests/agent/web/screenshots.py
 
 # Without them the tests that need them are skipped, or fail, and say so. Tests start a broker of their own; where
-# systemd runs, Debian also starts the services mosquitto and prometheus once they are installed: nothing here needs
-# these. A compiler without the headers of the C library, which apt-get only recommends, is of no use.
-tools:  ## what tests need: mosquitto, openssl, promtool, gcc, curl, chromium, GStreamer, installed where apt-get is there and may
+# systemd runs, Debian also starts the services mosquitto, nginx and prometheus once they are installed: nothing here
+# needs these. A compiler without the headers of the C library, which apt-get only recommends, is of no use.
+tools:  ## what tests need: mosquitto, openssl, promtool, gcc, curl, chromium, nginx, GStreamer, installed where apt-get is there and may
 	@for tool in $(TOOLS); do \
 	  PATH="$$PATH:$(SBIN)" command -v $${tool%%:*} >/dev/null || { missing="$$missing $${tool%%:*}"; wanted="$$wanted $${tool##*:}"; }; \
 	done; \

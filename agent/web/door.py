@@ -99,15 +99,15 @@ class WebDoor:
         if section.stall_s is not None:
             connection.stall_s = section.stall_s
         scope.update({AUDIT: self._audit, BODIES: self._bodies})
-        answer = self._answering(section, scope, connection)
         place = None
-        if isinstance(answer, Endpoint):
-            bound = Shares(section.requests, SILENT_S)
-            shares = self._under_way.setdefault((connection.listener.address, section), bound)
-            place = scope[PLACE] = connection.place = shares.take(scope[PEER])
-            if place is None:
-                answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
         try:
+            answer = self._answering(section, scope, connection)
+            if isinstance(answer, Endpoint):
+                bound = Shares(section.requests, SILENT_S)
+                shares = self._under_way.setdefault((connection.listener.address, section), bound)
+                place = scope[PLACE] = connection.place = shares.take(scope[PEER])
+                if place is None:
+                    answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
             await answer(scope, receive, send)
             await connection.flow.drain()  # its bytes are held until they are sent
         except ClientDisconnect:

@@ -35,7 +35,6 @@ BODY_S = 20.0  # as for a message over gRPC
 SMALL_BYTES = 64 * 1024
 SPARED_BYTES = 2**20  # of the room for bodies, which larger ones leave to small ones
 NO_ROOM = "bodies of other callers take all room - try again later"
-YIELDED = f"other callers came: {GIVES_WAY}"
 STATUS = {
     Refusing.QUEUE_FULL: 429,
     Refusing.MESSAGE_TOO_LARGE: 413,
@@ -141,11 +140,13 @@ async def body_of(request: Request, most_bytes: int, room: Room) -> bytes:
         return b""
     if _announced_bytes(request) > most_bytes:
         raise _too_large(most_bytes)
-    late, why = asyncio.timeout(BODY_S), NO_ROOM
+    late, refused = asyncio.timeout(BODY_S), OrderRefused(Refusing.QUEUE_FULL, NO_ROOM, 1.0)
+    slow = OrderRefused(Refusing.INVALID, f"the body has not come within {BODY_S:g} s")
+    yielded = OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {GIVES_WAY}", 1.0)
 
     def end() -> None:
-        nonlocal why
-        why = YIELDED
+        nonlocal refused
+        refused = yielded
         if not late.expired():
             late.reschedule(0.0)
 
@@ -155,13 +156,12 @@ async def body_of(request: Request, most_bytes: int, room: Room) -> bytes:
             if room.call is not None:
                 room.call.offer(end)
             await room.enter()
-            if why is NO_ROOM:
-                why = f"the body has not come within {BODY_S:g} s"
+            if refused is not yielded:
+                refused = slow
                 late.reschedule(asyncio.get_running_loop().time() + BODY_S)
             body = await _whole(request, most_bytes, room)
     except TimeoutError:
-        is_slow = why not in (NO_ROOM, YIELDED)
-        raise OrderRefused(*((Refusing.INVALID, why) if is_slow else (Refusing.QUEUE_FULL, why, 1.0))) from None
+        raise refused from None
     finally:
         room.keep(len(body))
         if room.call is not None:

@@ -200,6 +200,7 @@ class TestConnections:
 
     def test_idle_ones_count_until_their_next_request(self, slow, monkeypatch):
         monkeypatch.setattr("agent.web.listening.ARRIVALS", 2)
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 600.0)
         with opened([slow.section()]) as server, ExitStack() as closed:
             (address,) = server.addresses
             busy, idle, third = (closed.enter_context(closing(connected(address))) for _ in range(3))

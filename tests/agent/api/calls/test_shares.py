@@ -52,6 +52,28 @@ def test_a_silent_place_yields_to_anyone_and_one_that_was_heard_does_not():
     assert (taken(shares, "a", ended), first.size, second.size, ended) == ([None], 1, 0, ["a"])
 
 
+def test_the_peer_that_holds_most_yields_before_one_that_is_silent_longer():
+    ended = []
+    shares = Shares(3, 0.0)
+    taken(shares, "b", ended)
+    taken(shares, "a", ended, 2)
+    assert all(taken(shares, "c", ended))
+    assert ended == ["a"]
+    assert all(taken(shares, "c", ended))
+    assert ended == ["a", "b"]  # each had one
+
+
+def test_a_place_that_is_offered_yields_from_then_on_and_not_once_it_was_left():
+    shares, ended = Shares(1, 0.0), []
+    place = shares.take("a")
+    assert taken(shares, "b", ended) == [None]
+    place.offer(lambda: ended.append("a"))
+    assert all(taken(shares, "b", ended))
+    place.offer(lambda: ended.append("a again"))
+    assert all(taken(shares, "c", ended))
+    assert ended == ["a", "b"]
+
+
 def test_bytes_that_were_yielded_are_not_counted_twice_by_a_message_that_came_late():
     shares, ended = Shares(40), []
     late, _ = taken(shares, "a", ended, 2, 20)
