@@ -24,6 +24,7 @@ from agent.demo.rendering.render import RenderedBoard, render_board
 from agent.demo.training.crops import divide, load_crops, render_crops, save_crops
 from agent.demo.training.train import train_experts
 from experts import sizes
+from experts.control_groups import cores
 from experts.errors import ConfigError
 from experts.expert import ANOMALY_LABELS, Precision, Verdict
 from experts.packed.packing import pack_line
@@ -76,7 +77,7 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     """
     started = psutil.Process().create_time()
     folder = fresh_folder(directory)
-    threads = os.cpu_count() or 1
+    threads = cores()
     boards: list[RenderedBoard] = []
     kept: Sequence[LabelledCrop] = ()
     if data is None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.executor import BatchExecutor, Shared
-from agent.runtime.machine.detection import cores
 from agent.runtime.machine.device_loss import Breakdown, DeviceWatch
 from agent.runtime.machine.threads import Team
 from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from experts.backends.forms import form_of
+from experts.control_groups import cores
 from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
 from experts.expert import Precision
 from experts.llm.parallel.driver import Ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ import psutil
 import torch
 
 from agent.runtime.machine.box import Box, MemorySize
+from experts.control_groups import GROUPS, MEMBERSHIP, cores, own_groups, text_of
 from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -46,23 +46,16 @@ def detect(preference: str = "auto") -> Box:
 def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     """True if the PCI bus has an NVIDIA GPU, even without a driver."""
     return any(
-        _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(DISPLAY)
+        text_of(device / "vendor") == NVIDIA and text_of(device / "class").startswith(DISPLAY)
         for device in devices.glob("*")
     )
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
-
-
-def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> MemorySize:
+def host_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> MemorySize:
     """Host memory, within the limits of this process's control groups (systemd unit, container)."""
     memory = psutil.virtual_memory()
     total_bytes, available_bytes = int(memory.total), int(memory.available)
-    for group in _own_groups(groups, membership):
+    for group in own_groups(groups, membership):
         limit_bytes = _read_bytes(group / "memory.max")
         if limit_bytes is None:
             continue
@@ -72,24 +65,14 @@ def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     return MemorySize(total_bytes, available_bytes)
 
 
-def _own_groups(groups: Path, membership: Path) -> list[Path]:
-    """Control groups (version 2) of this process, innermost first."""
-    lines = _text(membership).splitlines()
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if own is None:
-        return []
-    inner = Path(own)
-    return [groups / inner, *(groups / parent for parent in inner.parents)]
-
-
 def _read_bytes(file: Path) -> int | None:
-    text = _text(file)
+    text = text_of(file)
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable_bytes(statistics: Path) -> int:
     """Page cache that the kernel drops first."""
-    lines = _text(statistics).splitlines()
+    lines = text_of(statistics).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
@@ -114,12 +97,6 @@ def _mps_box() -> Box:
 
 def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, device: MemorySize | None) -> Box:
     return Box(name, model, processors, cores(), host, device, _versions())
-
-
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+from experts.control_groups import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,10 +79,6 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
 
     with ThreadPoolExecutor(1, "onednn-layouts") as thread:
         return thread.submit(counted).result()
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
