@@ -177,12 +177,18 @@ RUN_INDEXES = (
     "CREATE INDEX boards_serial ON boards (serial)",
     "CREATE INDEX boards_run ON boards (serial, board_type)",
 )
+AUDIT_INDEX = "CREATE INDEX audit_class ON audit (action, outcome = 'done')"
 
 
 @migrations()
 def version_0_3(database: Database) -> None:
     for statement in RUN_INDEXES:
         database.execute(statement)
+
+
+@migrations()
+def version_0_4(database: Database) -> None:
+    database.execute(AUDIT_INDEX)
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:

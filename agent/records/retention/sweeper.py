@@ -30,6 +30,7 @@ from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import KeptImage, Reason, Steadiness, going_order, may_go, what_goes
 from agent.records.rounds import Rounds
+from agent.records.station.audit import IS_ORDINARY
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ OLD_ROWS = (  # of tables beside the results
         "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?",
     ),
     ("reworks", "number", "SELECT number FROM reworks WHERE at < ? LIMIT ?"),
-    ("audit", "number", "SELECT number FROM audit WHERE at < ? LIMIT ?"),
+    ("audit", "number", f"SELECT number FROM audit WHERE at < ? AND {IS_ORDINARY} LIMIT ?"),
     ("alarms", "number", "SELECT number FROM alarms WHERE cleared_at < ? LIMIT ?"),
 )
 ORPHAN_S = 86_400.0  # an image without a result counts as exported after a day

@@ -1,12 +1,17 @@
 """Audit: who changed what, from where the records are read, one row for each call that changes something.
 
 Guarantees: a call is in the log at once and in the database with the next commit. Any text can be recorded: a long one
-is cut, one that is not Unicode is shown with marks. Recording never fails a call. The latest KEPT_ROWS rows stay.
+is cut, one that is not Unicode is shown with marks. Recording never fails a call.
+
+Each class of calls, an action done or an action refused, has rows of its own, so that none pushes another out. The
+latest KEPT_ROWS of each action that was done stay, at any age; of triggers and refused calls, which machines repeat,
+the latest ORDINARY_ROWS, and no longer than results (``retention``).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -25,12 +30,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_ROWS = 100_000  # about 20 MB
+ORDINARY_ROWS = 20_000
+ORDINARY, DONE = "trigger", "done"
+IS_ORDINARY = f"(action = '{ORDINARY}' OR outcome != '{DONE}')"
+TRIMMED_EVERY = 500  # rows of a class: finding the oldest one to keep takes 1 ms
 LONGEST_TEXT = 500
-INSERT = """
-    INSERT INTO audit (at, who, role, action, subject, outcome, config_sha256) VALUES (?, ?, ?, ?, ?, ?, ?)
-    RETURNING number
+INSERT = "INSERT INTO audit (at, who, role, action, subject, outcome, config_sha256) VALUES (?, ?, ?, ?, ?, ?, ?)"
+OF_CLASS = "audit INDEXED BY audit_class WHERE action = ?1 AND (outcome = 'done') = ?2"
+DROP_OLD = f"""
+    DELETE FROM {OF_CLASS} AND number <= (SELECT number FROM {OF_CLASS} ORDER BY number DESC LIMIT 1 OFFSET ?3)
 """
-DROP_OLD = "DELETE FROM audit WHERE number <= ?"
 PAGE = "SELECT * FROM audit WHERE number < ? ORDER BY number DESC LIMIT ?"
 
 
@@ -55,6 +64,7 @@ class AuditTrail:
     def __init__(self, store: ResultStore, wall: Callable[[], datetime]) -> None:
         self._store = store
         self._wall = wall
+        self._written = Counter[tuple[str, bool]]()  # on the store's thread
 
     def record(self, who: str, role: str, action: str, subject: str, outcome: str, config_sha256: str) -> None:
         """Record a call; arguments as in ``AuditEntry``."""
@@ -63,8 +73,12 @@ class AuditTrail:
         values = utc_text(self._wall()), *texts
 
         def write(database: Database) -> None:
-            (number,) = database.execute(INSERT, values).fetchone()
-            database.execute(DROP_OLD, (number - KEPT_ROWS,))
+            database.execute(INSERT, values)
+            action, is_done = class_ = texts[2], texts[4] == DONE
+            if self._written[class_] % TRIMMED_EVERY == 0:
+                kept = KEPT_ROWS if is_done and action != ORDINARY else ORDINARY_ROWS
+                database.execute(DROP_OLD, (*class_, kept))
+            self._written[class_] += 1
 
         try:
             self._store.write(write)

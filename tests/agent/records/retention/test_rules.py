@@ -288,14 +288,18 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_k
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
         at = one.began - timedelta(days=age_days)
         one.store.record_board(BoardVerdict(serial, "main", Verdict.OK, at, at, {}, {}))
-        AuditTrail(one.store, lambda at=at: at).record("ann", "admin", "reload", serial, "done", "ab")
+        trail = AuditTrail(one.store, lambda at=at: at)
+        trail.record("ann", "admin", "reload", serial, "done", "ab")
+        trail.record("ann", "admin", "reload", serial, "not applied: a mistake", "ab")
+        trail.record("plc", "operate", "trigger", serial, "done", "ab")
     settled(one.store)
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
     assert list(one.kept_as()) == ["young", "kept", "imaged"]
     assert [row.board.serial for row in one.store.boards()] == ["B2"]
-    assert [entry.subject for entry in audit_page(one.store.path)] == ["B2"]
+    told = [(entry.action, entry.outcome[:3], entry.subject) for entry in audit_page(one.store.path)]
+    assert told == [("trigger", "don", "B2"), ("reload", "not", "B2"), ("reload", "don", "B2"), ("reload", "don", "B1")]
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):

@@ -3,8 +3,20 @@
 from contextlib import closing
 from datetime import UTC, datetime
 
+import pytest
+
+from agent.records.database import open_for_reading, read_rows
 from agent.records.result_writer import ResultStore
-from agent.records.station.audit import KEPT_ROWS, LONGEST_TEXT, AuditEntry, AuditTrail, audit_page
+from agent.records.station.audit import (
+    DROP_OLD,
+    KEPT_ROWS,
+    LONGEST_TEXT,
+    ORDINARY_ROWS,
+    TRIMMED_EVERY,
+    AuditEntry,
+    AuditTrail,
+    audit_page,
+)
 from tests.waiting import settled
 
 NOW = datetime(2026, 5, 1, 9, 0, tzinfo=UTC)
@@ -33,18 +45,49 @@ def test_any_text_is_recorded_and_a_long_one_is_cut(tmp_path):
     assert entry.outcome == "x" * (LONGEST_TEXT - 3) + "..."
 
 
-def test_the_latest_rows_stay(tmp_path):
-    path = tmp_path / "results.db"
+def filled(store, action, outcome, rows):
+    """Earlier rows of a class, as an agent wrote them in years."""
+    store.write_now(
+        lambda database: database.executescript(
+            "INSERT INTO audit (at, who, role, action, subject, outcome, config_sha256)"
+            f" WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows})"
+            f" SELECT '2026-05-01', 'plc', 'operate', '{action}', i, '{outcome}', 'ab' FROM n"
+        )
+    )
+
+
+def counted(path):
+    rows = read_rows(path, "SELECT action, outcome = 'done', count(*) FROM audit GROUP BY 1, 2")
+    return {(action, bool(is_done)): count for action, is_done, count in rows}
+
+
+@pytest.mark.parametrize(
+    ("action", "outcome"), [("trigger", "done"), ("trigger", "NOT_NOW: busy"), ("review", "NOT_FOUND: no result 9")]
+)
+def test_any_number_of_triggers_and_refused_calls_leaves_what_people_changed(tmp_path, action, outcome):
+    path, many = tmp_path / "results.db", ORDINARY_ROWS + 2 * TRIMMED_EVERY
     with closing(ResultStore(path)) as store:
         trail = AuditTrail(store, lambda: NOW)
-        trail.record(**USUAL | {"subject": "old"})
-        store.write_now(
-            lambda database: database.execute(
-                "UPDATE sqlite_sequence SET seq = ? WHERE name = 'audit'", (KEPT_ROWS,)
-            ).fetchall()
-        )
-        trail.record(**USUAL | {"subject": "new"})
-    assert [entry.subject for entry in audit_page(path)] == ["new"]
+        trail.record(**USUAL)
+        trail.record(**USUAL | {"action": "promote"})
+        filled(store, action, outcome, many)
+        trail.record(**USUAL | {"action": action, "outcome": outcome})
+        settled(store)
+    kept = {("review", True): 1, ("promote", True): 1, (action, outcome == "done"): ORDINARY_ROWS}
+    assert counted(path) == kept
+
+
+def test_the_latest_rows_of_a_deed_stay_and_finding_them_reads_an_index(tmp_path):
+    path = tmp_path / "results.db"
+    with closing(ResultStore(path)) as store:
+        filled(store, "review", "done", KEPT_ROWS)
+        AuditTrail(store, lambda: NOW).record(**USUAL | {"subject": "new"})
+        settled(store)
+    assert counted(path) == {("review", True): KEPT_ROWS}
+    assert audit_page(path)[0].subject == "new"
+    with closing(open_for_reading(path)) as connection:
+        plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {DROP_OLD}", ("review", 1, 9))]
+    assert not [step for step in plan if step.startswith("SCAN") or "TEMP" in step], plan
 
 
 def test_after_the_store_s_end_a_deed_is_in_the_log(tmp_path, caplog):
