@@ -38,9 +38,10 @@ class Place:
         self._shares._touch(self)
 
     def offer(self, end: Callable[[], None]) -> None:
-        """The peer is waited for: the place yields from now on."""
+        """The peer is waited for: the place yields from now on; one that yields already, by ``end``, in its turn."""
+        if self.end is None:
+            self._shares._touch(self, is_new=self.size > 0)
         self.end = end
-        self._shares._touch(self, is_new=self.size > 0)
 
     def keep(self, size: int | None = None) -> None:
         """Keep the place, or so much of it: it yields no longer."""

@@ -74,6 +74,20 @@ def test_a_place_that_is_offered_yields_from_then_on_and_not_once_it_was_left():
     assert ended == ["a", "b"]
 
 
+def test_a_place_that_is_offered_again_keeps_its_turn_and_one_that_was_kept_comes_last():
+    shares, ended = Shares(3, 0.0), []
+    first, second, third = taken(shares, "a", ended, 3)
+    first.offer(lambda: ended.append("first"))
+    second.keep()
+    second.offer(lambda: ended.append("second"))
+    third.offer(lambda: ended.append("third"))
+    assert all(taken(shares, "b", [], 2))
+    assert ended == ["first", "third"]
+    second.leave()
+    second.offer(lambda: ended.append("late"))
+    assert (shares.free, ended) == (1, ["first", "third"])
+
+
 def test_bytes_that_were_yielded_are_not_counted_twice_by_a_message_that_came_late():
     shares, ended = Shares(40), []
     late, _ = taken(shares, "a", ended, 2, 20)
