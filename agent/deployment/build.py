@@ -299,7 +299,8 @@ def pack(
     """Pack new experts. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
     try:
         return pack_line(
-            config.catalog.experts.values(), lambda expert: {column[expert] for column in precisions.values()},
+            config.catalog.experts.values(),
+            lambda expert: {column[expert] for column in precisions.values() if expert in column},
             segments, lambda step: progress("pack", step.number, step.total), in_use,
         )  # fmt: skip
     except BackendUnavailable as error:

@@ -203,6 +203,11 @@ class AgentLoop:
         """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
         self._here.transfers.mend, self._here.transfers.distrust = mend, distrust
 
+    def mend(self, expert: str) -> None:
+        """Have an expert's missing packed files packed anew, from any thread."""
+        if self._here.transfers.mend is not None:
+            self._here.transfers.mend(expert)
+
     def attach(self, workers: Mapping[str, Worker], lost: Callable[[str], None]) -> None:
         """Let other workers carry out what is decided for their executors. Call before ``start``.
 

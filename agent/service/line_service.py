@@ -320,7 +320,10 @@ class LineService:
         with self._reloading:
             try:
                 agent = self.agent
-                used, wanted = agent.packed.values(), agent.setup.precisions
+                used, wanted = agent.packed.values(), dict(agent.setup.precisions)
+                for copy in agent.copies.values():  # of workers, too
+                    form = Precision(copy.packed.precision)
+                    wanted[form] = {**wanted.get(form, {}), line_name(expert_name(copy)): form}
                 report = pack(agent.config, agent.segments, wanted, lambda *_: None, used)
                 failure, there = report.failed.get(name), report.packed.get(name, {})
                 gone = [copy.packed for copy in agent.copies.values() if expert_name(copy) == expert]

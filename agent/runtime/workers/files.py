@@ -1,7 +1,8 @@
 """Packed files on their way to a worker: linked on one filesystem, copied piece by piece where not.
 
 Guarantees: a file takes its name once it is complete. Its sha256 is verified as that of every packed file, at its first
-read: a file with other bytes is dropped then, and asked for again.
+read: a file with other bytes is dropped then. As it may be the agent's own, it comes again once the agent has looked at
+its file, and has packed a corrupt one anew.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from agent.runtime.weights.templates import Templates
     from agent.runtime.workers.files import PackedFile
     from agent.runtime.workers.messages import Channel
+    from experts.packed.weights import PackedExpert
 
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -126,9 +127,19 @@ class WorkerHost:
     def do_write(self, file: PackedFile, offset: int, content: bytes) -> None:
         self._files.write(file, offset, content)
         if file.sha256 not in self._files.awaited:
-            waiting, self._waiting = self._waiting, []
-            for effect in waiting:
-                self.do_start_load(effect)
+            self._begin_waiting()
+
+    def do_looked_at(self, expert: str, files: Iterable[PackedFile]) -> None:
+        """Link an expert's files, which the agent has found sound; without any, its loads fail and come again."""
+        for packed in self._packed_of(expert):
+            self._files.awaited -= files_in(packed)
+        self.do_link(files)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for effect in waiting:
+            self.do_start_load(effect)
 
     def do_measure(self, *arguments: Any) -> None:  # noqa: ANN401 - of the thread's work
         """Measure these copies, by processor, beside the work; the reply follows."""
@@ -224,7 +235,10 @@ class WorkerHost:
             self._files.keep(files_of([copy.packed for copy in copies.values()], self._segments))
 
     def _ask_for_files(self, expert: str) -> None:
-        """Ask for an expert's packed files, of which one was not sound."""
-        packed = [copy.packed for copy in self._worker.copies.values() if expert_name(copy) == expert]
-        with suppress(FileNotFoundError):  # a program that is gone; the agent packs it
-            self.do_link(files_of(packed, self._segments))
+        """Report an expert's packed files, of which one is missing or was corrupt: the agent looks at its own."""
+        packed = self._packed_of(expert)
+        self._files.awaited.update(*map(files_in, packed))
+        self._send("damaged", expert, packed)
+
+    def _packed_of(self, expert: str) -> list[PackedExpert]:
+        return [copy.packed for copy in self._worker.copies.values() if expert_name(copy) == expert]

@@ -72,6 +72,7 @@ class RemoteWorker:
         self.name = name
         self.executors: Sequence[ExecutorSpec] = ()  # set before ``start``
         self.post: Callable[[Any], None] = lambda _: None  # likewise
+        self.mend: Callable[[str], None] = lambda _: None  # likewise: packs an expert's missing files anew
         self._channel = channel
         self._segments = segments
         self._outbox: PriorityQueue[_Message] = PriorityQueue()
@@ -246,6 +247,8 @@ class RemoteWorker:
             self._statistics = arguments[0] or self._statistics
         elif name == "lacking":
             self._send_files(*arguments)
+        elif name == "damaged":
+            Thread(target=self._look_at, args=arguments, name=f"{self.name}_look_at", daemon=True).start()
         elif name == "broken":
             self._why_lost = self._why_lost or arguments[0]
         elif name == "failed":
@@ -253,6 +256,23 @@ class RemoteWorker:
             self._asked.pop(call).set_exception(WorkerBroken(self.name, reason))
         else:
             self._asked.pop(name).set_result(*arguments)
+
+    def _look_at(self, expert: str, packed: Sequence[PackedExpert]) -> None:
+        """Drop corrupt files of the agent, whose inodes the worker may have linked; give sound ones."""
+        files: tuple[PackedFile, ...] = ()
+        try:
+            found = [self._segments.discard_corrupt(each) for each in packed]
+            for file in {path for gone in found for path in gone or ()}:
+                logger.error(
+                    "corrupt_file_dropped worker=%s expert=%s file=%s: it is packed again", self.name, expert, file
+                )
+            if any(found):
+                self.mend(expert)
+            elif None not in found:  # else a packing is under way
+                files = files_of(packed, self._segments)
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread
+            logger.warning("packed_files_not_looked_at worker=%s expert=%s reason=%s", self.name, expert, error)
+        self._put(CALLS, "looked_at", expert, files)
 
     def _watch(self) -> None:
         looked_s = time.monotonic()

@@ -95,6 +95,22 @@ def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(l
     assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
 
 
+def test_a_packed_file_damaged_under_a_worker_s_hard_link_is_packed_anew_and_linked_anew(line):
+    """The worker's file is the agent's inode: linked again, it would stay as it is."""
+    line.document["cluster"] = {"workers": [{"count": 1, "device": "cpu", "memory": {"host": "1536KiB"}}]}
+    with line.served() as service:
+        judge(service, line, "B1_c0_R1.png")
+        file = packed_file(line, "cls/f1")
+        assert file.stat().st_nlink == 2
+        sound = file.read_bytes()
+        file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        judge(service, line, "B1_c1_R1.png", "B2_c0_R1.png", "B2_c1_R1.png")
+        assert file.read_bytes() == sound
+        assert file.stat().st_nlink == 2
+        assert service.desk.status().standing == {}
+    assert {verdict for _, verdict in line.verdicts} == {OK}
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
