@@ -82,6 +82,7 @@ def _given(request: pb.ModelInferRequest) -> Iterator[tuple[str, str, pb.InferPa
     for tensor, parameters, others in places:
         of_whom = f"of the input {tensor[:100]}" if tensor else "of the call"
         check_known(parameters, (*OF_INSPECTION, *others), of_whom)
+        content_type(parameters, {})
         yield from ((tensor, name, parameters[name]) for name in OF_INSPECTION if name in parameters)
 
 

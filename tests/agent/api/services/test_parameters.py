@@ -55,6 +55,7 @@ def infer(channel):
         (call({"board": "B1", "board_serial": "B2"}), "besides - send it once"),
         (call({"board": "B1", "ref": "R1"}, BOARD=b"B2"), "the tensor BOARD and the parameter board differ"),
         (call(of_tensor={"content_type": "jpeg"}), "content_type is 'jpeg', where base64"),
+        (call({"content_type": "jpeg"}, {"content_type": "base64"}, b"TkdORw=="), "content_type is 'jpeg'"),
         (call(image=base64.b64encode(PNG)), "IMAGE is base64 - say so"),
         (call(of_tensor={"content_type": "base64"}, image=b"no base 64"), "IMAGE is no base64"),
         (call(of_tensor={"content_type": "base64"}, image=b"data:image/png,abcd"), "data: URL"),
