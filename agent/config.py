@@ -357,7 +357,7 @@ def component_shares(config: LineConfig) -> dict[str, float]:
 def _quantities(config: LineConfig) -> dict[str, int]:
     quantities: Counter[str] = Counter()
     for board in config.boards.values():
-        quantities.update(board.components)
+        quantities.update(board.quantities)
     return quantities or dict.fromkeys(config.catalog.components, 1)
 
 
@@ -470,8 +470,12 @@ def _read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> La
                 document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")
             )
     counts = Counter(part.component for part in layout.parts.values())
-    for component in sorted(board.components.keys() | counts.keys()):
-        expected, found = board.components.get(component, 0), counts[component]
+    quantities, listed, placed = board.quantities, board.refs, layout.refs
+    for component in sorted(quantities.keys() | counts.keys()):
+        expected, found = quantities.get(component, 0), counts[component]
+        if expected == found and (differing := listed.get(component, placed[component]) ^ placed[component]):
+            lack = f"{min(differing)!r} of {component!r} is only in one of the layout and its board - correct one"
+            problems.append(document.error(lack, "parts"))
         if expected != found:
             lack = f"the layout has {found} parts of {component!r}, its board {expected} - correct one of them"
             problems.append(document.error(lack, "parts"))

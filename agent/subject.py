@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,10 @@ CALLER_PREFIX = "api/"
 CALLERS = "api"  # the source of what callers order
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 PART_MARK = "#"  # between an image's key and the ref of a part of it
+COPY = "(?:copy|kopie|copie|copia|cópia|kopia|kopi|копия|コピー|副本)"
+COPY_MARK = re.compile(  # what file managers and browsers append to a copy's name, or put before it
+    rf"\s*\((?:\d+|[^()]*\b{COPY}[^()]*)\)$|~\d+$|[\s_-]+{COPY}(?:[\s_-]*\d+)?$|^{COPY}(?: \(\d+\))? (?:of|von|de|di) "
+)
 SEEN = r".*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+"  # of a folder's image: place, inode, size and mtime
 KEY_OF_PART = re.compile(rf"({SEEN}(?:-[nt]-?[0-9a-f]+)?){PART_MARK}", re.DOTALL)
 KEY_OF_FILE = re.compile(rf"({SEEN})(?:-n[0-9a-f]+|-t(-?[0-9a-f]+))?", re.DOTALL)
@@ -125,6 +130,20 @@ def ctime_in(key: str) -> int | None:
     """ctime in ns of a folder's file that is judged where it lies; None for a claimed one, and any other image."""
     found = KEY_OF_FILE.fullmatch(key)
     return int(found[2], 16) if found and found[2] else None
+
+
+def read_alike(name: str) -> str:
+    """A name as people read it: equal for composed and decomposed letters, wide ones, cases, spaces, invisible ones."""
+    visible = (each for each in unicodedata.normalize("NFKC", name) if unicodedata.category(each) != "Cf")
+    return " ".join(unicodedata.normalize("NFKC", "".join(visible).casefold()).split())
+
+
+def named_part(ref: str) -> str:
+    """The ref that a part's name means: as people read it, without marks of a copy, such as ` (2)` and ` - Copy`."""
+    name, before = read_alike(ref), ""
+    while name != before:
+        name, before = COPY_MARK.sub("", name) or name, name
+    return name
 
 
 def asked_sha256(*asked: object) -> str:

@@ -148,7 +148,7 @@ def decode_image(
     Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images; and
     MemoryError, which says nothing of the image.
     """
-    content = source if isinstance(source, bytes) else _read(source, name, max_pixels)
+    content = source if isinstance(source, bytes) else read_image_file(source, name, max_pixels)
     if not content:
         raise ImageUnreadable(name, "the file is empty")
     _check_length(len(content), name, max_pixels)
@@ -233,7 +233,8 @@ def largest_file_bytes(max_pixels: int) -> int:
     return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
 
 
-def _read(path: Path, name: str, max_pixels: int) -> bytes:
+def read_image_file(path: Path, name: str, max_pixels: int) -> bytes:
+    """Bytes of a regular file. Raises ImageError."""
     try:
         status = path.stat()
         if not S_ISREG(status.st_mode):

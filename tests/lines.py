@@ -35,9 +35,9 @@ def order(image, *, is_kept=True, wants_maps=False, key="", **about):
     return ImageOrder(Subject(key, CALLERS, key, NOON, **about), image, is_kept, wants_maps)
 
 
-def inspection(board, board_type, component, ref, verdict, at):
+def inspection(board, board_type, component, ref, verdict, at, image_sha256=None):
     place = {"board": board, "board_type": board_type, "component": component, "ref": ref}
-    return Inspection(Subject("", "", "", at, **place), verdict, at)
+    return Inspection(Subject("", "", "", at, **place), verdict, at, image_sha256=image_sha256)
 
 
 def _divided(said):

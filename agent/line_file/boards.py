@@ -5,21 +5,46 @@ Guarantees: a configured layout has every part of its board, and no box leaves i
 
 from __future__ import annotations
 
-from typing import Annotated
+import unicodedata
+from collections import Counter
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from agent.line_file.values import Seconds
 from experts.catalog import ComponentType, FilePath, Pixels, Section
 
+MOST_PARTS = 100_000
 Position = Annotated[int, Field(strict=True, ge=0, le=65_535)]
+
+
+def _quantity(given: Any) -> Any:  # noqa: ANN401  # of YAML
+    """Raises ValueError for all but a number of parts or a list of their refs."""
+    if isinstance(given, list | tuple):
+        if not all(isinstance(ref, str) and ref.strip() for ref in given):
+            raise ValueError("refs are texts that are not empty - write [R1, R2], and numbers in quotes")
+        twice = [ref for ref, times in Counter(map(as_listed, given)).items() if times > 1]
+        if twice:
+            raise ValueError(f"the ref {twice[0]!r} is listed twice - a board has each ref once")
+        if not 1 <= len(given) <= MOST_PARTS:
+            raise ValueError(f"a list of {len(given)} refs - list 1 to {MOST_PARTS}")
+    elif isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MOST_PARTS:
+        raise ValueError(f"{given!r} is neither a number from 1 to {MOST_PARTS} nor a list of refs, such as [R1, R2]")
+    return given
+
+
+def as_listed(ref: str) -> str:
+    """The form in which refs are compared with a list: composed, so that one text has one form."""
+    return unicodedata.normalize("NFC", ref)
 
 
 class BoardSection(Section):
     """One board type: its parts, and the time for a board."""
 
-    components: dict[ComponentType, Annotated[int, Field(strict=True, ge=1, le=100_000)]] = Field(
-        min_length=1, description="component type -> number on a board, 1 to 100000; each needs a route"
+    components: dict[ComponentType, Annotated[int | tuple[str, ...], BeforeValidator(_quantity)]] = Field(
+        min_length=1,
+        description="component type -> number on a board, 1 to 100000, or the list of its parts' refs; each needs a "
+        "route",
     )
     takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400")
     timeout_s: Seconds | None = Field(
@@ -32,6 +57,16 @@ class BoardSection(Section):
         description="YAML file with the place of each part on a frame of the whole board (size, parts), relative to "
         "this file",
     )
+
+    @property
+    def quantities(self) -> dict[str, int]:
+        return {name: given if isinstance(given, int) else len(given) for name, given in self.components.items()}
+
+    @property
+    def refs(self) -> dict[str, frozenset[str]]:
+        """Refs of the components that list them."""
+        lists = {name: given for name, given in self.components.items() if not isinstance(given, int)}
+        return {name: frozenset(map(as_listed, refs)) for name, refs in lists.items()}
 
     @property
     def patience_s(self) -> float:
@@ -57,3 +92,11 @@ class LayoutSections(Section):
 
     size: tuple[Pixels, Pixels] = Field(description="[height, width] of its frames, in pixels")
     parts: dict[str, PartSection] = Field(min_length=1, description="ref -> the part's component and box")
+
+    @property
+    def refs(self) -> dict[str, frozenset[str]]:
+        """Refs of each component's parts."""
+        of = {part.component: part.component for part in self.parts.values()}
+        return {
+            name: frozenset(as_listed(ref) for ref, part in self.parts.items() if part.component == name) for name in of
+        }

@@ -4,6 +4,10 @@ A board is OK only if every expected image arrived and is OK: for each component
 configured. A board closes with the last image: NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK. Or it closes
 when its type's timeout has passed since the first image: NG if any is NG, else UNKNOWN, with the missing images.
 
+No image stands for a part that never came. If a type lists a component's refs, only those count towards completeness;
+any other ref can only make the verdict worse. If a type has only a number, two refs that mean one part (`named_part`)
+are copies. Equal bytes under two refs are copies as well. A board with a copy is UNKNOWN or NG, never OK.
+
 A part that is judged twice counts at its worst, so the order of arrival never matters. A result after closing may
 make the verdict worse, which is reported as a revision, but never better. Once the timeout has passed again since
 closing, the serial may open a new run of the board (rework). A person who reworks a closed board ends that wait: the
@@ -23,15 +27,17 @@ with stored verdicts unchanged, and derives each age from the stored times:
 from __future__ import annotations
 
 import math
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.subject import named_part, read_alike
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from agent.subject import Subject
 
@@ -40,31 +46,41 @@ READ_BACK_TIMEOUTS = 4  # of the longest: one for starts of unknown runs, one fo
 READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts due but not stored at the end of the agent
 SET_BACK_S = 60.0  # arbitrary: results are stored almost in the order of their times
 LARGEST_AGE_AT_START = 0.5  # of a board's timeout
+MOST_TOLD = 5  # names in a reason
 
 _Key: TypeAlias = tuple[str, str]  # a board's serial and type
+_Place: TypeAlias = tuple[str, str]  # component and ref
 
 
 @dataclass(frozen=True, slots=True)
 class BoardManifest:
-    """Images that a board of one type needs, by component, and the timeout for all of them."""
+    """Images that a board of one type needs, by component, and the timeout for all of them. ``refs``: of components
+    whose refs are known."""
 
     components: Mapping[str, int]
     timeout: timedelta
+    refs: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def timeout_s(self) -> float:
         return self.timeout.total_seconds()
 
+    def expects(self, place: _Place) -> bool:
+        component, ref = place
+        listed = self.refs.get(component)
+        return component in self.components and (listed is None or unicodedata.normalize("NFC", ref) in listed)
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """Verdict of one subject, as boards count it. ``at``: time of the verdict, with time zone. ``seq``: number of the
-    stored result, for the replay."""
+    stored result, for the replay. ``image_sha256``: of an image of this part alone."""
 
     subject: Subject
     verdict: Verdict
     at: datetime
     seq: int = 0
+    image_sha256: str | None = None
 
     @property
     def board(self) -> tuple[str, str]:
@@ -75,6 +91,7 @@ class Inspection:
 @dataclass(frozen=True, slots=True)
 class BoardVerdict:
     """A board's verdict. ``missing``: component -> images that never arrived; ``counts``: verdict -> images.
+    ``reason``: names of missing refs, of copies and of refs that are not of the board; None for OK.
 
     ``takt_s``: monotonic seconds since the ledger closed a board of this type before; None for the first one of a run
     of the agent, and for a revision.
@@ -89,6 +106,7 @@ class BoardVerdict:
     counts: Mapping[Verdict, int]
     is_revision: bool = False
     takt_s: float | None = field(default=None, compare=False)
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +133,18 @@ class LedgerStatistics:
 @dataclass(slots=True)
 class BoardRun:
     """One run of a board. ``closed``: its verdict; None while the board is open. ``opened_s`` and ``closed_s`` are
-    monotonic; `replay` derives both for stored runs."""
+    monotonic; `replay` derives both for stored runs. ``arrived``: places that count towards completeness; ``copies``:
+    places with the earlier place that each repeats; ``known``: the first place of each image, by bytes and by name."""
 
     serial: str
     board_type: str
     manifest: BoardManifest
     opened_at: datetime
     opened_s: float = math.nan
-    images: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+    images: dict[_Place, Verdict] = field(default_factory=dict)
+    arrived: set[_Place] = field(default_factory=set)
+    copies: dict[_Place, _Place] = field(default_factory=dict)
+    known: dict[object, _Place] = field(default_factory=dict)
     closed: BoardVerdict | None = None
     closed_s: float = math.inf
 
@@ -138,6 +160,19 @@ class BoardRun:
         place = (str(inspection.subject.component), str(inspection.subject.ref))
         before = self.images.get(place, inspection.verdict)
         self.images[place] = max(before, inspection.verdict, key=SEVERITY.__getitem__)
+        if not self.manifest.expects(place):
+            return
+        component, sha256 = place[0], inspection.image_sha256
+        marks: list[object] = [] if sha256 is None else [sha256]
+        if component in self.manifest.refs:
+            marks = [(component, mark) for mark in marks]  # parts of two components may share an image
+        else:
+            marks.append((component, named_part(place[1])))
+        earlier = [self.known.setdefault(mark, place) for mark in marks]
+        if (first := next((each for each in earlier if each != place), None)) is not None:
+            self.copies.setdefault(place, first)
+        else:
+            self.arrived.add(place)
 
     @property
     def closed_at(self) -> datetime:
@@ -146,7 +181,7 @@ class BoardRun:
 
     @property
     def missing(self) -> dict[str, int]:
-        came = Counter(component for component, _ in self.images)
+        came = Counter(component for component, _ in self.arrived)
         wanted = self.manifest.components.items()
         return {component: images - came[component] for component, images in wanted if came[component] < images}
 
@@ -157,19 +192,45 @@ class BoardRun:
 
     @property
     def worst(self) -> Verdict:
-        return max(self.images.values(), key=SEVERITY.__getitem__)
+        verdict = max(self.images.values(), key=SEVERITY.__getitem__)
+        return Verdict.UNKNOWN if verdict is Verdict.OK and self.copies else verdict
+
+    @property
+    def lack(self) -> list[str]:
+        """Missing images, by ref where the refs are known."""
+        came = {(component, unicodedata.normalize("NFC", ref)) for component, ref in self.arrived}
+        told = []
+        for component, images in self.missing.items():
+            refs = sorted(ref for ref in self.manifest.refs.get(component, ()) if (component, ref) not in came)
+            told.append(f"missing: {_names(refs)} of {component}" if refs else f"missing: {images} of {component}")
+        return told
+
+    def reason(self, lack: Sequence[str]) -> str | None:
+        """Why the board is not OK, besides verdicts of its parts. ``lack``: at its closing."""
+        strangers = sorted({ref for component, ref in self.images if not self.manifest.expects((component, ref))})
+        others = [f"not parts of board type {self.board_type}: {_names(strangers)}"] if strangers else []
+        copies = [_pair(*pair) for pair in sorted(self.copies.items())]
+        told = [f"one part, or one image, under two refs: {_names(copies, str)}"] if copies else []
+        return "; ".join([*lack, *others, *told]) or None
+
+    def snapshot(self) -> BoardRun:
+        """A copy that later images do not change."""
+        return replace(self, images=dict(self.images), arrived=set(self.arrived), copies=dict(self.copies), known={})
 
     def holds(self, at: datetime) -> bool:
         """True if an image of this wall-clock time belongs to this closed run, in time or late."""
         return self.opened_at <= at <= self.closed_at + self.manifest.timeout
 
-    def close(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
-        """Close, never before the opening, even if the clock was set back. ``missing``: at the deadline, or now."""
+    def close(self, at: datetime, now_s: float, late: Inspection | None = None) -> BoardVerdict:
+        """Close, never before the opening, even if the clock was set back. ``late``: an image after the deadline."""
+        missing, lack = self.missing, self.lack
+        if late is not None:
+            self.see(late)
         verdict = Verdict.UNKNOWN if self.worst is Verdict.OK and missing else self.worst
-        closed_at = max(at, self.opened_at)
         self.closed = BoardVerdict(
-            self.serial, self.board_type, verdict, self.opened_at, closed_at, missing, self.counts
-        )
+            self.serial, self.board_type, verdict, self.opened_at, max(at, self.opened_at), missing, self.counts,
+            reason=None if verdict is Verdict.OK else self.reason(lack),
+        )  # fmt: skip
         self.closed_s = now_s
         return self.closed
 
@@ -177,10 +238,11 @@ class BoardRun:
         """Count an image. Returns the verdict if the image closes the board, or makes a closed one worse."""
         self.see(inspection)
         if self.closed is None:
-            return None if self.missing else self.close({}, inspection.at, now_s)
+            return None if self.missing else self.close(inspection.at, now_s)
         if SEVERITY[self.worst] <= SEVERITY[self.closed.verdict]:
             return None
-        self.closed = replace(self.closed, verdict=self.worst, counts=self.counts, is_revision=True)
+        reason = self.closed.reason or self.reason(())
+        self.closed = replace(self.closed, verdict=self.worst, counts=self.counts, is_revision=True, reason=reason)
         return self.closed
 
 
@@ -208,9 +270,7 @@ class BoardLedger:
         """
         board = self._board_of(inspection, now_s)
         if board.closed is None and now_s > board.deadline_s:
-            missing_before = board.missing
-            board.see(inspection)
-            return self._timed(board.close(missing_before, inspection.at, now_s), now_s)
+            return self._timed(board.close(inspection.at, now_s, late=inspection), now_s)
         verdict = board.count(inspection, now_s)
         return verdict if verdict is None or verdict.is_revision else self._timed(verdict, now_s)
 
@@ -229,7 +289,7 @@ class BoardLedger:
         self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
         due = [board for board in self._boards.values() if board.closed is None and now_s > board.deadline_s]
         due.sort(key=lambda board: board.deadline_s)
-        return tuple(self._timed(board.close(board.missing, now, now_s), now_s) for board in due)
+        return tuple(self._timed(board.close(now, now_s), now_s) for board in due)
 
     @property
     def longest_timeout(self) -> timedelta:
@@ -240,12 +300,18 @@ class BoardLedger:
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """Snapshots of the boards of this serial, at most one of each type."""
-        boards = (board for board in self._boards.values() if board.serial == serial)
-        return tuple(replace(board, images=dict(board.images)) for board in boards)
+        return tuple(board.snapshot() for board in self._boards.values() if board.serial == serial)
 
     def open_runs(self) -> tuple[BoardRun, ...]:
         """Snapshots of the boards that wait for images."""
-        return tuple(replace(run, images=dict(run.images)) for run in self._boards.values() if run.closed is None)
+        return tuple(run.snapshot() for run in self._boards.values() if run.closed is None)
+
+    def read_alike(self) -> list[list[str]]:
+        """Serials of the known boards of one type that people read as one, in the order of their opening."""
+        alike: defaultdict[_Key, list[str]] = defaultdict(list)
+        for serial, board_type in self._boards:
+            alike[read_alike(serial), board_type].append(serial)
+        return [serials for serials in alike.values() if len(serials) > 1]
 
     def statistics(self) -> LedgerStatistics:
         closed = sum(board.closed is not None for board in self._boards.values())
@@ -309,6 +375,16 @@ class BoardLedger:
     def _known(self, inspection: Inspection, now_s: float) -> BoardRun | None:
         board = self._boards.get(inspection.board)
         return None if board is None or now_s >= board.forgotten_s else board
+
+
+def _pair(place: _Place, first: _Place) -> str:
+    of = "" if place[0] == first[0] else f" of {place[0]} and {first[0]}"
+    return f"{place[1]!r} and {first[1]!r}{of}"
+
+
+def _names(names: Sequence[str], shown: Callable[[str], str] = repr) -> str:
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(map(shown, names[:MOST_TOLD])) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ LOCK_NAME = "agent.lock"
 
 # Python's JSON may contain NaN, which SQLite cannot read: without the check such a row could not be stored
 IMAGE_SHA256 = "CASE WHEN json_valid(detail) THEN json_extract(detail, '$.image_sha256') END"
+OF_ONE_PART = "json_valid(detail) AND json_extract(detail, '$.box') IS NULL"  # no part of a larger image
 BOARD_CHANGED = "INSERT OR REPLACE INTO board_changes (board) VALUES (NEW.seq)"
 
 TABLES = (
@@ -189,6 +190,12 @@ def version_0_3(database: Database) -> None:
 @migrations()
 def version_0_4(database: Database) -> None:
     database.execute(AUDIT_INDEX)
+
+
+@migrations()
+def version_0_5(database: Database) -> None:
+    """``reason``: why a board is not OK."""
+    database.execute("ALTER TABLE boards ADD COLUMN reason TEXT")
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:

@@ -211,6 +211,7 @@ def board_payload(row: BoardRow) -> dict[str, object]:
         "closed_at": _iso(board.closed_at),
         "takt_s": board.takt_s,
         "missing": dict(board.missing),
+        "reason": board.reason,
         "counts": {str(verdict): count for verdict, count in board.counts.items()},
     }
 

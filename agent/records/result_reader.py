@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection
-from agent.records.database import IMAGE_SHA256, open_for_reading, read_rows, utc_text
+from agent.records.database import IMAGE_SHA256, OF_ONE_PART, open_for_reading, read_rows, utc_text
 from agent.records.results import BoardRow, KeptMap, Result, ResultRow, StoredPage
 from agent.subject import Subject
 from experts.expert import Verdict
@@ -175,7 +175,8 @@ class ResultReader:
         """All results, latest first, read lazily: for the replay of boards after a restart."""
         before = LARGEST_SEQ
         while rows := self._rows(
-            "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
+            "SELECT seq, board, board_type, component, ref, verdict, finished_at,"
+            f" CASE WHEN {OF_ONE_PART} THEN {IMAGE_SHA256} END AS image_sha256 FROM results"
             " WHERE seq < ? ORDER BY seq DESC LIMIT ?",
             (before, READ_ROWS),
         ):
@@ -240,7 +241,7 @@ def result_row(row: sqlite3.Row) -> ResultRow:
 def _inspection(row: sqlite3.Row) -> Inspection:
     at = datetime.fromisoformat(row["finished_at"])
     about = {name: row[name] for name in ("board", "board_type", "component", "ref")}
-    return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at, row["seq"])
+    return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at, row["seq"], row["image_sha256"])
 
 
 def board_row(row: sqlite3.Row) -> BoardRow:
@@ -254,5 +255,6 @@ def board_row(row: sqlite3.Row) -> BoardRow:
         counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
         is_revision=row["revisions"] > 0,
         takt_s=row["takt_s"],
+        reason=row["reason"] if "reason" in row.keys() else None,  # noqa: SIM118  # a file of before lacks it
     )
     return BoardRow(row["seq"], row["revisions"], board)

@@ -8,6 +8,7 @@ judged. Followers' rows are committed with the row they follow. See also ``group
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, utc_text
 from agent.records.group_commit import GroupCommitter
+from agent.records.journal import OF_KEY
 from agent.records.result_reader import OF_RESULT, OF_SUBJECT, ResultReader
 from agent.records.results import BoardRow, Recorded, Result, ResultRow
 from experts.errors import OrderRefused, Refusing
@@ -31,19 +33,22 @@ if TYPE_CHECKING:
     from agent.records.results import StoreStatistics
     from agent.subject import Subject
 
+log = logging.getLogger(__name__)
+
 COLUMNS = (*OF_SUBJECT, *OF_RESULT, "component", "verdict", "experts", "detail", "arrived_at", "finished_at")
 INSERT_RESULT = f"""
     INSERT INTO results ({", ".join(COLUMNS)}) VALUES (:{", :".join(COLUMNS)}) RETURNING seq
 """
 INSERT_MAP = "INSERT INTO anomaly_maps (seq, step, expert, png) VALUES (?, ?, ?, ?)"
+PLACE = f"UPDATE results SET detail = json_set(detail, '$.place', :place) WHERE ({OF_KEY}) AND json_valid(detail)"
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
 INSERT_BOARD = """
-    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s)
-    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s) RETURNING seq
+    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s, reason)
+    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s, :reason) RETURNING seq
 """
 REVISE_BOARD = """
     UPDATE boards SET verdict = :verdict, closed_at = :closed_at, missing = :missing, counts = :counts,
-        revisions = revisions + 1
+        reason = :reason, revisions = revisions + 1
     WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at RETURNING seq
 """
 STORED_BOARD = "SELECT revisions, takt_s FROM boards WHERE seq = ?"
@@ -120,6 +125,7 @@ class ResultStore(ResultReader):
                 "missing": json.dumps(dict(board.missing), sort_keys=True),
                 "counts": json.dumps(dict(board.counts), sort_keys=True),
                 "takt_s": board.takt_s,
+                "reason": board.reason,
             }
         )
 
@@ -132,6 +138,14 @@ class ResultStore(ResultReader):
             return recorded
 
         self._committer.put(write, self._counted(on_committed))
+
+    def place(self, key: str, place: str) -> None:
+        """Store the path below its folder of a judged file: with the image's result, or those of its parts."""
+        try:
+            place.encode()
+            self.write(lambda database: database.execute(PLACE, {"key": key, "place": place}))
+        except (RuntimeError, UnicodeEncodeError):  # after the close, or no UTF-8: the file is looked for where asked
+            log.info("place_not_stored key=%r place=%r", key, place)
 
     def write(self, write: Callable[[Database], Answer], on_committed: Callable[[Answer], None] | None = None) -> None:
         """Queue another write; both calls run on the writer's thread, see ``GroupCommitter.put``."""

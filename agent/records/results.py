@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import datetime  # noqa: TC003  # pydantic reads it for `/api`
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from agent.records.boards import BoardVerdict
     from agent.subject import Subject
     from experts.expert import Verdict
+
+
+OF_KEPT = re.compile(r"~([0-9a-f]{32})\.\w+$")  # a kept image's name has the first digits of its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,17 @@ class Result:
     detail: Mapping[str, Any] = field(default_factory=dict)
     kept_as: str | None = None
     maps: tuple[KeptMap, ...] = ()
+
+    @property
+    def place(self) -> str | None:
+        """Path of a judged file below its watched folder, once it was put away."""
+        return self.detail.get("place")
+
+    @property
+    def image_sha256(self) -> str:
+        """Digest of the judged image file, or its first digits; empty if a row of before does not tell it."""
+        named = OF_KEPT.search(self.kept_as or "")
+        return str(self.detail.get("image_sha256") or (named[1] if named else ""))
 
 
 @dataclass(frozen=True, slots=True)

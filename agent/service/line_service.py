@@ -99,12 +99,14 @@ class LineService:
         self._drift_alarm = DriftAlarm()
         self._upkeep = Upkeep(config, lambda key: any(source.holds(key) for source in self.sources), wall)
         self.store = self._upkeep.store
-        self.boards = LineBoards(config.boards, self.store, clock=clock, wall=wall)
+        self.boards = LineBoards(config.boards, self.store, config.layouts, clock=clock, wall=wall)
         self._verdicts = Verdicts(self.store, self.boards)
         self._shadows = ShadowSource(self.inspector, self.store)
         self._journaled = JournaledImages(self.inspector, self._verdicts, self.store, self._upkeep.images)
         line = SourceLine(self.inspector, self._verdicts, self._journaled, self.store, in_flight_limit)
         self.sources = line.sources = sources_of(config, line)
+        for source in self.sources:
+            source.placed = self.store.place
         admission = Admission(config.api.limits, lambda: self.inspector.ended_per_s)
         self._texts = TextDoor(self.inspector, admission)
         self._tally = Tally()
@@ -295,7 +297,7 @@ class LineService:
             self.inspector.change_line(change)
         self._shadows.refuse_enders()
         self._config = config
-        self.boards.change(config.boards)
+        self.boards.change(config.boards, config.layouts)
         for source in self.sources:
             source.reload(config)
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
@@ -356,6 +358,7 @@ class LineService:
             *(Alarm(name, STORE_ALARMS[name].format(alarm)) for name, alarm in of_store.items() if alarm is not None),
             *self._upkeep.alarms(),
             *(alarm for expert, alarm in calls.items() if expert in listed),
+            *self.boards.alarms(),
             *self._drift_alarms(),
             *source_alarms(self._source_views()),
             *(Alarm(f"duty/{duty}", f"{duty}: {reason}") for duty, reason in failing.items()),

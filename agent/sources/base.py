@@ -15,7 +15,7 @@ from experts.errors import OrderRefused, Refusing
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from agent.config import LineConfig
@@ -93,6 +93,7 @@ class Source(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.placed: Callable[[str, str], None] = lambda key, place: None  # told where an image's file was put away
 
     @abstractmethod
     def start(self) -> None:

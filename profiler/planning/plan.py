@@ -186,7 +186,7 @@ def required_images_per_s(config: LineConfig) -> float | None:
     """Demand of the line's boards: board types take turns, each followed by the next one takt later."""
     if not config.boards:
         return None
-    images = sum(sum(board.components.values()) for board in config.boards.values())
+    images = sum(sum(board.quantities.values()) for board in config.boards.values())
     return images / sum(board.takt_s for board in config.boards.values())
 
 

@@ -84,7 +84,7 @@ def board_trace(config: LineConfig, boards: int, seed: int) -> tuple[TracedArriv
     over all its routes, one image of each, without a pause.
     """
     rng = random.Random(seed)
-    quantities = [board.components for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
+    quantities = [board.quantities for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
     takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * IMAGE_INTERVAL_S]
     arrivals: list[TracedArrival] = []
     start_s = 0.0

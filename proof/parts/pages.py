@@ -169,7 +169,7 @@ def _cost(pages: str, images: int, plain: Sequence[FedTurn], seen: Sequence[FedT
 
 def _files(config: LineConfig, trace: Sequence[TracedArrival]) -> list[tuple[str, bytes]]:
     """Names and contents; as many parts in a row are a board as the first board type has."""
-    quantities = next((board.components for board in config.boards.values()), {})
+    quantities = next((board.quantities for board in config.boards.values()), {})
     parts = sum(quantities.values()) or len(trace)
     files = []
     for number, (arrival, image) in enumerate(zip(trace, images_of(trace, config.catalog), strict=True)):

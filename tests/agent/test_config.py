@@ -112,6 +112,13 @@ RECEIVERS = [
         ("executors: 3", "executors: 3 is not auto or counts"),
         ("scheduling: {max_overtake_s: soon}", "scheduling.max_overtake_s: Input should be a valid number, not 'soon'"),
         ("boards: {b: {components: {x: 1}}}", "line.yaml:16:27: boards.b.components.x: no route for 'x' - add its"),
+        (
+            "boards: {b: {components: {r: 0}}}",
+            "boards.b.components.r: 0 is neither a number from 1 to 100000",
+        ),
+        ("boards: {b: {components: {r: []}}}", "boards.b.components.r: a list of 0 refs"),
+        ("boards: {b: {components: {r: [1]}}}", "boards.b.components.r: refs are texts that are not empty"),
+        ("boards: {b: {components: {r: [R\u00fc, Ru\u0308]}}}", "boards.b.components.r: the ref 'Rü' is listed twice"),
         ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> number on a board"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
         ("records: {keep: {export_required: true}}", "records: export_required keeps everything for ever without an"),
@@ -253,6 +260,12 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
     text = MINIMAL + "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
     (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {parts}\n")
     assert problem in problems_of(tmp_path, text)[0]
+    listing = text.replace("{r: 2}", "{r: [R1, R3]}")
+    differs = "'R2' of 'r' is only in one of the layout and its board"
+    (tmp_path / "layout.yaml").write_text(
+        "size: [10, 20]\nparts: {R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: r, box: [5, 5, 9, 9]}}\n"
+    )
+    assert differs in problems_of(tmp_path, listing)[0]
     fits = "{R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: r, box: [5, 5, 9, 9]}}"
     (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {fits}\n")
     assert line_of(tmp_path, text).layouts["b"].parts["R2"].box == (5, 5, 9, 9)

@@ -206,7 +206,8 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class BoardView:
-    """Board in its current state. ``verdict``, ``closed_at``: None while open. ``missing``: component -> images."""
+    """Board in its current state. ``verdict``, ``closed_at``: None while open. ``missing``: component -> images.
+    ``reason``: why a closed board is not OK, besides its parts."""
 
     serial: str
     board_type: str
@@ -217,6 +218,7 @@ class BoardView:
     counts: Mapping[Verdict, int]
     parts: tuple[VerdictView, ...] = ()
     is_revision: bool = False
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

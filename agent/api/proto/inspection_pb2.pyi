@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: bbcfa58484e556db185aa3bfc65f6523c2d4fef9e85de487d5307eb20bcc6233
+# sha256 of the source: 58aa5b930df1322542390132c680c5f3470bbddc00dd140c8f52de26dc5be6a7
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -192,7 +192,7 @@ class GetBoardReply(_message.Message):
     def __init__(self, boards: _Optional[_Iterable[_Union[Board, _Mapping]]] = ...) -> None: ...
 
 class Board(_message.Message):
-    __slots__ = ("serial", "board_type", "is_open", "verdict", "opened_at", "closed_at", "missing", "ok", "ng", "unknown", "parts", "is_revision")
+    __slots__ = ("serial", "board_type", "is_open", "verdict", "opened_at", "closed_at", "missing", "ok", "ng", "unknown", "parts", "is_revision", "reason")
     class MissingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class Board(_message.Message):
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     IS_REVISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     serial: str
     board_type: str
     is_open: bool
@@ -224,7 +225,8 @@ class Board(_message.Message):
     unknown: int
     parts: _containers.RepeatedCompositeFieldContainer[Part]
     is_revision: bool
-    def __init__(self, serial: _Optional[str] = ..., board_type: _Optional[str] = ..., is_open: bool = ..., verdict: _Optional[_Union[Verdict, str]] = ..., opened_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., closed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., missing: _Optional[_Mapping[str, int]] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., is_revision: bool = ...) -> None: ...
+    reason: str
+    def __init__(self, serial: _Optional[str] = ..., board_type: _Optional[str] = ..., is_open: bool = ..., verdict: _Optional[_Union[Verdict, str]] = ..., opened_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., closed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., missing: _Optional[_Mapping[str, int]] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., is_revision: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WatchResultsRequest(_message.Message):
     __slots__ = ("after_seq", "wants_maps", "after_board", "file")

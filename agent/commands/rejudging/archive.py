@@ -21,7 +21,7 @@ from agent.sources.folder.files.shelves import as_it_came, files_below, image_fi
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.subject import Subject, image_key, pieces, seen_key
 from experts.document import suggestion
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ImageError
 from experts.images import LARGEST_MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -39,11 +39,18 @@ STORED_AS_SEEN = f"{ANSWER} ON results.key > asked.value || '-' AND results.key 
 
 
 class ArchivedImage(NamedTuple):
-    """Subject to judge, and its file. ``size``: (height, width) that the layout requires; None: any."""
+    """Subject to judge, and its file. ``size``: (height, width) that the layout requires; None: any. ``sha256``: of the
+    judged bytes; other ones are refused; empty: any."""
 
     subject: Subject
     path: str
     size: tuple[int, int] | None = None
+    sha256: str = ""
+
+    @property
+    def frame(self) -> str:
+        """One file's content: a path may be used again."""
+        return f"{self.path}@{self.sha256}"
 
 
 class ArchiveQuery(NamedTuple):
@@ -128,24 +135,24 @@ def archived_image(config: LineConfig, result: Result) -> ArchivedImage | None:
     subject = result.subject
     if subject.component is None and result.experts:
         subject = replace(subject, expert=result.experts[0])
-    path = image_file(config, subject.key, result.finished_at, result.kept_as)
-    return None if path is None else ArchivedImage(subject, str(path))
+    path = image_file(config, subject.key, result.finished_at, result.kept_as, result.place)
+    return None if path is None else ArchivedImage(subject, str(path), sha256=result.image_sha256)
 
 
 def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
-    """An image's pixels as its experts get them. ``frames``: of images already cut, by path; takes another one."""
-    path, box = Path(image.path), image.subject.box
-    if box is not None and image.path not in frames:
-        with suppress(OSError):
-            frames[image.path] = Frame(EncodedImage(path.read_bytes(), path.name, max_pixels), image.size)
-    if box is None or image.path not in frames:  # a file that cannot be read has its reason from its decoder
-        return ImageFile(path, max_pixels)
-    return FramePart(frames[image.path], box, image.subject.name)
+    """An image's pixels as its experts get them. ``frames``: of images already cut; takes another one."""
+    file, box = ImageFile(Path(image.path), max_pixels, image.sha256), image.subject.box
+    if box is not None and image.frame not in frames:
+        with suppress(ImageError):
+            frames[image.frame] = Frame(EncodedImage(file.read(file.path.name), file.path.name, max_pixels), image.size)
+    if box is None or image.frame not in frames:  # a file that cannot be read has its reason from its decoder
+        return file
+    return FramePart(frames[image.frame], box, image.subject.name)
 
 
 def pixels_of(image: ArchivedImage, frames: dict[str, Frame]) -> Decoded:
     """Pixels of an image or a part. ``frames``: of the image that was cut last. Raises ImageError."""
-    if image.path not in frames:
+    if image.frame not in frames:
         frames.clear()
     return decoded(source_of(image, LARGEST_MAX_PIXELS, frames), image.subject.name)
 

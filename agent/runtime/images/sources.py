@@ -6,6 +6,7 @@ part.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from experts.errors import ImageError, ImageUnreadable
 from experts.expert import Orientation
-from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image
+from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image, read_image_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +32,21 @@ BYTES_OF_PIXELS = 10  # bytes of pixels per byte of a file, roughly; arbitrary
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image file. An image of more pixels is rejected."""
+    """An image file. An image of more pixels is rejected, and so are other bytes than those with this digest.
+
+    ``sha256``: its first digits suffice; empty: any.
+    """
 
     path: Path
     max_pixels: int
+    sha256: str = ""
+
+    def read(self, name: str) -> bytes:
+        """Raises ImageError."""
+        content = read_image_file(self.path, name, self.max_pixels)
+        if self.sha256 and not hashlib.sha256(content).hexdigest().startswith(self.sha256):
+            raise ImageUnreadable(name, f"{self.path} holds another image now than the one that was judged")
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,7 @@ def decoded(
     if isinstance(image, EncodedImage):
         return decode_image(image.content, name, image.max_pixels, room_for, least)
     if isinstance(image, ImageFile):
-        return decode_image(image.path, name, image.max_pixels, room_for, least)
+        return decode_image(image.read(name), name, image.max_pixels, room_for, least)
     return decode_image(image, name, DEFAULT_MAX_PIXELS, room_for, least)
 
 

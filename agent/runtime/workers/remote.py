@@ -26,7 +26,7 @@ from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
-from experts.errors import WorkerBroken
+from experts.errors import ImageError, WorkerBroken
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -302,9 +302,9 @@ def on_the_wire(image: object, request: int) -> object:
     if not isinstance(image, ImageFile):
         return image
     try:
-        return EncodedImage(image.path.read_bytes(), image.path.name, image.max_pixels)
-    except OSError as error:
-        return Rejected(f"{image.path.name}: {error.strerror}")
+        return EncodedImage(image.read(image.path.name), image.path.name, image.max_pixels)
+    except ImageError as error:
+        return Rejected(str(error))
 
 
 def share_of(

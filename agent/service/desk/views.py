@@ -57,7 +57,7 @@ def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ..
 def board_view(board: BoardVerdict) -> BoardView:
     return BoardView(
         board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.missing, board.counts,
-        is_revision=board.is_revision,
+        is_revision=board.is_revision, reason=board.reason,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ commits.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sqlite3
 import threading
@@ -73,6 +74,7 @@ class Sending:
     subjects: tuple[Subject, ...]
     image: EncodedImage
     frame_size: tuple[int, int] | None
+    sha256: str  # of the image
     cancel: Callable[[], None] = lambda: None
     is_cancelled: bool = False
     is_accepted: bool = False  # its sender was notified
@@ -86,6 +88,7 @@ class _Open:
     image: ImageSource | None
     maker: Sending | None = None  # None: accepted by an earlier run
     content: bytes | None = None
+    sha256: str | None = None
     waiting: list[Sending] = field(default_factory=list)
     is_wanted: bool = True  # restored from the journal without a sender, of an earlier run
     submission: Submission | None = None
@@ -128,7 +131,7 @@ class JournaledImages:
         self, sender: Sender, subjects: Sequence[Subject], image: EncodedImage, frame_size: tuple[int, int] | None
     ) -> None:
         """Judge a left-over, whose requests are journaled already."""
-        sending = Sending(sender, tuple(subjects), image, frame_size)
+        sending = _sending(sender, subjects, image, frame_size)
         frame = Frame(image, frame_size)
         keys = [subject.key for subject in subjects]
         whole = "it" if subjects[0].box is None else "its frame"
@@ -137,6 +140,7 @@ class JournaledImages:
             with self._lock:
                 request = self._open.setdefault(subject.key, _Open(subject, None))
                 request.image, request.content = source_of(request.subject, image, frame), image.content
+                request.sha256 = sending.sha256
                 request.waiting.append(sending)
             self._submit(request, reason)
 
@@ -148,7 +152,7 @@ class JournaledImages:
         frame_size: tuple[int, int] | None = None,
     ) -> Sending:
         """Journal and judge the requests of one image; does not wait. ``frame_size``: (height, width) of the layout."""
-        sending = Sending(sender, tuple(subjects), image, frame_size)
+        sending = _sending(sender, subjects, image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._journal(sending, sending.subjects)
         return sending
@@ -193,7 +197,7 @@ class JournaledImages:
                 else:
                     source, content = source_of(subject, sending.image, frame), sending.image.content
                     maker = sending if answer is Acceptance.NEW else None
-                    request = _Open(subject, source, maker, content, waiting=list(waiting), is_wanted=False)
+                    request = _Open(subject, source, maker, content, sending.sha256, list(waiting), is_wanted=False)
                     self._open[subject.key] = request
                     new.append(request)
         if not sending.is_accepted:
@@ -275,7 +279,8 @@ class JournaledImages:
     def _keep_and_commit(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the image if such images are kept, then the verdict."""
         subject = request.subject
-        result = judged_result(self._inspector.agent.config, subject, outcome, course)
+        detail = {} if request.sha256 is None else {"image_sha256": request.sha256}
+        result = judged_result(self._inspector.agent.config, subject, outcome, course, detail)
         if request.content is not None and self._images.archive.wants(result.verdict):
             then = partial(self._commit_request, request, result, course)
             self._images.keep(request.content, subject.image, subject.arrived_at, then)
@@ -299,6 +304,12 @@ class JournaledImages:
             return
         for sending in waiting:
             _send(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
+
+
+def _sending(
+    sender: Sender, subjects: Sequence[Subject], image: EncodedImage, frame_size: tuple[int, int] | None
+) -> Sending:
+    return Sending(sender, tuple(subjects), image, frame_size, hashlib.sha256(image.content).hexdigest())
 
 
 def key_reused(key: str) -> OrderRefused:

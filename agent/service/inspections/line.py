@@ -50,8 +50,7 @@ NO_LAYOUT = "the line file has no layout any more of its board's type - put it b
 @dataclass(slots=True, eq=False)
 class _Image:
     """Image kept by its source. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame to
-    cut; ``sha256``: of its bytes, where they tell it from another file in its place; ``content``: key shared with its
-    duplicates."""
+    cut; ``sha256``: of its bytes; ``content``: key shared with its duplicates."""
 
     subject: Subject
     source: Source
@@ -126,7 +125,7 @@ class SourceLine:
             self._journal(arrival, source)
             return
         is_in_place = ctime_in(subject.key) is not None
-        sha256 = hashlib.sha256(arrival.image).hexdigest() if is_in_place or source.skips_duplicates else None
+        sha256 = hashlib.sha256(arrival.image).hexdigest()
         image = _Image(subject, source, {subject.key: subject})
         if subject.shows_board or is_in_place:  # rows unreadable at arrival, a layout removed, or bytes known here
             image = self._image(subject, source, sha256)

@@ -1,4 +1,4 @@
-"""Boards of a served line: decides and stores their verdicts.
+"""Boards of a served line: decides and stores their verdicts. Names serials that people read as one.
 
 Guarantees: verdicts reach the store in the order of decision, so a late NG is never overwritten; a verdict that the
 store refused is retried before the next; no step of the wall clock closes a board.
@@ -12,18 +12,20 @@ import time
 from collections import deque
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardLedger, BoardManifest, Inspection, Rework
+from agent.records.station.alarms import Alarm
 from agent.records.station.reworks import last_run, latest_reworks, write_rework
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from sqlite_utils import Database
 
-    from agent.line_file.boards import BoardSection
+    from agent.line_file.boards import BoardSection, LayoutSections
     from agent.records.boards import BoardRun, BoardVerdict, LedgerStatistics
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded, Result
@@ -42,11 +44,12 @@ class LineBoards:
         self,
         boards: Mapping[str, BoardSection],
         store: ResultStore,
+        layouts: Mapping[str, LayoutSections] = MappingProxyType({}),
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = wall_clock,
     ) -> None:
-        self._ledger = BoardLedger(_manifests(boards))
+        self._ledger = BoardLedger(_manifests(boards, layouts))
         self._store = store
         self._clock = clock
         self._wall = wall
@@ -54,9 +57,11 @@ class LineBoards:
         self._decided: deque[BoardVerdict] = deque()  # not yet taken by the store
         self._notify: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
-    def change(self, boards: Mapping[str, BoardSection]) -> None:
+    def change(
+        self, boards: Mapping[str, BoardSection], layouts: Mapping[str, LayoutSections] = MappingProxyType({})
+    ) -> None:
         """Set board types; open boards keep theirs."""
-        manifests = _manifests(boards)
+        manifests = _manifests(boards, layouts)
         with self._guard:
             self._ledger.change(manifests)
 
@@ -80,7 +85,8 @@ class LineBoards:
         """Count a stored result on its board, if the board is open or of a configured type."""
         if not result.subject.is_on_board:
             return
-        inspection = Inspection(result.subject, result.verdict, result.finished_at)
+        image_sha256 = result.detail.get("image_sha256") if result.subject.box is None else None
+        inspection = Inspection(result.subject, result.verdict, result.finished_at, image_sha256=image_sha256)
         with self._guard:
             now_s = self._clock()
             if self._ledger.counts(inspection, now_s):
@@ -117,6 +123,18 @@ class LineBoards:
         with self._guard:
             self._record(self._ledger.expire(self._clock(), self._wall()))
 
+    def alarms(self) -> Iterator[Alarm]:
+        """Of serials that people read as one, while the line knows their boards."""
+        with self._guard:
+            alike = self._ledger.read_alike()
+        for serials in alike:
+            named = " and ".join(ascii(serial) for serial in serials)
+            yield Alarm(
+                "boards/serials",
+                f"serials {named} read alike, and are two boards: each waits for the other's parts and becomes "
+                "UNKNOWN - write a serial in one way at all sources",
+            )
+
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """Boards of this serial that wait for images, or closed recently."""
         with self._guard:
@@ -138,15 +156,18 @@ class LineBoards:
             self._store.record_board(verdict, partial(self._stored, verdict))
             self._decided.popleft()
             log.info(
-                "board_judged board=%s verdict=%s missing=%s", verdict.serial, verdict.verdict, dict(verdict.missing)
-            )
+                "board_judged board=%s verdict=%s missing=%s reason=%s",
+                verdict.serial, verdict.verdict, dict(verdict.missing), verdict.reason,
+            )  # fmt: skip
 
     def _stored(self, verdict: BoardVerdict, recorded: Recorded) -> None:
         if recorded.is_new:
             self._notify(verdict, recorded)
 
 
-def _manifests(boards: Mapping[str, BoardSection]) -> dict[str, BoardManifest]:
+def _manifests(boards: Mapping[str, BoardSection], layouts: Mapping[str, LayoutSections]) -> dict[str, BoardManifest]:
+    refs = {name: layouts[name].refs if name in layouts else board.refs for name, board in boards.items()}
     return {
-        name: BoardManifest(board.components, timedelta(seconds=board.patience_s)) for name, board in boards.items()
+        name: BoardManifest(board.quantities, timedelta(seconds=board.patience_s), refs[name])
+        for name, board in boards.items()
     }

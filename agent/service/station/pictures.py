@@ -1,17 +1,20 @@
 """Images of results as a browser shows them: upright, cut, and no larger than asked.
 
 Guarantees: one image at a time is read, on a thread of low priority, so that judging goes on; a broken, missing or too
-large file is NOT_FOUND with the reason, a share that hangs is NOT_NOW. Thumbnails stay in bounded memory.
+large file is NOT_FOUND with the reason, and so is one that holds another image than the judged one. A share that hangs
+is NOT_NOW. Thumbnails stay in bounded memory.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way
 from agent.sources.folder.files.shelves import image_file
 from agent.web.station.routes import Shown
@@ -22,7 +25,6 @@ from experts.images import decode_image, upright_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from typing import TypeVar
 
     import numpy as np
@@ -53,7 +55,7 @@ class Pictures:
         # below: on that thread only
         self._thumbnails: OrderedDict[tuple[int, str], Shown] = OrderedDict()
         self._thumbnails_bytes = 0
-        self._frame: tuple[Path, NDArray[np.uint8]] | None = None
+        self._frame: tuple[object, NDArray[np.uint8]] | None = None  # by the open file, as its path may be used again
 
     def part(self, row: ResultRow, width: int | None) -> Shown:
         """The part's image. Raises OrderRefused, as all below do."""
@@ -61,7 +63,7 @@ class Pictures:
 
     def frame(self, row: ResultRow, width: int | None) -> Shown:
         """The whole image that a part was cut from."""
-        return self._made(lambda: _encoded(self._whole(self._path(row), width or WIDTH), width or WIDTH))
+        return self._made(lambda: _encoded(_whole(self._file(row), width or WIDTH), width or WIDTH))
 
     def thumbnail(self, row: ResultRow) -> Shown:
         return self._made(lambda: self._thumbnail(row))
@@ -72,7 +74,7 @@ class Pictures:
         if box is not None:
             return box[3] - box[1], box[2] - box[0]
         try:
-            return self._made(lambda: upright_size(self._path(row)), self._looking)
+            return self._made(lambda: upright_size(self._file(row).path), self._looking)
         except OrderRefused:
             return None
 
@@ -101,34 +103,41 @@ class Pictures:
             self._thumbnails_bytes -= len(self._thumbnails.popitem(last=False)[1].content)
         return picture
 
-    def _path(self, row: ResultRow) -> Path:
+    def _file(self, row: ResultRow) -> ImageFile:
         result = row.result
-        about = self._config(), result.subject.key, result.finished_at, result.kept_as
+        about = self._config(), result.subject.key, result.finished_at, result.kept_as, result.place
         path = image_file(*about) or image_file(*about)  # it may be put away between two places of a lookup
         if path is None:
             kept = "it was not kept, or is no longer there" if result.kept_as is None else "it is no longer there"
             raise OrderRefused(Refusing.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
-        return path
+        return ImageFile(path, SHOWN_PIXELS, result.image_sha256)
 
     def _pixels(self, row: ResultRow, width: int) -> NDArray[np.uint8]:
-        path, box = self._path(row), row.result.subject.box
+        file, box = self._file(row), row.result.subject.box
         if box is None:
-            return self._whole(path, width)
-        if self._frame is None or self._frame[0] != path:
+            return _whole(file, width)
+        seen = file, _stamp(os.stat(file.path))
+        if self._frame is None or self._frame[0] != seen:
             self._frame = None  # before the next one needs room
-            self._frame = (path, self._whole(path, None))
+            self._frame = (seen, _whole(file, None))
         left, top, right, bottom = box
         pixels = self._frame[1][top:bottom, left:right]
         if not pixels.size:
-            raise ImageUnreadable(path.name, f"its part {list(box)} is outside of it")
+            raise ImageUnreadable(file.path.name, f"its part {list(box)} is outside of it")
         if self._frame[1].size > 3 * FRAME_PIXELS:
             self._frame = None
         return pixels
 
-    def _whole(self, path: Path, width: int | None) -> NDArray[np.uint8]:
-        """Upright pixels; of a JPEG not many more than ``width`` needs."""
-        least = None if width is None else (width, width)
-        return decode_image(path, path.name, SHOWN_PIXELS, least=least).turned(Orientation.EXIF)
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _whole(file: ImageFile, width: int | None) -> NDArray[np.uint8]:
+    """Upright pixels; of a JPEG not many more than ``width`` needs."""
+    least = None if width is None else (width, width)
+    content = file.read(file.path.name)
+    return decode_image(content, file.path.name, SHOWN_PIXELS, least=least).turned(Orientation.EXIF)
 
 
 def _made_again(make: Callable[[], Made]) -> Made:

@@ -66,13 +66,14 @@ def steps_of(result: Result, mapped: Collection[int]) -> tuple[StepView, ...]:
 def tile_of_row(row: BoardRow) -> BoardTile:
     board = row.board
     missing = sum(board.missing.values())
+    reason = board.reason or (f"missing: {missing}" if missing else None)  # None in a file of before
     return BoardTile(
         row.seq, board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.takt_s,
-        board.counts, missing,
+        board.counts, missing, reason,
     )  # fmt: skip
 
 
 def tile_of_run(run: BoardRun) -> BoardTile:
     """An open board."""
     missing = sum(run.missing.values())
-    return BoardTile(None, run.serial, run.board_type, None, run.opened_at, None, None, run.counts, missing)
+    return BoardTile(None, run.serial, run.board_type, None, run.opened_at, None, None, run.counts, missing, None)

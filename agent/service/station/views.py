@@ -65,7 +65,8 @@ class ShiftView:
 
 @dataclass(frozen=True, slots=True)
 class BoardTile:
-    """``number``, ``verdict``, ``closed_at``: null while it is open. ``missing``: images that did not come."""
+    """``number``, ``verdict``, ``closed_at``: null while it is open. ``missing``: images that did not come; ``reason``:
+    which ones, and what keeps a closed board from OK besides its parts."""
 
     number: int | None
     serial: str
@@ -76,6 +77,7 @@ class BoardTile:
     takt_s: float | None
     counts: Mapping[Verdict, int]
     missing: int
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

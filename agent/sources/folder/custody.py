@@ -46,13 +46,20 @@ class Custody:
     """Claimed and refused files of one folder; all but ``settle`` and ``withdraw`` are for the folder's thread.
 
     Judged files go to `done/`, `ng/` and `failed/`, or are deleted unless they are UNKNOWN. Where files are kept, only
-    claims of an earlier run are put away.
+    claims of an earlier run are put away. ``placed``: told each file's path below the folder, once it is there.
     """
 
-    def __init__(self, section: FolderSection, inbox: Inbox, wall: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        section: FolderSection,
+        inbox: Inbox,
+        wall: Callable[[], datetime],
+        placed: Callable[[str, str], None] = lambda key, place: None,
+    ) -> None:
         self._after = section.after
         self._inbox = inbox
         self._wall = wall
+        self._placed = placed
         self._settled: queue.SimpleQueue[tuple[str, Verdict, str | None]] = queue.SimpleQueue()
         self._withdrawn: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._in_flight: dict[str, Claimed] = {}
@@ -171,6 +178,7 @@ class Custody:
             shelf = f"{shelf}/{self._wall():%Y-%m-%d}"
         if filing.placed is None:
             filing.placed = self._inbox.put_away(file, shelf, key.rpartition("@")[2])
+            self._placed(key, filing.placed.relative_to(self._inbox.root).as_posix())
         if verdict is Verdict.UNKNOWN:
             explanation: dict[str, object] = {
                 "file": printable(file.relpath),

@@ -86,7 +86,7 @@ class FolderSource(Source):
         self._clock = time.monotonic
         self._sizes: dict[str, int] = {}  # by key: bytes of offered images
         self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars)
-        self._custody = Custody(section, self._inbox, wall)
+        self._custody = Custody(section, self._inbox, wall, lambda key, place: self.placed(key, place))
         self._waiting = WaitingFiles(_rule(section))
         callbacks = ClaimCallbacks(self._image_claimed, self._subject_refused, lambda: line.has_room(self), wall)
         self._claimer = Claimer(section, naming, self._inbox, self._waiting, self._custody, callbacks)

@@ -505,7 +505,7 @@ function board() {
   return h("div.two", h("div.column",
     h("div.caption", badge(value.verdict, "large"), h("div.what", h("h1", value.serial),
       h("span", `${value.board_type} · run ${value.number} · ${clock(value.opened_at)} – ${clock(value.closed_at)} · takt ${few(value.takt_s)} s`))),
-    panel("Parts", `${value.is_cut ? "latest " : ""}${value.parts.length} judged${value.missing ? `, ${value.missing} missing` : ""}`, boardPicture(value, part)),
+    panel("Parts", `${value.is_cut ? "latest " : ""}${value.parts.length} judged${value.reason ? `; ${value.reason}` : ""}`, boardPicture(value, part)),
     panel("Timeline", "from arrival to verdict", boardTimeline(value)), panel("Rework", null, rework(value))),
   caseView(part, value.parts, "Part"));
 }
@@ -517,7 +517,7 @@ function boardPicture({size, frame, serial, parts}, part) {
   return h("div.frame", h("img", {src: `/api/results/${frame}/frame?width=1280`, alt: `picture of board ${serial}`}), h("svg.over", {viewBox: `0 0 ${size[1]} ${size[0]}`}, boxed.map((each) => {
     const [left, top, right, bottom] = each.box;
     return h("g.part", {key: each.seq, class: `${each.verdict} ${each === part ? "chosen" : ""}`, onclick: () => choose(each.seq)}, h("title", `${partOf(each)}: ${each.verdict} ${each.label ?? ""}`),
-      h("rect", {x: left, y: top, width: right - left, height: bottom - top}),
+      h("rect", {x: left, y: top, width: Math.max(right - left, 1), height: Math.max(bottom - top, 1)}),
       each.verdict !== "OK" && h("text", {x: left, y: Math.max(top - size[0] / 90, size[0] / 30), "font-size": size[0] / 32}, each.ref ?? each.component));
   })));
 }

@@ -20,9 +20,9 @@ STARTED_S = 1e6  # the monotonic clock at START
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 
-def seen(place, verdict=OK, after_s=0, serial="b1"):
+def seen(place, verdict=OK, after_s=0, serial="b1", image=None):
     component, _, ref = place.partition("/")
-    return lines.inspection(serial, "main", component, ref, verdict, START + timedelta(seconds=after_s))
+    return lines.inspection(serial, "main", component, ref, verdict, START + timedelta(seconds=after_s), image)
 
 
 def ledger():
@@ -114,9 +114,79 @@ def test_a_type_without_manifest_is_the_callers_error():
         add(ledger(), lines.inspection("b1", "other", "r", "1", OK, START))
 
 
-PLACES = st.sampled_from(["r/1", "r/2", "r/3", "c/1", "c/2", "x/1"])
+LISTED = {"main": BoardManifest({"r": 2, "c": 1}, TIMEOUT, {"r": frozenset({"R1", "R\u00fc2"})})}
+
+
+def closed_by(inspections, manifests=MANIFESTS):
+    """What a board's run says last, before or at its timeout."""
+    book = BoardLedger(manifests)
+    said = [*verdicts(book, *inspections), *expire(book, 300)]
+    return [one for one in said if one is not None][-1]
+
+
+@pytest.mark.parametrize(
+    "copy",
+    ["r1", " R1 ", "R1 (2)", "R1(1)", "R1 - Copy", "R1 - Kopie (3)", "R1_copy", "R1 copy 2", "Copy of R1", "R1~1",
+     "R1 (another copy)", "Copy (2) of R1", "\uff32\uff11", "R\u200b1", "R1 - 副本"],
+)  # fmt: skip
+def test_a_copy_of_an_image_stands_for_no_part_that_never_came(copy):
+    came = [seen("r/R1"), seen(f"r/{copy}", after_s=1), seen("c/1", after_s=2)]
+    closed = closed_by(came)
+    assert (closed.verdict, closed.missing) == (UNKNOWN, {"r": 1})
+    assert "missing: 1 of r" in closed.reason
+    assert repr(copy) in closed.reason
+    assert "'R1'" in closed.reason
+    assert closed_by(came[::-1]).verdict is UNKNOWN
+    assert closed_by([*came, seen("r/R2", after_s=3)]).verdict is UNKNOWN
+    assert closed_by([*came, seen("r/R2", NG, after_s=3)]).verdict is NG
+
+
+@pytest.mark.parametrize("pair", [("R1", "R1-2"), ("U3", "U3_2"), ("R1", "R1.2"), ("R1", "R1A"), ("R1-1", "R1-2"),
+                                  ("C1", "copy"), ("R1 (A)", "R1 (B)")])  # fmt: skip
+def test_refs_that_only_look_like_copies_are_parts_of_their_own(pair):
+    assert closed_by([seen(f"r/{pair[0]}"), seen(f"r/{pair[1]}"), seen("c/1")]).verdict is OK
+
+
+def test_equal_bytes_under_two_refs_are_a_copy_and_a_part_seen_again_is_none():
+    first = [seen("r/1", image="aa"), seen("c/1", image="bb")]
+    closed = closed_by([*first, seen("r/2", image="aa")])
+    assert (closed.verdict, closed.reason) == (
+        UNKNOWN, "missing: 1 of r; one part, or one image, under two refs: '2' and '1'"
+    )  # fmt: skip
+    assert closed_by([*first, seen("r/2", image="bb")]).verdict is UNKNOWN
+    assert closed_by([*first, seen("r/1", image="aa"), seen("r/1", image="cc"), seen("r/2", image="dd")]).verdict is OK
+
+
+def test_a_late_copy_makes_an_ok_board_unknown():
+    *_, closed, revised = verdicts(ledger(), *complete(), seen("r/2 (2)", after_s=5))
+    assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, UNKNOWN, True)
+    assert "'2 (2)' and '2'" in revised.reason
+
+
+def test_only_refs_on_a_list_complete_a_board_and_the_reason_names_strangers_and_missing_refs():
+    strange = [seen("r/R1"), seen("r/R1 (2)", after_s=1), seen("r/r\u00fc2", after_s=2), seen("c/1", after_s=3)]
+    closed = closed_by(strange, LISTED)
+    assert (closed.verdict, closed.missing) == (UNKNOWN, {"r": 1})
+    assert closed.reason == "missing: 'Rü2' of r; not parts of board type main: 'R1 (2)', 'rü2'"
+    assert closed_by([*strange, seen("r/Ru\u03082", after_s=4)], LISTED).verdict is OK  # decomposed, the same text
+    assert closed_by([seen("r/R9", NG), *strange], LISTED).verdict is NG
+    assert closed_by([seen("r/R1", image="a"), seen("r/R\u00fc2", image="a"), seen("c/1")], LISTED).verdict is UNKNOWN
+
+
+def test_serials_that_people_read_as_one_are_told_and_stay_two_boards():
+    book = ledger()
+    for serial in ("Pr\u00fcfling", "Pru\u0308fling", "S1", "s1 ", "S2"):
+        add(book, seen("r/1", serial=serial))
+    assert book.read_alike() == [["Pr\u00fcfling", "Pru\u0308fling"], ["S1", "s1 "]]
+    assert book.statistics().open == 5
+
+
+PLACES = st.sampled_from(["r/1", "r/2", "r/3", "r/3 (2)", "c/1", "c/2", "x/1"])
+IMAGES = st.sampled_from([None, None, None, "aa", "bb"])
 INSPECTIONS = st.lists(
-    st.builds(seen, PLACES, st.sampled_from(list(Verdict)), st.integers(0, 59), st.sampled_from(["b1", "b2"])),
+    st.builds(
+        seen, PLACES, st.sampled_from([OK, OK, NG, UNKNOWN]), st.integers(0, 59), st.sampled_from(["b1", "b2"]), IMAGES
+    ),
     max_size=14,
 )
 
@@ -126,12 +196,28 @@ def last_words(book, inspections):
     return {one.serial: one for one in said if one is not None}
 
 
+def has_copies(own):
+    """By a comparison of each pair: the refs are apart by ` (2)` alone, and `x` is on no board."""
+    pairs = [
+        (one, other) for one in own for other in own if "x" not in (one.subject.component, other.subject.component)
+    ]
+    return any(
+        (one.subject.component, one.subject.ref) != (other.subject.component, other.subject.ref)
+        and (one.image_sha256 == other.image_sha256 is not None
+             or (one.subject.component == other.subject.component
+                 and one.subject.ref.removesuffix(" (2)") == other.subject.ref.removesuffix(" (2)")))
+        for one, other in pairs
+    )  # fmt: skip
+
+
 def expected(inspections, serial):
     own = [one for one in inspections if one.subject.board == serial]
     places = {(one.subject.component, one.subject.ref) for one in own}
-    refs = {component: [place for place in places if place[0] == component] for component in ("r", "c")}
+    refs = {
+        component: {ref.removesuffix(" (2)") for part, ref in places if part == component} for component in ("r", "c")
+    }
     is_complete = len(refs["r"]) >= 2 and len(refs["c"]) >= 1
-    verdicts = {one.verdict for one in own}
+    verdicts = {one.verdict for one in own} | ({UNKNOWN} if has_copies(own) else set())
     return NG if NG in verdicts else OK if is_complete and verdicts == {OK} else UNKNOWN
 
 

@@ -18,7 +18,7 @@ def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones
     line.fake(1, label="bad")
     server = web_server()
     line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["board", "ng"]}
-    orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n}", key=f"R{n}") for n in range(2)]
+    orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n + 1}", key=f"R{n}") for n in range(2)]
     with line.served() as service:
         assert [asked(service, order)[0][0].verdict for order in orders] == [Verdict.OK, Verdict.NG]
         messages = [server.posted.get(timeout=60).json for _ in range(2)]

@@ -62,8 +62,11 @@ def name_of(naming: Naming, path: Path, relpath: str) -> NameFields | str:
         return f"its sidecar: {error.strerror}"
 
 
-def image_file(config: LineConfig, key: str, judged_at: datetime, kept_as: str | None) -> Path | None:
-    """File of a result's image: kept by the line, or where its folder put it; None: gone. ``key``: the result's."""
+def image_file(
+    config: LineConfig, key: str, judged_at: datetime, kept_as: str | None, place: str | None
+) -> Path | None:
+    """File of a result's image: kept by the line, or where its folder put it; None: gone. ``key``: the result's.
+    ``place``: stored once the file was put away; without it the file is looked for."""
     if kept_as is not None:
         kept = config.state / "images" / kept_as
         return kept if kept.is_file() else None
@@ -71,7 +74,7 @@ def image_file(config: LineConfig, key: str, judged_at: datetime, kept_as: str |
     for folder in config.intake.folders:
         relpath = Inbox(folder.path, "").relpath_of(key)
         if relpath is not None:
-            return judged_file(folder.path, relpath, key.rpartition("@")[2], judged_at)
+            return judged_file(folder.path, relpath, key.rpartition("@")[2], judged_at, place)
     return None
 
 
@@ -84,24 +87,25 @@ def keeps_image(config: LineConfig, key: str, verdict: Verdict, kept_as: str | N
     return any(folder.after != "delete" or verdict is Verdict.UNKNOWN for folder in of_key)
 
 
-def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime) -> Path | None:
-    """Place of a judged file: on the shelves of its day or the next, kept where it came, or still claimed; None: gone.
+def judged_file(root: Path, relpath: str, identity: str, judged_at: datetime, place: str | None = None) -> Path | None:
+    """Path of a judged file: at its stored ``place``, on the shelves of its days, kept where it came, or still claimed;
+    None: gone.
 
-    ``identity``: of its key. Another inode is the same file, brought back from a backup.
+    ``identity``: of its key. Another inode is the same file, brought back from a backup. Its days are those of any time
+    zone, as the agent that put it away may have another one.
     """
     inode, _, rest = identity.partition("-")
     looks = NUMBERED.sub("", rest)
     another = None
-    days = [f"{judged_at.astimezone() + timedelta(days=later):%Y-%m-%d}" for later in (0, 1)]
-    for shelf in (*(f"{shelf}/{day}" for day in days for shelf in (DONE, NG)), FAILED, ""):
-        target = root / shelf / relpath
-        for place in (target, target.with_name(other_name(target, identity))):
-            seen = sighting_of(place)
-            if seen is None or f"{seen.size_bytes:x}-{seen.mtime_ns:x}" != looks:
-                continue
-            if f"{seen.inode:x}" == inode:
-                return place
-            another = another or place
-    return another or next(
-        (place for place in claims_of(root, relpath, identity) if sighting_of(place) is not None), None
-    )
+    days = [f"{judged_at.astimezone() + timedelta(days=later):%Y-%m-%d}" for later in (0, 1, -1, 2)]
+    shelves = (*(f"{shelf}/{day}" for day in days for shelf in (DONE, NG)), FAILED, "")
+    targets = [root / shelf / relpath for shelf in shelves]
+    stored = [] if place is None else [root / place]
+    for path in (*stored, *(each for at in targets for each in (at, at.with_name(other_name(at, identity))))):
+        seen = sighting_of(path)
+        if seen is None or f"{seen.size_bytes:x}-{seen.mtime_ns:x}" != looks:
+            continue
+        if f"{seen.inode:x}" == inode:
+            return path
+        another = another or path
+    return another or next((path for path in claims_of(root, relpath, identity) if sighting_of(path) is not None), None)

@@ -2,12 +2,15 @@
 
 import errno
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
+import time
 from base64 import b64decode
 from collections import Counter
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import requires
 from io import BytesIO
@@ -26,6 +29,7 @@ from agent.commands.rejudging.rejudge import candidate_line, groups_of, judge, p
 from agent.core.effects import StartLoad
 from agent.core.engine import Engine
 from agent.records.database import state_held
+from agent.records.result_writer import ResultStore
 from agent.subject import Subject
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, fake, route
@@ -63,6 +67,15 @@ def state_of(line):
     return {str(file): file.read_bytes() for file in files if "snapshots" not in file.parts}
 
 
+@contextmanager
+def in_zone(monkeypatch, name):
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", name)
+        time.tzset()
+        yield
+    time.tzset()
+
+
 class TestWhatIsJudged:
     def test_the_images_of_stored_results_are_judged_where_the_agent_put_them(self, served):
         done, rows = judged(served)
@@ -72,6 +85,41 @@ class TestWhatIsJudged:
         assert rows["R4"]["experts"] == ["cls/f1"]
         assert rows["R4"]["scores"] == [0.9]
         assert rows["R4"]["stored_at"] is not None
+
+    def test_images_are_found_in_any_time_zone_where_the_row_says_that_they_are(self, line, monkeypatch):
+        line.watch(stale_after_s=0.5)
+        with in_zone(monkeypatch, "Etc/GMT-14"):  # 25 hours ahead of the reader
+            line.drop("B9_c0_R9.png", b"no image at all")
+            line.serve("B0_c0_R0.png")
+        with in_zone(monkeypatch, "Etc/GMT+11"):
+            places = {row.place for row in line.rows}
+            assert all((line.inbox / place).is_file() for place in places)
+            assert {place.split("/")[0] for place in places} == {"done", "failed"}
+            for forgets_place in (False, True):  # so it is in a row of before
+                if forgets_place:
+                    with closing(sqlite3.connect(line.config.results_file)) as rows, rows:
+                        rows.execute("UPDATE results SET detail = json_remove(detail, '$.place')")
+                assert judged(line)[1].keys() == {"R0", "R9"}
+
+    def test_a_file_put_away_long_after_its_verdict_is_found_where_its_row_says(self, served):
+        (found,) = (served.inbox / "done").rglob("B0_c0_R0.png")
+        late = served.inbox / "done" / "2001-02-03" / found.name
+        late.parent.mkdir()
+        found.rename(late)
+        assert judged(served)[0]["left_out"] == {GONE: 1}
+        (key,) = [row.subject.key for row in served.rows if row.subject.ref == "R0"]
+        with closing(ResultStore(served.config.results_file)) as store:
+            store.place(key, "done/2001-02-03/B0_c0_R0.png")
+        assert judged(served)[0]["left_out"] == {}
+
+    def test_a_file_with_other_bytes_than_the_judged_ones_is_not_judged_as_that_result(self, served):
+        (found,) = (served.inbox / "done").rglob("B0_c0_R0.png")
+        seen = found.stat()
+        found.write_bytes(found.read_bytes()[:-1] + b"x")
+        os.utime(found, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+        row = judged(served)[1]["R0"]
+        assert row["verdict"] == "UNKNOWN"
+        assert "holds another image now than the one that was judged" in row["reason"]
 
     def test_an_image_that_is_gone_is_left_out_and_counted(self, served):
         next((served.inbox / "done").rglob("B0_c0_R0.png")).unlink()

@@ -123,8 +123,8 @@ def test_boards_of_two_types_show_each_type_s_takt_beside_its_own_target(line):
     line.document["boards"]["back"] = {"components": {"c1": 1}, "takt_s": 5}
     with line.served() as service:
         for serial in ("B1", "B2"):
-            for component, board_type in (("c0", "main"), ("c1", "main"), ("c1", "back")):
-                asked(service, order_of(picture(), component=component, board=serial, board_type=board_type, ref="R1"))
+            for component, board_type, ref in (("c0", "main", "R1"), ("c1", "main", "R2"), ("c1", "back", "R1")):
+                asked(service, order_of(picture(), component=component, board=serial, board_type=board_type, ref=ref))
         until(lambda: not service.store.statistics().pending and len(line.boards) == 4)
         shift = state(Web(service))["shift"]
     targets = [(each["board_type"], each["takt_target_s"]) for each in shift["takts"]]

@@ -154,6 +154,7 @@ class PlainStation:
                 "takt_s": 171.0,
                 "counts": {"OK": 6, "NG": 0, "UNKNOWN": 0},
                 "missing": 2 if n == 0 else 0,
+                "reason": "missing: 2 of resistor" if n == 0 else None,
             }
             for n in range(0 if is_empty else 24)
         ]
