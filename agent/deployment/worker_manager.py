@@ -243,16 +243,16 @@ class WorkerManager:
         while not self._stopping.wait(RESTARTS.pause_s(self._failures[name])):
             try:
                 worker = self._started_again(name) if name in self._specs else self._rank_worker(name)
+                part = self._setup.at(name)
+                self._began_s[name] = time.monotonic()
+                self._loop.join(name, worker, part.executors, part.pools)
+                return
             except Exception as error:  # noqa: BLE001 - the boundary of this thread
                 self._failures[name] += 1
                 pause_s = RESTARTS.pause_s(self._failures[name])
                 log.error("worker_not_back worker=%s retry_s=%.0f reason=%s", name, pause_s, error)
-                self._workers[name].lose(str(error))
-                continue
-            part = self._setup.at(name)
-            self._began_s[name] = time.monotonic()
-            self._loop.join(name, worker, part.executors, part.pools)
-            return
+                if (begun := self._workers.get(name)) is not None:  # ranks have no process yet
+                    begun.lose(str(error))
 
     def _started_again(self, name: str) -> RemoteWorker:
         """A lost worker, ready again. Raises CoServeError."""

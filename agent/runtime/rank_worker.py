@@ -109,11 +109,13 @@ class RankWorker:
             self._here.text_engines.add_place(row.copy, (self._spec.pool, "cpu"))
 
     def start_load(self, effect: StartLoad) -> None:
-        Thread(target=self._load, args=(effect,), name=f"ranks-of-{self._name}", daemon=True).start()
+        load = effect, self._copies[effect.copy]  # now: a reload may take the copy away
+        Thread(target=self._load, args=load, name=f"ranks-of-{self._name}", daemon=True).start()
 
     def evict(self, copy: str, pool: str) -> None:
-        slot = self._memory.slots.pop(copy)
-        Thread(target=slot.ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
+        slot = self._memory.slots.pop(copy, None)
+        if slot is not None:
+            Thread(target=slot.ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
 
     def start_quantum(self, batch: Batch) -> None:
         """Run a batch of texts for its quantum."""
@@ -156,8 +158,7 @@ class RankWorker:
         self._close_all()
         return has_ended
 
-    def _load(self, effect: StartLoad) -> None:
-        copy = self._copies[effect.copy]
+    def _load(self, effect: StartLoad, copy: ExpertCopy) -> None:
         try:
             ranks = Ranks(_setup_of(copy, self._meeting), partial(self._ranks_ended, effect.copy), self._meeting)
             slot = _RankSlot(ranks)
@@ -167,10 +168,12 @@ class RankWorker:
                     return
                 self._memory.slots[effect.copy] = slot
             slot.model = ranks.begin()
-        except (CoServeError, OSError, ValueError) as error:
-            if effect.copy in self._memory.slots:
-                self.evict(effect.copy, effect.pool)
-            self._tell(LoadFailed(effect.load, str(error), permanent=isinstance(error, WeightsError | ValueError)))
+        except Exception as error:  # the boundary of this thread
+            is_expected = isinstance(error, (CoServeError, OSError, ValueError))
+            reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            logger.warning("ranks_not_ready worker=%s reason=%s", self._name, reason, exc_info=not is_expected)
+            self.evict(effect.copy, effect.pool)
+            self._tell(LoadFailed(effect.load, reason, permanent=isinstance(error, WeightsError | ValueError)))
             return
         form, processes = slot.model.form, len(ranks.processes)
         logger.info("ranks_ready worker=%s processes=%d exchange=%s", self._name, processes, form)

@@ -82,12 +82,12 @@ class WorkerHost:
                 try:
                     name, arguments = decode(content)
                     reply = self._call_of(name)(*arguments)
-                except (CoServeError, OSError, ValueError) as error:
+                    if reply is not None:
+                        self._send(name, reply)
+                except Exception as error:  # the boundary of the process: the agent has to know why it ends
                     logger.exception("worker_broken")
                     self._send("broken", f"{type(error).__name__}: {error}")
                     break
-                if reply is not None:
-                    self._send(name, reply)
         self._ended.set()
 
     def _call_of(self, name: str) -> Callable[..., object]:

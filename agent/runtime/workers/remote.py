@@ -250,7 +250,7 @@ class RemoteWorker:
         elif name == "damaged":
             Thread(target=self._look_at, args=arguments, name=f"{self.name}_look_at", daemon=True).start()
         elif name == "broken":
-            self._why_lost = self._why_lost or arguments[0]
+            self._why_lost = arguments[0]  # rather than the end of the channel, which may be noticed before
         elif name == "failed":
             call, reason = arguments
             self._asked.pop(call).set_exception(WorkerBroken(self.name, reason))

@@ -140,6 +140,20 @@ def test_ranks_that_die_idle_come_back_and_leave_no_thread(serving, expected):
     assert now == executors
 
 
+def test_ranks_whose_restart_fails_are_started_again_after_a_pause(serving, expected, monkeypatch, caplog):
+    _, agent, _ = serving
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    with monkeypatch.context() as broken:
+        broken.setenv("MASTER_ADDR", "localhost")
+        broken.setenv("LOCAL_WORLD_SIZE", "two")
+        os.kill(rank_processes()[0], signal.SIGKILL)
+        until(lambda: "worker_not_back worker=ranks-llm:mix" in caplog.text)
+    until(lambda: not agent.loop.lost)
+    ((_, notes),) = asked(agent, PROMPTS[:1])
+    assert agent.loop.wait_until_idle(PATIENCE_S)
+    assert notes.tokens == expected[0]
+
+
 def test_a_reload_keeps_the_ranks(serving, expected):
     line, agent, _ = serving
     before = rank_processes()

@@ -174,6 +174,13 @@ def test_a_worker_that_ends_before_it_works_is_said_so(line, tmp_path):
         worker.ask("detect", "nothing")
 
 
+def test_an_unforeseen_error_in_a_worker_reaches_the_agent_with_its_type_and_text(line, tmp_path):
+    answers = queue.SimpleQueue()
+    with in_another(line, answers.put, tmp_path) as worker:
+        worker.start_batch(Batch(1, 0, "cls/x", "cls/x@fp32", (1,), 0), [line.pixels(1)], is_next=True)
+        assert answers.get(timeout=PATIENCE_S) == WorkerLost("w1", "KeyError: 'cls/x@fp32'")
+
+
 class QueueChannel:
     """One end of a channel of two queues; ``on_send`` is called with the name of each message after it was sent."""
 
