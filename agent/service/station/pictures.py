@@ -1,14 +1,15 @@
 """Images of results as a browser shows them: upright, cut, and no larger than asked.
 
-Guarantees: one image at a time is read, on a thread of low priority, so that judging goes on; a broken, missing or too
-large file is NOT_FOUND with the reason, and so is one that holds another image than the judged one. A share that hangs
-is NOT_NOW. Thumbnails stay in bounded memory.
+Guarantees: one image of a place is read at a time, on a thread of low priority, so that judging goes on; a broken,
+missing or too large file is NOT_FOUND with the reason, and so is one that holds another image than the judged one. A
+share that hangs is NOT_NOW, and keeps no image of another place waiting. Thumbnails stay in bounded memory.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,16 @@ from PIL import Image
 
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way
-from agent.sources.folder.files.shelves import image_file
+from agent.service.station.places import Place
+from agent.sources.folder.files.shelves import image_file, image_root
 from agent.web.station.routes import Shown
-from experts.daemon_threads import DaemonThreads
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
 from experts.expert import Orientation
 from experts.images import decode_image, upright_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import TypeVar
 
     import numpy as np
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     Made = TypeVar("Made")
 
 PATIENCE_S = 4.0
+SIZE_S = 1.0
 SHOWN_PIXELS = 32_000_000  # a larger image takes too much of the box to be decoded for a page
 WIDTH = 1600  # unless another is asked
 THUMBNAIL = 160
@@ -50,23 +53,22 @@ class Pictures:
 
     def __init__(self, config: Callable[[], LineConfig]) -> None:
         self._config = config
-        self._looking = DaemonThreads(1, "picture-sizes")
-        self._thread = DaemonThreads(1, "pictures", give_way)
-        # below: on that thread only
+        self._lock = threading.Lock()  # guards the places and the thumbnails
+        self._places: dict[tuple[Path, bool], Place] = {}  # by root, and for sizes alone or for pixels
         self._thumbnails: OrderedDict[tuple[int, str], Shown] = OrderedDict()
         self._thumbnails_bytes = 0
         self._frame: tuple[object, NDArray[np.uint8]] | None = None  # by the open file, as its path may be used again
 
     def part(self, row: ResultRow, width: int | None) -> Shown:
         """The part's image. Raises OrderRefused, as all below do."""
-        return self._made(lambda: _encoded(self._pixels(row, width or WIDTH), width or WIDTH))
+        return self._made(row, lambda: _encoded(self._pixels(row, width or WIDTH), width or WIDTH))
 
     def frame(self, row: ResultRow, width: int | None) -> Shown:
         """The whole image that a part was cut from."""
-        return self._made(lambda: _encoded(_whole(self._file(row), width or WIDTH), width or WIDTH))
+        return self._made(row, lambda: _encoded(_whole(self._file(row), width or WIDTH), width or WIDTH))
 
     def thumbnail(self, row: ResultRow) -> Shown:
-        return self._made(lambda: self._thumbnail(row))
+        return self._made(row, lambda: self._thumbnail(row))
 
     def size(self, row: ResultRow) -> tuple[int, int] | None:
         """(height, width) of the part's image, by its file's header; None without a readable file."""
@@ -74,33 +76,42 @@ class Pictures:
         if box is not None:
             return box[3] - box[1], box[2] - box[0]
         try:
-            return self._made(lambda: upright_size(self._file(row).path), self._looking)
+            return self._made(row, lambda: upright_size(self._file(row).path), is_size=True)
         except OrderRefused:
             return None
 
     def stop(self) -> None:
-        for threads in (self._looking, self._thread):
-            threads.stop(0.0)
+        for place in self._places.values():
+            place.stop()
 
-    def _made(self, make: Callable[[], Made], threads: DaemonThreads | None = None) -> Made:
-        making = (threads or self._thread).submit(_made_again, make)
+    def _made(self, row: ResultRow, make: Callable[[], Made], *, is_size: bool = False) -> Made:
         try:
-            return making.result(PATIENCE_S)
-        except TimeoutError:
-            making.cancel()  # else those that nobody waits for any more would pile up
-            raise OrderRefused(Refusing.NOT_NOW, "the disk of the image, or the box, is busy: ask again", 5.0) from None
+            return self._place(row, is_size).made(lambda: _made_again(make), SIZE_S if is_size else PATIENCE_S)
         except (ImageError, OSError, MemoryError) as error:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
+    def _place(self, row: ResultRow, is_size: bool) -> Place:
+        """Of the folder, or of the kept images. A size does not wait for pixels."""
+        root = image_root(self._config(), row.result.subject.key, row.result.kept_as)
+        with self._lock:
+            if (root, is_size) not in self._places:
+                self._places[root, is_size] = (
+                    Place("picture-sizes", lambda: None) if is_size else Place("pictures", give_way)
+                )
+            return self._places[root, is_size]
+
     def _thumbnail(self, row: ResultRow) -> Shown:
         about = (row.seq, row.result.subject.key)
-        picture = self._thumbnails.pop(about, None)
+        with self._lock:
+            picture = self._thumbnails.pop(about, None)
+            self._thumbnails_bytes -= 0 if picture is None else len(picture.content)
         if picture is None:
             picture = _encoded(self._pixels(row, THUMBNAIL), THUMBNAIL)
+        with self._lock:
+            self._thumbnails[about] = picture
             self._thumbnails_bytes += len(picture.content)
-        self._thumbnails[about] = picture
-        while self._thumbnails_bytes > THUMBNAILS_BYTES:
-            self._thumbnails_bytes -= len(self._thumbnails.popitem(last=False)[1].content)
+            while self._thumbnails_bytes > THUMBNAILS_BYTES:
+                self._thumbnails_bytes -= len(self._thumbnails.popitem(last=False)[1].content)
         return picture
 
     def _file(self, row: ResultRow) -> ImageFile:
@@ -117,14 +128,15 @@ class Pictures:
         if box is None:
             return _whole(file, width)
         seen = file, _stamp(os.stat(file.path))
-        if self._frame is None or self._frame[0] != seen:
-            self._frame = None  # before the next one needs room
-            self._frame = (seen, _whole(file, None))
+        frame = self._frame
+        if frame is None or frame[0] != seen:
+            self._frame = frame = None  # before the next one needs room
+            self._frame = frame = (seen, _whole(file, None))
         left, top, right, bottom = box
-        pixels = self._frame[1][top:bottom, left:right]
+        pixels = frame[1][top:bottom, left:right]
         if not pixels.size:
             raise ImageUnreadable(file.path.name, f"its part {list(box)} is outside of it")
-        if self._frame[1].size > 3 * FRAME_PIXELS:
+        if frame[1].size > 3 * FRAME_PIXELS:
             self._frame = None
         return pixels
 

@@ -78,6 +78,12 @@ def image_file(
     return None
 
 
+def image_root(config: LineConfig, key: str, kept_as: str | None) -> Path:
+    """Folder below which ``image_file`` looks; reads no disk."""
+    key, roots = image_key(key), () if kept_as is not None else (folder.path for folder in config.intake.folders)
+    return next((root for root in roots if Inbox(root, "").relpath_of(key) is not None), config.state)
+
+
 def keeps_image(config: LineConfig, key: str, verdict: Verdict, kept_as: str | None) -> bool:
     """Whether ``image_file`` may find a file, without looking for it."""
     if kept_as is not None:

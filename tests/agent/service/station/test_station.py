@@ -15,6 +15,7 @@ from PIL import Image
 
 from agent.api.calls.desk import TextOrder
 from agent.records.results import KeptMap, ResultRow
+from agent.service.station import pictures as pictures_module
 from agent.service.station.pictures import Pictures
 from experts.errors import OrderRefused
 from experts.expert import AnomalyMap, Verdict
@@ -330,18 +331,20 @@ def test_pictures_that_take_long_keep_no_question_waiting(busy, monkeypatch):
         goes_on.set()
 
 
-def test_a_picture_that_nobody_waits_for_any_more_is_not_made(monkeypatch):
+def test_a_picture_that_nobody_waits_for_any_more_is_not_made(busy, monkeypatch):
     begun, goes_on = [], threading.Event()
 
-    def config():
+    def hanging(*_):
         begun.append(None)
         goes_on.wait(PATIENCE_S)
         raise OSError("the share is gone")
 
-    pictures, row = Pictures(config), ResultRow(1, result())
+    config = busy[0].inspector.agent.config
+    pictures, row = Pictures(lambda: config), ResultRow(1, result())
+    monkeypatch.setattr("agent.service.station.pictures.image_file", hanging)
     monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", 0.01)
     for _ in range(3):
-        with pytest.raises(OrderRefused, match="busy"):
+        with pytest.raises(OrderRefused, match=r"busy|has not answered"):
             pictures.frame(row, None)
     monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", PATIENCE_S)
     goes_on.set()
@@ -349,6 +352,26 @@ def test_a_picture_that_nobody_waits_for_any_more_is_not_made(monkeypatch):
         pictures.frame(row, None)
     pictures.stop()
     assert len(begun) == 2
+
+
+def test_a_share_that_hangs_keeps_no_image_of_another_place_waiting(busy, monkeypatch):
+    """Eight pictures of the folder are asked for, which is twice the threads; kept images are on another disk."""
+    goes_on, web, real = threading.Event(), Web(busy[0]), pictures_module.image_file
+
+    def hanging(config, key, *about):
+        kept = about[1]
+        return real(config, key, *about) if kept is not None else goes_on.wait(PATIENCE_S) and None
+
+    monkeypatch.setattr(pictures_module, "image_file", hanging)
+    monkeypatch.setattr(pictures_module, "SIZE_S", 0.05)
+    (seq, *_) = [one["seq"] for one in web.json("/api/results?board=S1")["results"]]
+    (kept,) = [one["seq"] for one in web.json("/api/results?board=B2")["results"]]
+    with ThreadPoolExecutor(8) as pool:
+        shares = [pool.submit(web, f"/api/results/{seq}/image?width={width}") for width in range(200, 208)]
+        assert shown(web, f"/api/results/{kept}/image").size == (8, 8)
+        assert web.json(f"/api/results/{seq}")["size"] is None
+        assert {each.result()[0] for each in shares} == {503}
+    goes_on.set()
 
 
 def test_a_board_tells_its_parts_and_the_frame_that_shows_them(busy):
