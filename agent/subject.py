@@ -75,8 +75,9 @@ class Subject:
 class SourceStatus:
     """How a folder or a camera is doing. ``received``: images taken in; ``waiting``: images not taken yet.
 
-    ``dropped``: frames that gave way to later ones; ``held_bytes``: images read and not judged; ``lost``: triggers
-    without a frame; ``broken``: frames that could not be read; ``frame_age_s``: of the last frame.
+    ``dropped``: frames that gave way to later ones; ``held_bytes``: images read and not judged; ``left_alone``: files
+    whose ending is no image's; ``lost``: triggers without a frame; ``broken``: frames that could not be read;
+    ``frame_age_s``: of the last frame.
     """
 
     name: str
@@ -87,6 +88,7 @@ class SourceStatus:
     dropped: int = 0
     alarm: str | None = None
     held_bytes: int = 0
+    left_alone: int = 0
     lost: int = 0
     broken: int = 0
     reconnects: int = 0

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from experts.expert import AnomalyMap
 
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
+ENDINGS = frozenset({  # of their files' names
+    ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp",
+})  # fmt: skip
 DEFAULT_MAX_PIXELS = 64_000_000
 LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
 MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits, the largest supported format

@@ -89,9 +89,9 @@ def _pools(status: StatusView) -> Table:
 
 
 def _sources(status: StatusView) -> Table:
-    titles = ("source", "kind", "state", "received", "waiting", "dropped", "")
+    titles = ("source", "kind", "state", "received", "waiting", "dropped", "left alone", "")
     table = Table(*titles, box=None, header_style="bold")
     for source in status.sources:
-        counts = (str(source.received), str(source.waiting), str(source.dropped))
+        counts = (str(source.received), str(source.waiting), str(source.dropped), str(source.left_alone))
         table.add_row(escape(source.name), source.kind, source.state, *counts, escape(source.alarm or ""))
     return table

@@ -59,6 +59,13 @@ def _check_address(url: str) -> None:
         raise ValueError("the url has no valid host and port - write SCHEME://HOST:PORT/PATH")
 
 
+def _name_pattern(text: str) -> str:
+    if not text.strip("*") or "/" in text:
+        raise ValueError(f"{text!r} is no pattern of a name - write the name of a file or a folder, as *_preview.jpg")
+    return text
+
+
+NamePattern = Annotated[str, AfterValidator(_name_pattern)]
 MaxPixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_MAX_PIXELS)]
 
 
@@ -108,6 +115,11 @@ class FolderSection(Section):
         "UNKNOWN ones move to failed/ unless kept",
     )
     ignore_existing: bool = Field(False, strict=True, description="true: files present at the start are not judged")
+    ignore: tuple[NamePattern, ...] = Field(
+        (),
+        description="names of files and folders to pass over, `*` for any characters, besides those of systems "
+        "(Thumbs.db, #recycle, $RECYCLE.BIN, @eaDir, ...)",
+    )
     duplicate: Literal["reinspect", "skip"] = Field(
         "reinspect",
         description="the same bytes again for the same board, component and ref: reinspect (judge them again) or skip "

@@ -88,6 +88,7 @@ FOLDER: Table[SourceStatus] = (
     (GAUGE, "folder_up", "1 while files are taken and put away.", lambda one: one.alarm is None),
     (COUNTER, "folder_files", "Files taken, refused ones included.", lambda one: one.received),
     (GAUGE, "folder_waiting_files", "Files not complete, or not read yet.", lambda one: one.waiting),
+    (GAUGE, "folder_left_alone_files", "Files there whose ending is no image's.", lambda one: one.left_alone),
     (GAUGE, "folder_held_bytes", "Images read and not judged yet.", lambda one: one.held_bytes),
 )
 CAMERA: Table[SourceStatus] = (

@@ -155,7 +155,7 @@ class _Search:
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """Search one of the line's own folders; it need not exist yet."""
         for relpath in files_below(folder):
-            if naming.has_sidecars and relpath.endswith(SUFFIX):
+            if naming.has_sidecars and relpath.lower().endswith(SUFFIX):
                 continue
             self._looked_at += 1
             shelf = relpath.split("/")[0]

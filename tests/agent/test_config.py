@@ -157,6 +157,12 @@ def test_a_share_s_address_or_a_windows_disk_as_a_path_is_refused_with_the_remed
     assert "secret" not in problem
 
 
+@pytest.mark.parametrize("name", ["*", "", "sub/x.png"])
+def test_a_name_to_ignore_that_is_none_is_refused(tmp_path, name):
+    (problem,) = problems_of(tmp_path, MINIMAL + f"      ignore: [Thumbs.db, '{name}']\n")
+    assert f"intake.folders[0].ignore[1]: {name!r} is no pattern of a name" in problem
+
+
 def test_a_path_with_backslashes_is_refused_and_a_name_with_a_colon_is_none_of_windows(tmp_path):
     (problem,) = problems_of(tmp_path, MINIMAL.replace("path: inbox", r"path: 'data\inbox'"))
     assert r"intake.folders[0].path: 'data\\inbox' has the backslashes of Windows - write 'data/inbox'" in problem

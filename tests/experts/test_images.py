@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
-from experts.images import Completeness, completeness, decode_image, read_image, reduction, upright_size
+from experts.images import (
+    ENDINGS,
+    FORMATS,
+    Completeness,
+    completeness,
+    decode_image,
+    read_image,
+    reduction,
+    upright_size,
+)  # fmt: skip
 
 SIDE = 96
 NOISE = np.random.default_rng(7).integers(1, 255, (SIDE, SIDE, 3), dtype=np.uint8)
@@ -191,3 +200,7 @@ def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_en
     assert decoded.serves(least)
     assert decoded.serves(None) == (expected == 1)
     assert decode_image(WHOLE["png"], "it", least=(10, 10)).pixels.shape == (SIDE, SIDE, 3)  # as all other formats
+
+
+def test_endings_of_images_are_those_that_pillow_knows_for_the_formats_that_are_read():
+    assert {ending for ending, kind in Image.registered_extensions().items() if kind in {*FORMATS, "DIB"}} == ENDINGS

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: 58aa5b930df1322542390132c680c5f3470bbddc00dd140c8f52de26dc5be6a7
+# sha256 of the source: 1fe916092672a76655b97d18000f9ee59207713bb14880262eace586876bb171
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -390,7 +390,7 @@ class Pool(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., experts: _Optional[_Iterable[str]] = ..., lease_bytes: _Optional[int] = ..., lease_capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("name", "kind", "state", "received", "waiting", "dropped", "alarm")
+    __slots__ = ("name", "kind", "state", "received", "waiting", "dropped", "alarm", "left_alone")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +398,7 @@ class Source(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     ALARM_FIELD_NUMBER: _ClassVar[int]
+    LEFT_ALONE_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     state: str
@@ -405,7 +406,8 @@ class Source(_message.Message):
     waiting: int
     dropped: int
     alarm: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., state: _Optional[str] = ..., received: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., alarm: _Optional[str] = ...) -> None: ...
+    left_alone: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., state: _Optional[str] = ..., received: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., alarm: _Optional[str] = ..., left_alone: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("subject",)

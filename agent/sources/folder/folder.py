@@ -21,9 +21,10 @@ from agent.sources.base import Arrival, Source, local_time
 from agent.sources.folder.claiming import ClaimCallbacks, Claimer
 from agent.sources.folder.custody import Custody
 from agent.sources.folder.files.identity import printable
-from agent.sources.folder.files.inbox import MARKER, Inbox
+from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.readiness import Evidence, Rule
+from agent.sources.folder.files.selection import MARKER, Selection
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.reading import ImageReader, ReaderCallbacks
 from agent.sources.folder.waiting import WaitingFiles
@@ -49,6 +50,11 @@ READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, over all fo
 PIXEL_BYTES = 3  # of a decoded frame
 NO_ROOM_S = 0.25  # between two checks for room in the agent
 BREATH_S = 0.02  # between two steps, to handle the events of one burst together
+MOST_TOLD = 100  # endings
+SHARED_SHELF = (
+    "{shelf} is the agent's own folder {own}, as this disk compares names without case: images that another program "
+    "writes there are not judged - have it write into a folder of another name, and call this one {own}"
+)
 SCAN_SHARE = 10  # scans of a huge folder take at most 1/10 of the time
 
 
@@ -85,7 +91,8 @@ class FolderSource(Source):
         self._line = line
         self._clock = time.monotonic
         self._sizes: dict[str, int] = {}  # by key: bytes of offered images
-        self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars)
+        selection = Selection(section.ignore, section.pattern)
+        self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars, selection=selection)
         self._custody = Custody(section, self._inbox, wall, lambda key, place: self.placed(key, place))
         self._waiting = WaitingFiles(_rule(section))
         callbacks = ClaimCallbacks(self._image_claimed, self._subject_refused, lambda: line.has_room(self), wall)
@@ -105,6 +112,8 @@ class FolderSource(Source):
         )
         self._hints: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._was_online = False
+        self._shelf_alarm: str | None = None
+        self._told: set[str] = set()  # endings of files that are left alone
         self._ignores_next_scan = section.ignore_existing
         self._next_scan = float("-inf")
         self._rested_at = float("-inf")  # end of the pause after a scan, by SCAN_SHARE
@@ -152,8 +161,13 @@ class FolderSource(Source):
             str(self._watch.state),
             received=self._claimer.received,
             waiting=len(self._waiting) + self._claimer.unoffered + self._reader.waiting,
-            alarm=self._claimer.claim_alarm or self._custody.alarm or self._reader.alarm or self._watch.alarm,
+            alarm=self._claimer.claim_alarm
+            or self._custody.alarm
+            or self._reader.alarm
+            or self._watch.alarm
+            or self._shelf_alarm,
             held_bytes=self._reader.held_bytes,
+            left_alone=sum(self._inbox.left_alone.values()),
         )
 
     @property
@@ -251,13 +265,13 @@ class FolderSource(Source):
                 self._scan_early(now)
             else:
                 strongest[hint.relpath] = max(strongest.get(hint.relpath, Evidence.NONE), hint.evidence)
-        for sidecar in [relpath for relpath in strongest if relpath.endswith(SUFFIX)]:
+        for sidecar in [relpath for relpath in strongest if relpath.lower().endswith(SUFFIX)]:
             for relpath in self._waiting.beside(sidecar):
                 strongest.setdefault(relpath, Evidence.NONE)
         for relpath, evidence in strongest.items():
-            is_marker = relpath.endswith(MARKER)
+            is_marker = relpath.lower().endswith(MARKER)
             try:
-                found = self._inbox.look(relpath.removesuffix(MARKER))
+                found = self._inbox.look(relpath[: -len(MARKER)] if is_marker else relpath)
             except OSError:  # the folder has gone, which the next scan reports
                 continue
             if found is not None:
@@ -278,6 +292,7 @@ class FolderSource(Source):
             listed = list(self._inbox.scan())
             if self._watch.go_online(has_thread=self._thread is not None):
                 listed = list(self._inbox.scan())  # again, for files that arrived before the events
+            self._tell_what_is_not_judged(self._inbox.shared_shelf())
         except OSError as error:
             self._watch.go_offline(error)
             self._waiting.clear()
@@ -295,6 +310,18 @@ class FolderSource(Source):
         ended = self._clock()
         self._rested_at = ended + (SCAN_SHARE - 1) * (ended - started)
         self._next_scan = max(now + self._section.poll_s, self._rested_at)
+
+    def _tell_what_is_not_judged(self, shelf: str | None) -> None:
+        alarm = None if shelf is None else SHARED_SHELF.format(shelf=printable(shelf), own=shelf.casefold())
+        if alarm is not None and alarm != self._shelf_alarm:
+            log.error("intake_shelf_shared folder=%s: %s", self._section.path, alarm)
+        self._shelf_alarm = alarm
+        for ending in self._inbox.left_alone.keys() - self._told if len(self._told) < MOST_TOLD else ():
+            self._told.add(ending)
+            log.warning(
+                "intake_left_alone folder=%s ending=%r files=%d: no image ends so; not judged, and left in place",
+                str(self._section.path), printable(ending), self._inbox.left_alone[ending],
+            )  # fmt: skip
 
     def _recover(self) -> None:
         """Offer claimed files of an earlier run, or abandoned by an error."""

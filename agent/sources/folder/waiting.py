@@ -145,7 +145,7 @@ class WaitingFiles:
     def forget(self, relpath: str) -> None:
         """Drop a file that is gone."""
         self._candidates.pop(relpath, None)
-        sidecar = sidecar_of(relpath)
+        sidecar = sidecar_of(relpath).casefold()
         if beside := self._by_sidecar.get(sidecar):
             beside.discard(relpath)
             if not beside:
@@ -163,7 +163,7 @@ class WaitingFiles:
         self.stale.clear()
 
     def beside(self, sidecar: str) -> tuple[str, ...]:
-        return tuple(sorted(self._by_sidecar.get(sidecar, ())))
+        return tuple(sorted(self._by_sidecar.get(sidecar.casefold(), ())))
 
     def first_due(self, now: float) -> WaitingFile | None:
         """Oldest settled file; due until it is handled."""
@@ -203,7 +203,7 @@ class WaitingFiles:
             return
         self._candidates[relpath] = candidate
         if self.rule.needs_sidecar:
-            self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
+            self._by_sidecar.setdefault(sidecar_of(relpath).casefold(), set()).add(relpath)
         self._settled.drop(relpath)
         self._settling.put(relpath, self.rule.due_at(candidate))
         if relpath not in self.stale:

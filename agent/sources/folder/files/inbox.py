@@ -20,9 +20,9 @@ import json
 import os
 import secrets
 import signal
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
@@ -41,21 +41,22 @@ from agent.sources.folder.files.identity import (
     sighting_of,
 )
 from agent.sources.folder.files.readiness import Lease, Probe, Sighting
+from agent.sources.folder.files.selection import MARKER, Selection
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
-from agent.sources.folder.files.sidecar import sidecar_of
+from agent.sources.folder.files.sidecar import sidecar_beside, sidecar_of, spellings
 from experts.filesystem import open_folder, unlink_below, whole_file
 from experts.images import completeness
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterator, Mapping
 
 DONE = "done"
 NG = "ng"
 FAILED = "failed"
-SHELVES = frozenset({DONE, NG, FAILED})
-MARKER = ".done"
-UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*", f"*{MARKER}")
+SHELVES = (DONE, NG, FAILED)
+OWN = frozenset({*SHELVES, WORK})
 MAKE_ATTEMPTS = 10
+DEFAULT_SELECTION = Selection()
 # gone meanwhile, no permission, or a path that is too long
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
@@ -73,11 +74,19 @@ class Found:
 
 
 class Inbox:
-    """Watched folder. Every method may raise OSError. ``has_sidecars``: `STEM.json` is the sidecar of `STEM.png`."""
+    """Watched folder. Every method may raise OSError. ``has_sidecars``: `STEM.json` is the sidecar of `STEM.png`.
 
-    def __init__(self, root: Path, owner: str, *, has_sidecars: bool = False) -> None:
+    ``left_alone``: files of the last scan whose ending is no image's, by ending.
+    """
+
+    def __init__(
+        self, root: Path, owner: str, *, has_sidecars: bool = False, selection: Selection = DEFAULT_SELECTION
+    ) -> None:
         self.root = root
         self.has_sidecars = has_sidecars
+        self.left_alone: Mapping[str, int] = {}
+        self._tops: frozenset[str] = frozenset()  # as listed: names that are the agent's but for their case
+        self._selection = selection
         self.work = root / WORK / owner
         self.source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]  # of its keys
 
@@ -106,8 +115,25 @@ class Inbox:
     def scan(self) -> Iterator[Found]:
         """List all files below the folder that could be images, or must be refused. Follows no link."""
         folders = [(self.root, "")]  # a stack: folders may be nested deeper than calls
+        left_alone = Counter[str]()
         while folders:
-            yield from self._listed(*folders.pop(), folders)
+            yield from self._listed(*folders.pop(), folders, left_alone)
+        self.left_alone = left_alone
+
+    def shared_shelf(self) -> str | None:
+        """Shelf that another program uses for a folder of its own, on a disk that compares names without case.
+
+        Its name as listed; None if there is none. Images in it count as put away by the agent.
+        """
+        for name in sorted(self._tops - OWN):
+            if self.is_own(name):
+                return name
+        for own in (DONE, NG):  # the agent's files there are below folders of days
+            is_blind = own in self._tops and own.upper() not in self._tops and os.path.lexists(self.root / own.upper())
+            with suppress(OSError):  # no folder, which the next file to be put away tells
+                if is_blind and any(entry.is_file() for entry in _entries(self.root / own)):
+                    return own
+        return None
 
     def inode(self) -> int:
         """Inode of the folder: it changes when a share is mounted or unmounted there, or the folder is recreated."""
@@ -119,7 +145,7 @@ class Inbox:
 
     def look(self, relpath: str) -> Found | None:
         """Entry of one file now; None if it is gone, a folder, or ignored."""
-        if self._is_ignored(relpath):
+        if self._is_ignored(relpath) or not self._selection.takes(relpath):
             return None
         path = self.root / relpath
         try:
@@ -128,9 +154,8 @@ class Inbox:
             return None
         if S_ISDIR(status.st_mode):
             return None
-        names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
-        is_marked = any(os.path.exists(self.root / name) for name in names)  # False for a name that is too long
-        sidecar = sighting_of(self.root / sidecar_of(relpath)) if self.has_sidecars else None
+        is_marked = any(os.path.exists(self.root / name) for name in markers_of(relpath))  # False if too long
+        sidecar = sighting_of(sidecar_beside(path)) if self.has_sidecars else None
         return Found(relpath, sighting_in(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
@@ -156,14 +181,14 @@ class Inbox:
         """Claim the sidecar of a claimed file, unless already claimed. Raises FileNotFoundError if there is none."""
         place = self.sidecar(claimed)
         if (seen := sighting_of(place)) is None:
-            self._move(self.root / sidecar_of(claimed.relpath), place)
+            self._move(sidecar_beside(self.root / claimed.relpath), place)
             seen = sighting_in(place.lstat())
         return replace(claimed, sidecar=seen)
 
     def sidecar(self, file: Claimed) -> Path:
         """Path of the file's sidecar: beside the file, or with its claim."""
         if not file.is_ours:
-            return self.root / sidecar_of(file.relpath)
+            return sidecar_beside(file.path)
         folder = self.work / file.relpath.rpartition("/")[0]
         return folder / f".{file.identity}~{SIDECAR_SUFFIX}"
 
@@ -181,7 +206,7 @@ class Inbox:
 
     def drop_marker(self, relpath: str) -> None:
         """Remove the marker of a claimed file, if there is one."""
-        for name in (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER):
+        for name in markers_of(relpath):
             try:
                 unlink_below(self.root / name, self.root)
             except OSError as error:
@@ -299,16 +324,19 @@ class Inbox:
         except OSError:
             return NAME_BYTES
 
-    def _listed(self, folder: Path, prefix: str, folders: list[tuple[Path, str]]) -> Iterator[Found]:
-        """Files of one folder; its subfolders are added to ``folders``."""
+    def _listed(
+        self, folder: Path, prefix: str, folders: list[tuple[Path, str]], left_alone: Counter[str]
+    ) -> Iterator[Found]:
+        """Files of one folder; its subfolders are added to ``folders``, and endings of no image to ``left_alone``."""
         try:
-            with os.scandir(folder) as entries:
-                listed = list(entries)
+            listed = _entries(folder)
         except OSError as error:
             if prefix and error.errno in PASSED_OVER:
                 return
             raise
-        names = {entry.name for entry in listed}
+        names = {entry.name.casefold() for entry in listed}  # whether a file of such a name is there, the disk says
+        if not prefix:
+            self._tops = frozenset(entry.name for entry in listed if entry.name.casefold() in OWN)
         for entry in listed:
             relpath = prefix + entry.name
             if self._is_ignored(relpath):
@@ -317,19 +345,47 @@ class Inbox:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((folder / entry.name, f"{relpath}/"))
                     continue
+                if not self._selection.takes(relpath):
+                    left_alone[os.path.splitext(entry.name)[1].lower()] += 1
+                    continue
                 status = entry.stat(follow_symlinks=False)
             except OSError as error:
                 if error.errno in PASSED_OVER:
                     continue
                 raise
-            stem = os.path.splitext(entry.name)[0]
-            is_marked = entry.name + MARKER in names or stem + MARKER in names
-            has_sidecar = self.has_sidecars and stem + SIDECAR_SUFFIX in names
-            sidecar = sighting_of(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
+            is_marked = any(name.casefold() in names for name in markers_of(entry.name)[:2]) and any(
+                os.path.lexists(folder / name) for name in markers_of(entry.name)
+            )
+            has_sidecar = self.has_sidecars and sidecar_of(entry.name).casefold() in names
+            sidecar = sighting_of(sidecar_beside(folder / entry.name)) if has_sidecar else None
             yield Found(relpath, sighting_in(status), is_marked, _objection(relpath, status), sidecar)
 
     def _is_ignored(self, relpath: str) -> bool:
-        return is_ignored(relpath) or (self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX))
+        is_sidecar = self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX)
+        return is_sidecar or self._selection.ignores(relpath) or self.is_own(relpath)
+
+    def is_own(self, relpath: str) -> bool:
+        """True for the agent's own folders, and all below them: on a disk without case `NG/` is `ng/`."""
+        top = relpath.partition("/")[0]
+        return top in OWN or (top.casefold() in OWN and self._is_same(top, top.casefold()))
+
+    def _is_same(self, name: str, own: str) -> bool:
+        """By device and inode; disks that tell other inodes for each spelling (FUSE) find ours without listing it."""
+        try:
+            theirs, ours = (os.stat(self.root / each, follow_symlinks=False) for each in (name, own))
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(theirs, ours) or own not in self._tops
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
+def markers_of(relpath: str) -> tuple[str, ...]:
+    """Names of a file's marker: `R1.png.done` or `R1.done`, however the ending is written."""
+    return tuple(of + ending for ending in spellings(MARKER) for of in (relpath, os.path.splitext(relpath)[0]))
 
 
 def is_claim(relpath: str) -> bool:
@@ -337,16 +393,8 @@ def is_claim(relpath: str) -> bool:
 
 
 def is_own(relpath: str) -> bool:
-    """True for the agent's own folders, a shelf or the claims, and all below them."""
-    return relpath.partition("/")[0] in SHELVES or is_claim(relpath)
-
-
-def is_ignored(relpath: str) -> bool:
-    """True for hidden files, unfinished ones by their name, markers, and the agent's own folders."""
-    if is_own(relpath):
-        return True
-    parts = relpath.split("/")
-    return any(part.startswith(".") or any(fnmatchcase(part.lower(), name) for name in UNFINISHED) for part in parts)
+    """True for the agent's own folders and all below them, by their usual names."""
+    return relpath.partition("/")[0] in OWN
 
 
 def lease_of(descriptor: int) -> Lease:

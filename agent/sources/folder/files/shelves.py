@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.identity import claims_of, other_name, sighting_of
-from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED, Inbox
-from agent.sources.folder.files.sidecar import sidecar_of
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, Inbox
+from agent.sources.folder.files.selection import Selection
+from agent.sources.folder.files.sidecar import sidecar_beside
 from agent.subject import image_key
 from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
@@ -32,12 +32,13 @@ RENAMED = re.compile(
 
 def files_below(folder: Path) -> Iterator[str]:
     """Paths below a folder, sorted, of what may be a finished image; follows no link."""
+    ignores = Selection().ignores
     for place, folders, files in os.walk(folder):
         prefix = os.path.relpath(place, folder)
         at_top = prefix == "."
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not (at_top and name == FAILED))
+        folders[:] = sorted(name for name in folders if not (ignores(name) or (at_top and name == FAILED)))
         for name in sorted(files):
-            if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
+            if not ignores(name):
                 yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
 
 
@@ -54,7 +55,7 @@ def name_of(naming: Naming, path: Path, relpath: str) -> NameFields | str:
     """Fields of a file's name or its sidecar; or why there are none. ``relpath``: as it came."""
     try:
         if naming.has_sidecars:
-            return naming.read_beside(path.with_name(sidecar_of(path.name)), "its sidecar")
+            return naming.read_beside(sidecar_beside(path), "its sidecar")
         return naming.read(relpath)
     except (ValueError, SidecarUnfinished) as error:
         return str(error)

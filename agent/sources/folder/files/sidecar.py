@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,24 @@ from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 SUFFIX = ".json"
 LARGEST_BYTES = 64 * 1024
 LONGEST_VALUE = 255  # characters, as of a file name
 KEYS = (*NAME_GROUPS, TYPE_GROUP)
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def spellings(ending: str) -> tuple[str, ...]:
+    """Ways to write an ending; on a disk that compares names without case the first finds them all."""
+    return ending, ending.upper(), ending.title()
+
+
+def sidecar_beside(path: Path) -> Path:
+    """The image's sidecar, however its ending is written; its usual place if there is none."""
+    stem = os.path.splitext(path)[0]
+    places = [Path(stem + ending) for ending in spellings(SUFFIX)]
+    return next((place for place in places if os.path.lexists(place)), places[0])
 
 
 def sidecar_of(relpath: str) -> str:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,6 +60,47 @@ class Unread:
     def start(self): ...
 
     def release_bytes(self, size_bytes): ...
+
+
+@contextmanager
+def without_case(monkeypatch, root):
+    """Below ``root``, files are found as on a disk that keeps names and compares them without case."""
+    listdir = os.listdir
+
+    def spelled(name, names):
+        return next((each for each in names if each.casefold() == name.casefold()), name)
+
+    def found(path, folder=None):
+        text = os.fspath(path)
+        if isinstance(folder, int):
+            return spelled(text, listdir(folder))
+        place = root
+        if not isinstance(text, str) or not text.startswith(f"{root}/"):
+            return path
+        for part in text.removeprefix(f"{root}/").split("/"):
+            place = place / (spelled(part, listdir(place)) if place.is_dir() else part)
+        return str(place)
+
+    def patched(act):
+        def acting(path, *rest, dir_fd=None, **options):
+            given = {} if dir_fd is None else {"dir_fd": dir_fd}
+            return act(found(path, dir_fd), *rest, **given, **options)
+
+        return acting
+
+    def renamed(old, new, *, src_dir_fd=None, dst_dir_fd=None):
+        rename(found(old, src_dir_fd), found(new, dst_dir_fd), src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    def linked(old, new, *, src_dir_fd, dst_dir_fd, **options):
+        link(found(old, src_dir_fd), found(new, dst_dir_fd), src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **options)
+
+    rename, link = os.rename, os.link
+    with monkeypatch.context() as patching:
+        for name in ("stat", "lstat", "open", "mkdir", "unlink"):
+            patching.setattr(os, name, patched(getattr(os, name)))
+        patching.setattr(os, "rename", renamed)
+        patching.setattr(os, "link", linked)
+        yield
 
 
 class Line:

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.sources.folder.files.inbox import Found, Inbox, is_ignored, lease_of
+from agent.sources.folder.files.inbox import Found, Inbox, is_own, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
+from agent.sources.folder.files.selection import Selection
 from agent.sources.folder.folder import FolderSource
 from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch, Hint, SourceState
@@ -39,6 +40,7 @@ from tests.agent.sources.folder.lines import (
     LiveLine,
     told,
     told_of,
+    without_case,
 )
 from tests.waiting import until
 
@@ -66,8 +68,8 @@ SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
 
 @pytest.mark.parametrize("relpath", [*HIDDEN, *UNFINISHED, *SHELVED])
 def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath):
-    assert is_ignored(relpath)
-    assert not is_ignored("sub/done/x.png")
+    assert Selection().ignores(relpath) or is_own(relpath)
+    assert not is_own("sub/done/x.png")
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
@@ -312,7 +314,7 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
     line.write("b1_r_R1.png", "noname.png", "b1_x_R1.png", os.fsdecode(b"b1_r_\xff.png"))
     (line.root / "b1_r_R2.png").touch()
     (line.root / "b1_r_R3.png").symlink_to(outside)
-    (line.root / "sub").symlink_to(tmp_path)
+    (line.root / "sub.png").symlink_to(tmp_path)
     os.mkfifo(line.root / "b1_r_R4.png")
     line.run(70)
     assert line.offered == ["b1_r_R1.png"]
@@ -321,7 +323,7 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
         "b1_x_R1.png": "no route for the component 'x'",
         "b1_r_R2.png": "the file is empty",
         "b1_r_R3.png": "a symbolic link",
-        "sub": "a symbolic link",
+        "sub.png": "a symbolic link",
         "b1_r_R4.png": "not a regular file",
         "b1_r_\\xff.png": "the name is not UTF-8",
     }
@@ -334,6 +336,120 @@ def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_ot
     assert explained["reason"].startswith("the name does not match the pattern")
     assert outside.read_bytes() == PNG
     assert line.source.status().received == 1 + len(reasons)
+
+
+FOREIGN = ("Thumbs.db", "desktop.ini", "#recycle/b1_r_R2.png", "@eaDir/b1_r_R3.png", "~snapshot/h/b1_r_R4.png")
+FOREIGN += ("$RECYCLE.BIN/b1_r_R5.png", "System Volume Information/b1_r_R6.png", "b1_r_R1_preview.png")
+LEFT_ALONE = ("b1_r_R1.xml", "b1_r_R2.XML", "aoi.log", "index.mdb", "b1_r_R1.png.bak", "README", "b1_r_R9.png-old")
+
+
+def test_foreign_files_stay_where_they_are_and_are_told_once_for_each_ending(tmp_path, caplog):
+    line = Line(tmp_path / "inbox", ignore=["*_Preview.*"], poll_s=0.5)
+    for name in (*FOREIGN, *LEFT_ALONE):
+        (line.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (line.root / name).write_bytes(PNG)
+    (line.root / "link").symlink_to(tmp_path)
+    line.write("b1_r_R1.png", "b1_r_R0.JPEG")
+    line.run(5)
+    line.settle(seconds=200)
+    assert (sorted(line.offered), line.refused) == (["b1_r_R0.JPEG", "b1_r_R1.png"], {})
+    assert {name for name in line.files() if not name.startswith("done/")} == {*FOREIGN, *LEFT_ALONE}
+    assert (line.root / "link").is_symlink()
+    assert line.source.status().left_alone == len(LEFT_ALONE) + 1
+    told = re.findall(r"intake_left_alone folder=\S+ ending='(.*?)'", caplog.text)
+    assert sorted(told) == ["", ".bak", ".log", ".mdb", ".png-old", ".xml"]
+    assert "Thumbs" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [
+        (PATTERN, {"png"}),
+        (PATTERN.replace(r"\.\w+", r"\.(dat|png)"), {"dat", "png"}),
+        (PATTERN.replace(r"\.\w+", r"\.\d+"), {"001"}),
+        (PATTERN.replace(r"[^.]+)\.\w+", "[^.]+)"), {""}),
+        (PATTERN.replace(r"[^.]+)\.\w+", ".+)"), {"png"}),
+    ],
+)
+def test_an_ending_that_is_no_images_is_taken_only_where_the_pattern_asks_for_it(tmp_path, pattern, taken):
+    line = Line(tmp_path / "inbox", pattern=pattern)
+    line.name_by(replace(NAMING, pattern=re.compile(pattern)))
+    for ending in ("png", "dat", "001", ""):
+        line.write(f"b1_r_R{ending}.{ending}".rstrip("."))
+    line.run(70)
+    assert {name.partition(".")[2] for name in line.offered} == taken
+
+
+def test_a_broken_image_is_refused_as_one_whatever_the_case_of_its_ending(line):
+    (line.root / "b1_r_R1.PNG").write_bytes(PNG[:-20])
+    line.run(70)
+    assert line.refused == {"b1_r_R1.PNG": TRUNCATED}
+
+
+@pytest.mark.parametrize("marker", ["b1_r_R1.png.DONE", "b1_r_R1.Done", "b1_r_R1.done"])
+def test_a_marker_counts_however_its_ending_is_written(tmp_path, marker):
+    line = Line(tmp_path / "inbox", ready="marker")
+    line.write("b1_r_R1.png")
+    line.run(10)
+    assert line.offered == []
+    (line.root / marker).touch()
+    line.run(5)
+    assert (line.offered, line.files() - {f".work/{name}" for name in os.listdir(line.root / ".work")}) == (
+        ["b1_r_R1.png"],
+        {str(line.arrivals[0].file.path.relative_to(line.root))},
+    )
+
+
+class TestDiskWithoutCase:
+    """exFAT, CIFS: a folder that the AOI calls `NG` is the agent's `ng`."""
+
+    @pytest.fixture
+    def line(self, tmp_path, monkeypatch):
+        line = Line(tmp_path / "inbox", poll_s=0.5)
+        with without_case(monkeypatch, line.root):
+            yield line
+
+    def test_a_folder_that_is_the_agents_shelf_in_other_letters_gives_no_image_and_an_alarm(self, line, caplog):
+        (line.root / "NG").mkdir()
+        line.write("NG/b1_r_R2.png", "b1_r_R1.png")
+        line.run(5)
+        line.settle(Verdict.NG, seconds=100)
+        assert line.offered == ["b1_r_R1.png"]
+        assert line.files() == {"NG/b1_r_R2.png", "NG/2026-05-01/b1_r_R1.png"}
+        assert "NG is the agent's own folder ng" in str(line.source.status().alarm)
+        assert caplog.text.count("intake_shelf_shared") == 1
+        (line.root / "aoi").mkdir()
+        (line.root / "NG" / "b1_r_R2.png").rename(line.root / "aoi" / "b1_r_R2.png")
+        (line.root / "NG").rename(line.root / "shelf")
+        (line.root / "shelf").rename(line.root / "ng")
+        line.run(5)
+        assert (line.source.status().alarm, line.offered) == (None, ["b1_r_R1.png", "aoi/b1_r_R2.png"])
+
+    def test_images_that_another_program_writes_into_the_agents_shelf_raise_an_alarm(self, line):
+        line.arrive("b1_r_R1.png")
+        line.settle(Verdict.OK)
+        assert line.source.status().alarm is None
+        line.write("done/b1_r_R2.png")  # into DONE, as the writer calls it
+        line.run(5)
+        assert "done is the agent's own folder done" in str(line.source.status().alarm)
+
+    def test_a_foreign_folder_is_no_shelf_where_the_disk_tells_case(self, tmp_path):
+        line = Line(tmp_path / "other")
+        (line.root / "NG").mkdir()
+        (line.root / "ng").mkdir()
+        line.write("NG/b1_r_R1.png")
+        line.run(5)
+        assert (line.offered, line.source.status().alarm) == (["NG/b1_r_R1.png"], None)
+
+    def test_a_sidecar_in_other_letters_belongs_to_its_image(self, tmp_path, monkeypatch):
+        line = Line(tmp_path / "sidecars", identity="sidecar")
+        with without_case(monkeypatch, line.root):
+            line.write("A.PNG")
+            (line.root / "a.json").write_text('{"board": "b1", "component": "r", "ref": "R1"}')
+            line.run(5)
+            line.settle()
+        assert (line.offered, line.refused) == (["A.PNG"], {})
+        assert line.files() == {"done/2026-05-01/A.PNG", "done/2026-05-01/A.json"}
 
 
 def test_a_refused_file_stays_until_its_verdict_is_stored(line):

@@ -57,6 +57,15 @@ def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, r
     assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
+@pytest.mark.parametrize("ending", ["JSON", "Json", "json"])
+def test_a_sidecar_counts_however_its_ending_is_written(line, ending):
+    line.write("X.PNG")
+    say(line, f"X.{ending}")
+    line.run(5)
+    line.settle()
+    assert (told_by(line), line.files()) == ([B1], {"done/2026-05-01/X.PNG", "done/2026-05-01/X.json"})
+
+
 @pytest.mark.parametrize("verdict", list(Verdict))
 @pytest.mark.parametrize("after", ["move", "delete", "keep"])
 def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
