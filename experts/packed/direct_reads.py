@@ -78,11 +78,12 @@ class DirectReader:
         self._threads.stop(CLOSE_S)
 
     def read(
-        self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None = None
+        self, path: Path, target: memoryview, expert: str, on_part: Callable[[FilePart], None] | None = None
     ) -> FileStamp:
         """Fill ``target`` with the whole file and return its stamp at opening.
 
-        ``on_part`` gets each part, in order, as soon as it has arrived (to hash it while later ones are read).
+        ``on_part`` gets each part, in order, as soon as it has arrived (to hash it while later ones are read). As in
+        ``stream``, the parts may start over from the first one.
         """
         return _read_file(path, expert, lambda file: self._read_parts(file, path, target, expert, on_part))
 
@@ -131,17 +132,17 @@ class DirectReader:
         return _read_file(path, expert, read, direct=False)
 
     def _read_parts(
-        self, file: int, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None
+        self, file: int, path: Path, target: memoryview, expert: str, on_part: Callable[[FilePart], None] | None
     ) -> FileStamp:
         stamp = _stamp_of(file, path, len(target), expert)
         parts = [(start, target[start : start + PART_BYTES]) for start in range(0, len(target), PART_BYTES)]
         reads = [self._threads.submit(_read_part, file, start, part) for start, part in parts]
         try:
-            for (_, part), read in zip(parts, reads, strict=True):
+            for (start, part), read in zip(parts, reads, strict=True):
                 if read.result() != len(part):
                     raise WeightsCorrupt(expert, f"{path} ended while it was read: pack it again")
                 if on_part is not None and part:
-                    on_part(part)
+                    on_part(FilePart(start, start, part))
         finally:
             _settle(reads)  # no thread may still write into the caller's memory, or read a closed file
         return stamp

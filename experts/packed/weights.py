@@ -207,8 +207,8 @@ class SegmentStore:
         verified = self._verified_now(segment, expert)
         if verified is not None and self._reader.read(path, target, expert) == verified:
             return
-        digest = hashlib.sha256()
-        stamp = self._reader.read(path, target, expert, on_part=digest.update)
+        digest = _Digest()
+        stamp = self._reader.read(path, target, expert, digest.take)
         self._settle(segment, stamp, digest.hexdigest(), expert)
 
     def stream(
@@ -223,13 +223,10 @@ class SegmentStore:
         verified = self._verified_now(segment, expert)
         if verified is not None and self._reader.stream(*place, on_part) == verified:
             return
-        digest = hashlib.sha256()
+        digest = _Digest()
 
         def hashed(part: FilePart) -> None:
-            nonlocal digest
-            if part.start_bytes == 0:  # the parts may start over
-                digest = hashlib.sha256()
-            digest.update(part.content)
+            digest.take(part)
             on_part(part)
 
         stamp = self._reader.stream(*place, hashed)
@@ -344,6 +341,21 @@ class SegmentStore:
             return verified if verified is not None and verified == FileStamp.of(path.stat()) else None
         except FileNotFoundError as error:
             raise WeightsMissing(expert, f"{path} is not there: put it back, or pack the line again") from error
+
+
+class _Digest:
+    """sha256 of a file's parts, which may start over from the first one."""
+
+    def __init__(self) -> None:
+        self._found = hashlib.sha256()
+
+    def take(self, part: FilePart) -> None:
+        if part.start_bytes == 0:
+            self._found = hashlib.sha256()
+        self._found.update(part.content)
+
+    def hexdigest(self) -> str:
+        return self._found.hexdigest()
 
 
 def tensor_views(buffer: Tensor, segment: Segment) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition, Lock
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
@@ -183,6 +183,7 @@ class SlotStore:
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedSegment] = {}
         self._spares: list[Housing] = []  # oldest first
+        self._ending: list[Housing] = []  # of evicted copies whose threads may still write there
         self._lock = Lock()  # guards all fields above
         self._calm = Condition(self._lock)  # notified at the end of a use, move or load of a slot
         self._stilled: Region | None = None  # region to be moved: no new use may begin
@@ -218,6 +219,8 @@ class SlotStore:
 
         Raises MemoryExceeded, BackendUnavailable, WeightsError; the slot must then be abandoned.
         """
+        with self._calm:
+            self._calm.wait_for(lambda: not self._ending)
         with self._changing:
             for part in slot.parts:
                 if part.housing is None:
@@ -241,7 +244,7 @@ class SlotStore:
             self._calm.notify_all()
 
     def evict(self, copy: str) -> None:
-        """Release a copy at once.
+        """Release a copy at once; a later load waits for the threads of its moe_experts.
 
         Raises IllegalMove for a copy that is absent, loading or in use, WorkOverdue if a move takes longer than MOVE_S.
         """
@@ -304,6 +307,8 @@ class SlotStore:
 
     def close(self) -> None:
         """Release all memory. No copy may be loading or in use."""
+        with self._calm:
+            self._calm.wait_for(lambda: not self._ending, MOVE_S)
         with self._changing, self._lock:
             for slot in self._slots.values():
                 if slot.moe is not None:
@@ -328,9 +333,11 @@ class SlotStore:
     def _release(self, slot: Slot) -> None:
         if slot.moe is not None:
             self._moe_of_gone = self._moe_of_gone.plus(slot.moe.statistics())
-            slot.moe.close()
+            ended = _housed(slot.housing), slot.moe
+            self._ending.append(ended[0])
+            Thread(target=self._end_moe, args=ended, name=f"end-moe-{slot.copy.name}", daemon=True).start()
         del self._slots[slot.copy.name]
-        if slot.housing is not None:
+        if slot.housing is not None and slot.moe is None:
             self._spares.append(slot.housing)
         for part in slot.parts:
             part.holders -= 1
@@ -338,6 +345,16 @@ class SlotStore:
                 del self._parts[part.segment.sha256]
                 if part.housing is not None:
                     self._spares.append(part.housing)
+
+    def _end_moe(self, housing: Housing, moe: OffloadedCopy) -> None:
+        """Stop the threads that fill a copy's places, which takes a while, and let loads have its bytes then."""
+        try:
+            moe.close()
+        finally:
+            with self._calm:
+                self._ending.remove(housing)
+                self._spares.append(housing)
+                self._calm.notify_all()
 
     def _own_housing(self, slot: Slot) -> Housing:
         """Region for the copy's own bytes, preferably a spare whose skeleton has its layout."""
@@ -432,7 +449,8 @@ class SlotStore:
 
     def _is_touched(self, region: Region, loading: Slot) -> bool:
         at_work = (slot for slot in self._slots.values() if slot.uses or not slot.is_ready)
-        return any(slot is not loading and slot.stands_on(region) for slot in at_work)
+        is_ending = any(housing.region is region for housing in self._ending)
+        return is_ending or any(slot is not loading and slot.stands_on(region) for slot in at_work)
 
     def _is_stilled(self, copy: str) -> bool:
         slot = self._slots.get(copy)

@@ -1,5 +1,7 @@
 """Packed weights on disk and in memory: direct reads, verification, views."""
 
+import errno
+import fcntl
 import hashlib
 import os
 from contextlib import closing
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
+from experts.packed.direct_reads import PART_BYTES
 from experts.packed.weights import AlignedBuffer, PackedExpert, Segment, SegmentStore, TensorSpec, tensor_views
 
 PARTS_BYTES = 8 * 1024 * 1024 * 2 + 4096  # more than one part of a parallel read, and not a multiple of it
@@ -130,6 +133,28 @@ def test_an_unchanged_file_is_hashed_once(store, buffer):
         store.verify(segment, "cls/x")
     with pytest.raises(WeightsCorrupt):
         store.read(segment, buffer, "cls/x")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_read_that_starts_over_without_direct_access_is_hashed_from_its_beginning(store, monkeypatch, is_streamed):
+    content = random_bytes(3 * PART_BYTES)
+    segment, read, refused = written(store, content), os.preadv, []
+
+    def refuse_late(file, buffers, offset):
+        if offset and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return read(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse_late)
+    with closing(AlignedBuffer(len(content))) as target:
+        if is_streamed:
+            store.stream(segment, target, "cls/a", lambda _: None)
+        else:
+            store.read(segment, target, "cls/a")
+        assert bytes(target.view) == content
+    if not refused:
+        pytest.skip("this filesystem takes no direct reads")
 
 
 def test_a_program_is_checked_whenever_it_is_read(store):

@@ -3,6 +3,7 @@
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from queue import SimpleQueue
+from threading import Event
 
 import pytest
 
@@ -10,6 +11,7 @@ from agent.core.effects import StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import SSD
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
+from agent.runtime.weights import moe_loads
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads, read_usage
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
@@ -21,6 +23,7 @@ from experts.packed.weights import SegmentStore
 from tests.agent.runtime.conftest import copies_of
 from tests.experts.conftest import one_thread  # noqa: F401  a fixture
 from tests.experts.llm.conftest import ModelFiles, greedy
+from tests.waiting import until
 
 FAMILIES = {"mixtral": {}, "qwen3_moe": {"num_experts": 6, "decoder_sparse_step": None}, "pr_moe": {}}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(60, 30, -1)))
@@ -139,6 +142,27 @@ def test_a_region_that_is_moved_keeps_what_lies_in_its_places(yard):
     assert one.statistics("llm/mixtral-0").hits > hits
 
 
+def test_an_eviction_waits_for_no_thread_and_no_file_and_the_next_load_has_the_bytes_after_them(yard, monkeypatch):
+    one, written, may_write, write = yard(4), Event(), Event(), moe_loads.write_usage
+
+    def write_slowly(*arguments):
+        written.set()
+        assert may_write.wait(PATIENCE_S)
+        write(*arguments)
+
+    monkeypatch.setattr(moe_loads, "write_usage", write_slowly)
+    one.load("llm/mixtral-0")
+    one.greedy("llm/mixtral-0")
+    one.evict("llm/mixtral-0")  # on the loop's thread
+    assert written.wait(PATIENCE_S)
+    one.transfers.start_load(StartLoad(9, "llm/mixtral-1", "llm/mixtral-1@fp32", SSD, "pool", 0))
+    assert one.store.statistics().regions_allocated == 1
+    may_write.set()
+    assert one.answers.get(timeout=PATIENCE_S) == Loaded(9)
+    assert one.greedy("llm/mixtral-1") == expected(one, "llm/mixtral-1")
+    assert one.store.statistics().regions_allocated == 1
+
+
 class TestTheLink:
     def test_nothing_is_loaded_ahead_while_the_engine_waits(self, yard):
         one, expert = yard(4), "llm/mixtral-0"
@@ -178,6 +202,7 @@ def test_what_was_counted_in_serving_is_known_of_these_weights_after_the_next_st
     one.greedy(expert)
     one.evict(expert)
     copy = one.copies[expert]
+    until(lambda: read_usage(tmp_path, copy))
     assert max(read_usage(tmp_path, copy).values()) > 0
     first, *others = copy.packed.moe_layers
     retrained = replace(copy, packed=replace(copy.packed, shared=(replace(first, sha256="other"), *others)))
