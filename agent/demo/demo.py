@@ -23,6 +23,7 @@ from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
 from agent.demo.training.crops import divide, load_crops, render_crops, save_crops
 from agent.demo.training.train import train_experts
+from agent.records.database import is_state_held
 from experts import sizes
 from experts.control_groups import cores
 from experts.errors import ConfigError
@@ -110,6 +111,8 @@ def fresh_folder(directory: Path) -> Path:
     if folder.exists():
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARKER).is_file()):
             raise ConfigError(f"{folder} is there and was not made by a demo - name another folder with --dir")
+        if is_state_held(folder / "state"):
+            raise ConfigError(f"an agent serves the demo in {folder} - stop it, or name another folder with --dir")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARKER).touch()

@@ -14,6 +14,7 @@ from agent.demo.rendering.picture import STRIP_PX, PartVerdict
 from agent.demo.rendering.render import Placement, RenderedBoard, render_board
 from agent.demo.training.anomalies import TrainedAnomaly
 from agent.demo.training.crops import LabelledCrop
+from agent.records.database import state_held
 from agent.records.results import KeptMap, ResultRow
 from experts.errors import ConfigError
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
@@ -120,6 +121,13 @@ def test_only_a_folder_that_a_demo_made_is_made_anew(tmp_path):
     with pytest.raises(ConfigError, match="--dir"):
         fresh_folder(folder)
     assert [entry.name for entry in again.iterdir()] == ["precious.txt"]
+
+
+def test_the_folder_of_a_demo_that_an_agent_serves_is_not_removed(tmp_path):
+    folder = fresh_folder(tmp_path / "demo")
+    with state_held(folder / "state"), pytest.raises(ConfigError, match=r"an agent serves the demo in .* --dir"):
+        fresh_folder(tmp_path / "demo")
+    assert (folder / MARKER).is_file()
 
 
 def test_crops_of_a_single_image_cannot_be_judged(tmp_path):
