@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.config import line_of
-from experts.errors import ConfigError, LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
+from experts.errors import BackendUnavailable, ConfigError, LoadError, TokenizerUnusable, WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 def checked_line(document: Document) -> LineConfig:
     """Raises ConfigError, with all ``problems``."""
     config = line_of(document)
-    if problems := [*_weights_problems(config), *_cluster_problems(config)]:
+    if problems := [*weights_problems(config), *_cluster_problems(config)]:
         raise ConfigError.of(problems)
     return config
 
 
-def _weights_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """Weights files of ONNX experts that cannot be served; ``serve`` goes on without these experts."""
-    from experts.backends.onnx.layouts import require_served
+def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
+    """Weights that are there and cannot be served, by the headers that packing reads; ``serve`` goes on without these
+    experts. A missing file may come later."""
+    from experts.backends import backend_for
+    from experts.packed.sources import is_there
 
     for name, expert in config.catalog.experts.items():
-        if expert.architecture != "onnx":
+        if not is_there(expert):
             continue
         try:
-            require_served(expert)
-        except (WeightsMismatch, WeightsCorrupt) as error:
+            backend_for(expert.architecture).check(expert)
+        except (WeightsError, TokenizerUnusable) as error:
             yield config.document.error(error.message, "experts", name, "weights")
-        except (WeightsMissing, LoadError):
-            pass  # weights may come later
+        except BackendUnavailable as error:
+            yield config.document.error(str(error), "experts", name, "architecture")
+        except LoadError:
+            pass  # the disk, which may come back
 
 
 def _cluster_problems(config: LineConfig) -> Iterator[ConfigError]:

@@ -152,8 +152,9 @@ ROOMS = {
         "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.api", "agent.web",
     ),
     "agent.commands": (
-        "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras", "agent.web.client",
+        "agent.config", "agent.line_check", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile",
+        "agent.deployment", "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras",
+        "agent.web.client",
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",

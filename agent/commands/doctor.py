@@ -24,6 +24,7 @@ from agent.deployment.build import detect_box, doubts
 from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile
+from agent.line_check import weights_problems
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
 from agent.records.database import damage_of, is_state_held
@@ -152,6 +153,8 @@ def _weights(config: LineConfig) -> Iterator[Check]:
         if expert.threshold_of is not None and is_there(expert) and is_bound_elsewhere(expert, sha256_of(expert)):
             learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
             yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
+    for problem in weights_problems(config):
+        yield Check("weights", str(problem), "correct the file, or its entry in the line file")
     yield Check("experts", f"{len(experts)} on the line, {packed} packed; `coserve experts verify` hashes them all")
 
 

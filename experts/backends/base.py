@@ -68,6 +68,10 @@ class Backend(Protocol):
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         """Convert the weights file, offline. Raises WeightsMissing, WeightsCorrupt, WeightsRefused, WeightsMismatch."""
 
+    def check(self, expert: Expert) -> None:
+        """Open the weights as ``pack`` does, by their headers alone: within milliseconds. Raises as ``pack``, and
+        TokenizerUnusable; faults in the numbers are found by packing."""
+
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         """Prototype of skeletons: while it lives, ``skeleton`` only copies, for this form, device and thread count."""
 

@@ -78,10 +78,11 @@ class ClassifierBackend(TorchBackend):
         fold_structure(folded, pairs)
         return Template(original, folded, partial(fold_weights, pairs=pairs))
 
-    def read_weights(self, expert: Expert) -> dict[str, Tensor]:
+    def read_weights(self, expert: Expert, *, as_headers: bool = False) -> dict[str, Tensor]:
         require_several_labels(expert)
         heads = AUXILIARY_HEADS.get(expert.architecture, ())
-        return {name: tensor for name, tensor in read_state_dict(expert).items() if not name.startswith(heads)}
+        found = read_state_dict(expert, as_headers=as_headers)
+        return {name: tensor for name, tensor in found.items() if not name.startswith(heads)}
 
     def reader(self, expert: Expert) -> Reader:
         return _answered

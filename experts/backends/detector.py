@@ -137,8 +137,9 @@ class DetectorBackend(TorchBackend):
             raise WeightsMismatch(expert.id, f"{expert.architecture} takes sizes in multiples of {largest}, not {size}")
         return template
 
-    def read_weights(self, expert: Expert) -> dict[str, Tensor]:
-        return {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
+    def read_weights(self, expert: Expert, *, as_headers: bool = False) -> dict[str, Tensor]:
+        found = read_state_dict(expert, as_headers=as_headers)
+        return {f"model.{re.sub(r'^(model[.])+', '', name)}": tensor for name, tensor in found.items()}
 
     def reader(self, expert: Expert) -> Reader:
         template = self.prototype(expert)

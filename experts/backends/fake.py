@@ -90,12 +90,13 @@ class FakeBackend:
     precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # none are observed
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
-        model = read_fake(expert)
-        if model.label is not None and model.label not in expert.labels:
-            raise WeightsMismatch(expert.id, f"{expert.weights}: label {model.label!r} is not a label of the line")
+        model = _declared(expert)
         sizes = {OWN: model.weight_bytes, **{f"shared.{name}": size for name, size in model.shared.items()}}
         tensors = {name: _pseudo_random(_seed(expert.id, name), size) for name, size in sizes.items()}
         return Packable(tensors, program=json.dumps(asdict(model), sort_keys=True).encode())
+
+    def check(self, expert: Expert) -> None:
+        _declared(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return self.skeleton(expert, precision, program, device)
@@ -114,6 +115,13 @@ class FakeBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         return read_fake(expert).workspace_bytes * batch_size
+
+
+def _declared(expert: Expert) -> FakeModel:
+    model = read_fake(expert)
+    if model.label is not None and model.label not in expert.labels:
+        raise WeightsMismatch(expert.id, f"{expert.weights}: label {model.label!r} is not a label of the line")
+    return model
 
 
 def read_fake(expert: Expert) -> FakeModel:

@@ -81,16 +81,15 @@ class LlmBackend:
             raise WeightsMismatch(
                 expert.id, f"language models do not run in {precision}: choose {', '.join(EXECUTABLE)}"
             )
-        program = read_program(expert.weights, expert.id)
-        _check_words(expert, program)
-        checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
-        checkpoint.check_tied_head()
+        program, checkpoint = _opened(expert)
         if expert.parallel is not None:  # ranks read their slices from the directory
-            local_spec(checkpoint.spec, expert.parallel, expert.id)
             tensors: Mapping[str, Tensor] = {FINAL_NORM: checkpoint.read(FINAL_NORM, form.dtype)}
             return Packable(tensors, pack_program(program))
         tensors = form.text_tensors(_PackedTensors(checkpoint, form))
         return Packable(tensors, pack_program(program), expert_stacks(tensors))
+
+    def check(self, expert: Expert) -> None:
+        _opened(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return spec_of(program, expert.id)
@@ -113,6 +112,17 @@ class LlmBackend:
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return read_spec(expert.weights, expert.id).kv_bytes(form_of(precision).dtype.itemsize)
+
+
+def _opened(expert: Expert) -> tuple[dict[str, bytes], Checkpoint]:
+    """The model's program, and its tensors by their headers, once both fit each other and the line file."""
+    program = read_program(expert.weights, expert.id)
+    _check_words(expert, program)
+    checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
+    checkpoint.check_tied_head()
+    if expert.parallel is not None:
+        local_spec(checkpoint.spec, expert.parallel, expert.id)
+    return program, checkpoint
 
 
 def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:

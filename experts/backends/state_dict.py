@@ -23,6 +23,17 @@ NAMES_SHOWN = 4
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cast to the dtypes of ``expected``, which may be on meta. Raises WeightsMismatch, WeightsCorrupt for NaN."""
+    wanted, given = fitting(expert, found, expected)
+    for name, tensor in given.items():
+        if not is_finite(tensor):
+            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds NaN or infinity")
+    return {name: given[name].to(like.dtype) for name, like in wanted.items()}
+
+
+def fitting(
+    expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors ``expected`` and ``found``, of equal names and shapes; either may be on meta. Raises WeightsMismatch."""
     wanted = {name: tensor for name, tensor in expected.items() if not is_count(name)}
     given = {name: tensor for name, tensor in found.items() if not is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
@@ -35,10 +46,7 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
     ]
     if text := "; ".join(complaint for complaint in complaints if complaint):
         raise WeightsMismatch(expert.id, f"{expert.weights} is not a {expert.architecture}: {text}")
-    for name, tensor in given.items():
-        if not is_finite(tensor):
-            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds NaN or infinity")
-    return {name: given[name].to(like.dtype) for name, like in wanted.items()}
+    return wanted, given
 
 
 def executable(expert: Expert, tensors: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:

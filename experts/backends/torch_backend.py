@@ -16,7 +16,7 @@ from experts.backends.forms.base import Modules
 from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import ModuleBinding, output_list
-from experts.backends.state_dict import executable, fit
+from experts.backends.state_dict import executable, fit, fitting
 from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class TorchBackend(Modules):
         """Raises ValueError for an unknown architecture."""
 
     @abstractmethod
-    def read_weights(self, expert: Expert) -> dict[str, Tensor]:
-        """The expert's file, named as in the family's module. Raises as ``Backend.pack``."""
+    def read_weights(self, expert: Expert, *, as_headers: bool = False) -> dict[str, Tensor]:
+        """The expert's file, named as in the family's module. Raises as ``Backend.pack``. ``as_headers``: on meta."""
 
     def prototype(self, expert: Expert) -> Template:
         try:
@@ -75,6 +75,10 @@ class TorchBackend(Modules):
         template = self.prototype(expert)
         fitted = fit(expert, self.read_weights(expert), template.original.state_dict())
         return executable(expert, template.fold(fitted), form)
+
+    def check(self, expert: Expert) -> None:
+        expected = self.prototype(expert).original.state_dict()
+        fitting(expert, self.read_weights(expert, as_headers=True), expected)
 
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
         placed = {"device": torch.device(device), "dtype": dtype, "memory_format": self.memory_format(expert)}

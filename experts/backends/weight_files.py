@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import onnx
+import torch
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_model, uses_external_data
 from safetensors import SafetensorError, safe_open
@@ -42,8 +43,9 @@ def saving(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def read_state_dict(expert: Expert) -> dict[str, Tensor]:
-    """Raises WeightsRefused for all but .safetensors, WeightsMismatch for labels in another order."""
+def read_state_dict(expert: Expert, *, as_headers: bool = False) -> dict[str, Tensor]:
+    """Raises WeightsRefused for all but .safetensors, WeightsMismatch for labels in another order. ``as_headers``:
+    tensors on meta, whose numbers are not read."""
     if expert.weights.suffix in {".pt", ".pth"}:
         target = expert.weights.with_suffix(".safetensors")
         raise WeightsRefused(
@@ -53,7 +55,8 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
         )
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
-    tensors, names = read_tensors(expert.id, expert.weights), read_labels(expert.weights)
+    tensors = read_tensors(expert.id, expert.weights, as_headers=as_headers)
+    names = read_labels(expert.weights)
     if names is not None and len(names) == len(expert.labels):  # other numbers belong to another head
         require_names(expert, names)
     return tensors
@@ -127,11 +130,14 @@ def check_weights(expert: str, path: Path) -> None:
         read_tensors(expert, path)
 
 
-def read_tensors(expert: str, path: Path) -> dict[str, Tensor]:
+def read_tensors(expert: str, path: Path, *, as_headers: bool = False) -> dict[str, Tensor]:
     """The tensors of a .safetensors file. Raises WeightsMissing, WeightsCorrupt, LoadError."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
+            names = file.keys()  # the file is no mapping
+            if as_headers:
+                return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
+            return {name: file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise _missing(expert, path) from error
     except OSError as error:

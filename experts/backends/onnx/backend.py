@@ -25,7 +25,13 @@ from experts.backends.boxes import filled, letterboxed
 from experts.backends.onnx import anomaly, answers, detections
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.heading import read_heading
-from experts.backends.onnx.layouts import mismatch, read_detections, require_fitting_input, require_names
+from experts.backends.onnx.layouts import (
+    mismatch,
+    read_detections,
+    require_fitting_input,
+    require_names,
+    require_served,
+)
 from experts.backends.onnx.pruning import keep_outputs, propagate_nan, take_batches
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
@@ -130,13 +136,16 @@ class OnnxBackend:
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         if precision not in self.precisions:
             raise WeightsMismatch(expert.id, f"ONNX graphs run in fp32 only, not in {precision}")
-        if expert.weights.suffix != ".onnx":
-            raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
+        _require_onnx(expert)
         heading = read_heading(expert.id, expert.weights)
         require_fitting_input(expert, heading)
         if expert.task is not Task.ANOMALY:  # labels of anomaly experts are chosen in the line file
             require_names(expert, heading.names)
         return packed_apart(expert)
+
+    def check(self, expert: Expert) -> None:
+        _require_onnx(expert)
+        require_served(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return self.skeleton(expert, precision, program, device)  # it holds the session
@@ -164,6 +173,11 @@ class OnnxBackend:
         status = expert.weights.stat()
         stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return _workspace_bytes(expert, stamp) * batch_size
+
+
+def _require_onnx(expert: Expert) -> None:
+    if expert.weights.suffix != ".onnx":
+        raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
 
 
 def packed(expert: Expert) -> Packable:

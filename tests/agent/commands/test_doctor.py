@@ -12,8 +12,10 @@ from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import state_held
+from experts.backends.classifier import write_random_weights
 from experts.backends.onednn import operators
 from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.service.language_models import write_models
 
 CAMERAS = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
 
@@ -119,3 +121,32 @@ def test_a_check_with_probe_asks_the_cameras(line):
     assert done.exit_code == 1
     assert "camera top: " in done.output
     assert CliRunner().invoke(app, ["config", "check", "--probe", str(line())]).exit_code == 0
+
+
+def test_language_model_that_cannot_be_served_is_a_mistake_of_the_line_and_a_finding_of_doctor(line, tmp_path):
+    write_models(tmp_path)
+    models = {f"llm/{name}": {"architecture": "llm", "weights": str(tmp_path / name)} for name in ("code", "maths")}
+    file = line(experts={"cls/f0": expert("f0.yaml", labels=["ok"]), **models})
+    assert CliRunner().invoke(app, ["config", "check", str(file)]).exit_code == 0
+    config = json.loads((tmp_path / "maths" / "config.json").read_text())
+    (tmp_path / "maths" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    (tmp_path / "code" / "tokenizer.json").write_text("{}")
+    problems = json.loads(CliRunner().invoke(app, ["config", "check", str(file), "--json"]).stdout)["problems"]
+    assert [each["key"] for each in problems] == ["experts.llm/code.weights", "experts.llm/maths.weights"]
+    weights = [check for check in examine(read_line(file, {}), cameras=False) if check.name == "weights"]
+    assert ["tokenizer.json" in check.found for check in weights] == [True, False]
+    assert all(check.fix for check in weights)
+
+
+def test_weights_of_another_architecture_are_a_mistake_of_the_line(line, tmp_path):
+    write_random_weights(tmp_path / "a.safetensors", "resnet18", 2, 0)
+    entry = {
+        "architecture": "resnet34",
+        "weights": "a.safetensors",
+        "labels": ["ok", "bad"],
+        "input": {"size": [64, 64]},
+    }
+    file = line(experts={"cls/f0": expert("f0.yaml", labels=["ok"]), "cls/a": entry})
+    done = CliRunner().invoke(app, ["config", "check", str(file)])
+    assert done.exit_code == 78
+    assert "is not a resnet34: missing: layer1.2" in " ".join(done.stderr.split())
