@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from starlette.datastructures import Headers
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from agent.api.access import Audit, Caller, Tokens
     from agent.line_file.api import ApiSection
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 PEER = "coserve.peer"  # key of a scope
 SILENT_S = 2.0  # a request whose caller is waited for so long yields to anyone
+PIECE_BYTES = 64 * 1024  # of an answer
 BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are received
 LARGEST_BODIES = 4  # of the largest kind have room at least
 SAFE = ("GET", "HEAD")
@@ -108,7 +110,7 @@ class WebDoor:
                 place = scope[PLACE] = connection.place = shares.take(scope[PEER])
                 if place is None:
                     answer = section.refusal(503, f"{section.requests} {TOO_MANY}")
-            await answer(scope, receive, send)
+            await answer(scope, receive, partial(_in_pieces, send))
             await connection.flow.drain()  # its bytes are held until they are sent
         except ClientDisconnect:
             pass
@@ -161,6 +163,15 @@ class WebDoor:
             if caller := self._tokens.of_session(session):
                 return caller
         return self._tokens.caller(authorization, where, is_required=where is Where.FAR)
+
+
+async def _in_pieces(send: Send, message: Message) -> None:
+    """Send a large body piece by piece: TLS takes whatever it is given at once, and does not tell that it waits."""
+    body = message.get("body", b"")
+    while len(body) > PIECE_BYTES:
+        await send({"type": message["type"], "body": body[:PIECE_BYTES], "more_body": True})
+        body = memoryview(body)[PIECE_BYTES:]
+    await send({**message, "body": body} if body else message)
 
 
 def _another_site(headers: Headers, origins: Sequence[str]) -> str | None:

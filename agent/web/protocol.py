@@ -37,7 +37,7 @@ STALL_S = 10.0  # unless the part of a request says otherwise
 LINGER_S = 1.0
 LOOK_S, HEARD_BYTES = 1.0, 4096  # who takes fewer is silent: its place yields to others
 SLOW_S = 60.0  # from then on each reader is
-TAKEN, TAKEN_AT = struct.Struct("=Q"), 120  # tcpi_bytes_acked of Linux
+PASSED = struct.Struct("=24xI92xQ16xI")  # tcpi_unacked, tcpi_bytes_acked, tcpi_notsent_bytes of Linux
 SURPLUS_BYTES = 64 * 1024  # behind a request, while it is answered
 MANY_PIECES, SMALL_BYTES = 1000, 64  # a chunk of one byte takes the loop as long as one of thousands
 
@@ -112,6 +112,7 @@ class BoundedProtocol(H11Protocol):
         self._arrival = arrival
         self._is_idle = True
         self._asked_s = 0.0
+        self._taken_bytes = -1
         self._surplus_bytes = 0
         self._due: asyncio.TimerHandle | None = None  # the head, or the end of what is dropped
         self._stalled: asyncio.TimerHandle | None = None
@@ -164,7 +165,7 @@ class BoundedProtocol(H11Protocol):
         super().pause_writing()
         if self.place is not None:
             self.place.offer(self.transport.abort)
-        self._look(self._taken_bytes(), self.loop.time())
+        self._look(self._passed()[0], self.loop.time())
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -175,7 +176,7 @@ class BoundedProtocol(H11Protocol):
 
     def _look(self, taken_bytes: int, since_s: float) -> None:
         """Look what the caller has taken, who is cut off if that is nothing for ``stall_s``."""
-        now_bytes, now_s = self._taken_bytes(), self.loop.time()
+        now_bytes, now_s = self._passed()[0], self.loop.time()
         if now_bytes == taken_bytes and now_s - since_s >= self.stall_s:
             self.transport.abort()
             return
@@ -184,14 +185,16 @@ class BoundedProtocol(H11Protocol):
         since_s = since_s if now_bytes == taken_bytes else now_s
         self._stalled = self.loop.call_later(min(LOOK_S, self.stall_s), self._look, now_bytes, since_s)
 
-    def _taken_bytes(self) -> int:
-        """What the other end's system has taken; where it does not say, what ours has."""
+    def _passed(self) -> tuple[int, bool]:
+        """Bytes that the other end's system has taken, or ours where it does not say; and whether more are waiting."""
         if self.client is not None and hasattr(socket, "TCP_INFO"):
             connection = self.transport.get_extra_info("socket")
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TAKEN_AT + TAKEN.size)
-            if len(told) == TAKEN_AT + TAKEN.size:
-                return int(TAKEN.unpack_from(told, TAKEN_AT)[0])
-        return -self.transport.get_write_buffer_size()
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, PASSED.size)
+            if len(told) == PASSED.size:
+                unacknowledged, taken_bytes, unsent_bytes = PASSED.unpack(told)
+                return taken_bytes, unacknowledged + unsent_bytes > 0
+        left_bytes = self.transport.get_write_buffer_size()
+        return -left_bytes, left_bytes > 0
 
     def _refuse(self) -> None:
         """Answer what is no request, in the format of its path as far as it has one."""
@@ -218,7 +221,8 @@ class BoundedProtocol(H11Protocol):
         self._due = None if within_s is None else self.loop.call_later(within_s, self._end)
 
     def _end(self) -> None:
-        if self.flow.write_paused:
+        before_bytes, (self._taken_bytes, waits) = self._taken_bytes, self._passed()
+        if self.flow.write_paused or (waits and self._taken_bytes != before_bytes):
             self._expect(HEAD_S)  # the answer is still being read; a stall ends it
         else:
             self.transport.abort()

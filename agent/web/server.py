@@ -114,11 +114,7 @@ class WebServer:
             return
         connection.setblocking(False)
         machine = listener.machine_of(connection, address)
-
-        def end() -> None:
-            task.cancel()
-
-        arrival = listener.arrivals.take(peer_of("", machine), end)
+        arrival = listener.arrivals.take(peer_of("", machine), lambda: task.cancel())
         assert arrival is not None  # each place of an arrival yields
         made = partial(BoundedProtocol, self._config, self._state, listener, machine, arrival, self._loop)
         task = self._loop.create_task(self._connect(listener, connection, made))

@@ -25,7 +25,7 @@ class Place:
     """``size``: of the bound, 1 for a call, or bytes. ``end``: called once the place has yielded; None: it never
     does."""
 
-    def __init__(self, shares: Shares, peer: str, size: int, end: Callable[[], None] | None) -> None:
+    def __init__(self, shares: Shares, peer: str, size: int, end: Callable[[], object] | None) -> None:
         self._shares = shares
         self.peer = peer
         self.size = size
@@ -37,7 +37,7 @@ class Place:
         """The peer was heard: others' places are silent for longer."""
         self._shares._touch(self)
 
-    def offer(self, end: Callable[[], None]) -> None:
+    def offer(self, end: Callable[[], object]) -> None:
         """The peer is waited for: the place yields from now on; one that yields already, by ``end``, in its turn."""
         if self.end is None:
             self._shares._touch(self, is_new=self.size > 0)
@@ -63,7 +63,7 @@ class Shares:
     def held(self, peer: str) -> int:
         return self._held[peer]
 
-    def take(self, peer: str, end: Callable[[], None] | None = None, size: int = 1, spared: int = 0) -> Place | None:
+    def take(self, peer: str, end: Callable[[], object] | None = None, size: int = 1, spared: int = 0) -> Place | None:
         """A place, with ``spared`` left free; None if none is free and nobody yields."""
         while self.free < size + spared:
             yielding = self._first_to_yield(peer, size)

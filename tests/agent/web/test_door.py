@@ -5,10 +5,11 @@ import os
 import shutil
 import socket
 import ssl
+import time
 from contextlib import closing
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from agent.api.access import Role
 from agent.api.credentials import Credentials
@@ -18,8 +19,10 @@ from agent.web.routes import RouteRule, json_refused, route
 from experts.errors import ConfigError, OrderRefused, Refusing
 from tests.agent.web.callers import TCP, asked, connected, hears_nothing_more, opened
 from tests.authority import Authority
+from tests.waiting import until
 
 TOKENS = {role: {"role": role, "file": f"{role}.token"} for role in ("read", "inspect", "operate", "admin")}
+MUCH, ENDED = 32 * 2**20, []
 PATHS = {"/x/read": Role.READ, "/x/store": Role.INSPECT, "/x/do": Role.OPERATE, "/x/rule": Role.ADMIN}
 
 
@@ -30,6 +33,16 @@ async def who(call):
 
 async def refuses(call):
     raise OrderRefused(Refusing.NOT_FOUND, "no such thing")
+
+
+class Much(Response):
+    async def __call__(self, scope, receive, send):
+        await super().__call__(scope, receive, send)
+        ENDED.append(scope["path"])
+
+
+async def much(call):
+    return Much(b"x" * MUCH)
 
 
 async def fails(call):
@@ -43,6 +56,7 @@ def section():
     routes = [route("POST", path, who, rule) for path, rule in rules.items()]
     routes += [route("POST", "/x/refuse", refuses, RouteRule(json_refused, Role.OPERATE, "refuse"))]
     routes += [route("POST", "/x/fail", fails, RouteRule(json_refused, Role.OPERATE, "fail"))]
+    routes += [route("GET", "/x/much", much, RouteRule(json_refused, is_open=True))]
     return DoorSection(("/x/",), [*routes, route("GET", "/x/open", who, RouteRule(json_refused, is_open=True))])
 
 
@@ -286,6 +300,28 @@ class TestOtherMachines:
         with closing(connected(address)) as silent:
             silent.settimeout(60)
             assert silent.recv(1) == b""
+
+    def test_an_answer_is_read_to_its_end_however_slowly_and_who_takes_nothing_is_cut_off(
+        self, door, folder, tls, monkeypatch
+    ):
+        """Over TLS, where what waits is not told by the transport."""
+        monkeypatch.setattr("agent.web.protocol.HEAD_S", 0.5)
+        monkeypatch.setattr("agent.web.protocol.STALL_S", 2.0)
+        (address,) = door(tls=tls)[0].addresses
+        ENDED.clear()
+        ask, ours = b"GET /x/much HTTP/1.1\r\nHost: localhost\r\n\r\n", self.trusts(folder, "ours")
+        with closing(ours.wrap_socket(connected(address), server_hostname="localhost")) as slow:
+            slow.sendall(ask)
+            received, begun_s = len(slow.recv(16384)), time.monotonic()
+            while time.monotonic() - begun_s < 3.0:
+                received += len(slow.recv(16384))
+                assert asked(address, "/x/open", tls=ours)[0] == 200
+            assert received + sum(map(len, iter(lambda: slow.recv(2**20), b""))) > MUCH
+        with closing(ours.wrap_socket(connected(address), server_hostname="localhost")) as silent:
+            silent.sendall(ask)
+            until(lambda: len(ENDED) == 2)
+            left = iter(lambda: silent.recv(2**20), b"")
+            assert sum(map(len, left)) < MUCH
 
     @pytest.mark.parametrize("linger_s", [600.0, 0.01])
     def test_a_caller_that_does_not_end_after_its_answer_yields_its_place_or_is_cut_off(
