@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agent.records.database import open_for_reading, read_rows, utc_text
 from agent.records.result_reader import LARGEST_SEQ, board_row, result_row
-from agent.records.station.reviews import AS_REVIEW, review_of_row
+from agent.records.station.reviews import AS_REVIEW, CHAINS, review_of_row
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -37,18 +37,12 @@ INDEXED = {  # filters with an index each
     "label": "results.label",
     "source": "substr(key, 1, instr(key, '/') - 1)",
 }
-CHAINS = """
-    WITH RECURSIVE chains (experts) AS (
-        SELECT min(experts) FROM results
-        UNION ALL SELECT (SELECT min(results.experts) FROM results WHERE results.experts > chains.experts) FROM chains
-        WHERE chains.experts IS NOT NULL
-    ) SELECT experts FROM chains WHERE EXISTS (SELECT 1 FROM json_each(chains.experts) WHERE value = ?)
-"""  # each list of experts by one look into the index
 RANGE = "SELECT {2} FROM {0} INDEXED BY {0}_{1} WHERE {1} >= ? AND {1} < ?"
 LATER = "SELECT 1 FROM {0} INDEXED BY {0}_{1} WHERE {1} >= ? LIMIT 1"
 FEW = f"SELECT min(seq), max(seq), count(*) FROM ({RANGE} LIMIT {RANGED_ROWS + 1})"
-COUNT = f"SELECT count(*) FROM (SELECT 1 FROM results WHERE {{}} = ? AND verdict = ? LIMIT {COUNTED_ROWS})"
+COUNT = f"SELECT count(*) FROM (SELECT 1 FROM results WHERE {{}} = ? AND {{}} LIMIT {COUNTED_ROWS})"
 OF_REVIEWS = "reviews INDEXED BY {} CROSS JOIN results ON seq = result"
+REVIEWED = "EXISTS (SELECT 1 FROM reviews INDEXED BY reviews_one WHERE result = seq AND {})"
 NOT_REVIEWED = "NOT EXISTS (SELECT 1 FROM reviews WHERE result = seq AND undone_at IS NULL)"
 LISTED = f"""
     SELECT results.*, {AS_REVIEW}, EXISTS (SELECT 1 FROM anomaly_maps WHERE anomaly_maps.seq = results.seq) AS has_maps
@@ -193,32 +187,33 @@ class RunningTotals:
 def branches(connection: sqlite3.Connection, query: ResultQuery) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Statements with their values, each for the numbers of its newest results: one for each verdict and route."""
     conditions, values = _numbered(connection, "results", "finished_at", query)
-    is_by_review = query.finding is not None or query.reviewed is True
-    origin, number = "results", "seq"
-    if is_by_review:
-        origin, number = OF_REVIEWS.format("reviews_one" if query.finding is None else "reviews_counting"), "result"
-        conditions.append("undone_at IS NULL")
-    if query.finding is not None:
-        conditions.append("finding = ?")
-        values.append(query.finding)
-    if query.reviewed is False:
-        conditions.append(NOT_REVIEWED)
+    asks_review = query.finding is not None or query.reviewed is True
+    review = "undone_at IS NULL" if query.finding is None else "undone_at IS NULL AND finding = ?"
+    values += [] if query.finding is None else [query.finding]
     given = {name: getattr(query, name, None) for name in INDEXED}
     chains: list[str | None] = [None]
     if query.expert is not None:
-        chains = [row[0] for row in connection.execute(CHAINS, (query.expert,))]
+        chains = [row[0] for row in connection.execute(CHAINS, {"expert": query.expert})]
     for chain, verdict in product(chains, query.verdicts):
         filters = [(INDEXED[name], value) for name, value in (given | {"experts": chain}).items() if value is not None]
-        if len(filters) > 1:
-            filters.sort(key=lambda one: connection.execute(COUNT.format(one[0]), (one[1], verdict)).fetchone()[0])
+        of_verdict = f"verdict = '{verdict}'"
+        counts = [COUNT.format(name, "true" if name == "board" else of_verdict) for name, _ in filters]  # its index
+        rows = [connection.execute(sql, one[1:]).fetchone()[0] for sql, one in zip(counts, filters, strict=True)]
+        filters = [one for _, one in sorted(zip(rows, filters, strict=True), key=lambda each: each[0])]
+        is_by_review = asks_review and min(rows, default=COUNTED_ROWS) == COUNTED_ROWS
+        origin, number = "results", "seq"
+        if is_by_review:
+            index = "reviews_one" if query.finding is None else "reviews_counting"
+            origin, number = OF_REVIEWS.format(index), "result"
+        about = REVIEWED.format(review) if asks_review and not is_by_review else review
+        reviewed = [about] * asks_review + [NOT_REVIEWED] * (query.reviewed is False)
         # a plus keeps SQLite, which has no statistics, from the other indexes
         pluses = ["+" if place or is_by_review else "" for place in range(len(filters))]
         by_index = [f"{plus}{column} = ?" for plus, (column, _) in zip(pluses, filters, strict=True)]
         bar = "+" if is_by_review or filters[:1] == [("board", query.board)] else ""
-        sql = (
-            f"SELECT {number} FROM {origin} WHERE {' AND '.join([*conditions, *by_index, bar + 'results.verdict = ?'])}"
-        )
-        yield f"{sql} ORDER BY {number} DESC LIMIT ?", (*values, *(value for _, value in filters), verdict, query.limit)
+        where = " AND ".join([*conditions, *reviewed, *by_index, f"{bar}results.verdict = ?"])
+        sql = f"SELECT {number} FROM {origin} WHERE {where} ORDER BY {number} DESC LIMIT ?"
+        yield sql, (*values, *(value for _, value in filters), verdict, query.limit)
 
 
 def _numbered(

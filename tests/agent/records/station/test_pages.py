@@ -153,6 +153,21 @@ def test_a_result_is_listed_with_its_maps_and_the_review_that_counts(path):
     assert (reader.listed(RESULTS + 1), reader.board(BOARDS + 1)) == (None, None)
 
 
+def test_a_finding_of_few_results_is_searched_among_these_and_not_among_all_reviews(path):
+    with closing(open_for_reading(path)) as connection:
+        for sql, _ in branches(connection, ResultQuery(finding=Finding.AGREE, board="B1")):
+            assert "FROM results WHERE" in sql
+        for filters in ({"board": "B1"}, {"component": "r"}):
+            asked = []
+            connection.set_trace_callback(asked.append)
+            list(branches(connection, ResultQuery(finding=Finding.AGREE, **filters)))
+            connection.set_trace_callback(None)
+            for sql in asked:
+                plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}")]
+                index = "results_board" if "board" in filters else "results_component"
+                assert any(f"SEARCH results USING COVERING INDEX {index}" in step for step in plan), plan
+
+
 @pytest.mark.parametrize(
     "filters",
     [
