@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -400,14 +400,45 @@ def test_a_marker_counts_however_its_ending_is_written(tmp_path, marker):
     )
 
 
+@contextmanager
+def exfat_disk(folder):
+    """A real disk without case, by a loop device. Skips the test where it cannot be had."""
+
+    def run(*command):
+        if shutil.which(command[0]) is None:
+            return None
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return None if ended.returncode else ended.stdout.strip()
+
+    folder.mkdir()
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(32 * 1024 * 1024)
+    if run("mkfs.exfat", str(image)) is None or not (device := run("losetup", "-f", "--show", str(image))):
+        pytest.skip("mkfs.exfat or a loop device is missing here")
+    try:
+        run("mount", "-t", "exfat", device, str(folder))
+        if not folder.is_mount():
+            run("mount.exfat-fuse", device, str(folder))
+        if not folder.is_mount():
+            pytest.skip("exFAT cannot be mounted here")
+        yield
+    finally:
+        run("umount", str(folder))
+        run("losetup", "-d", device)
+
+
 class TestDiskWithoutCase:
     """exFAT, CIFS: a folder that the AOI calls `NG` is the agent's `ng`."""
 
+    @pytest.fixture(params=["imitated", "exfat"])
+    def disk(self, request, tmp_path, monkeypatch):
+        with without_case(monkeypatch, tmp_path) if request.param == "imitated" else exfat_disk(tmp_path / "disk"):
+            yield tmp_path if request.param == "imitated" else tmp_path / "disk"
+
     @pytest.fixture
-    def line(self, tmp_path, monkeypatch):
-        line = Line(tmp_path / "inbox", poll_s=0.5)
-        with without_case(monkeypatch, line.root):
-            yield line
+    def line(self, disk):
+        return Line(disk / "inbox", poll_s=0.5)
 
     def test_a_folder_that_is_the_agents_shelf_in_other_letters_gives_no_image_and_an_alarm(self, line, caplog):
         (line.root / "NG").mkdir()
@@ -441,13 +472,12 @@ class TestDiskWithoutCase:
         line.run(5)
         assert (line.offered, line.source.status().alarm) == (["NG/b1_r_R1.png"], None)
 
-    def test_a_sidecar_in_other_letters_belongs_to_its_image(self, tmp_path, monkeypatch):
-        line = Line(tmp_path / "sidecars", identity="sidecar")
-        with without_case(monkeypatch, line.root):
-            line.write("A.PNG")
-            (line.root / "a.json").write_text('{"board": "b1", "component": "r", "ref": "R1"}')
-            line.run(5)
-            line.settle()
+    def test_a_sidecar_in_other_letters_belongs_to_its_image(self, disk):
+        line = Line(disk / "sidecars", identity="sidecar")
+        line.write("A.PNG")
+        (line.root / "a.json").write_text('{"board": "b1", "component": "r", "ref": "R1"}')
+        line.run(5)
+        line.settle()
         assert (line.offered, line.refused) == (["A.PNG"], {})
         assert line.files() == {"done/2026-05-01/A.PNG", "done/2026-05-01/A.json"}
 
