@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.deployment.line_change import line_name
+from agent.service.desk.line_desk import unready
 from agent.sources.cameras.supervision import CameraState
 from agent.web.readings import Condition, Histogram, Metric, MetricKind
 
@@ -133,11 +134,8 @@ class LineMetrics:
 
     def condition(self) -> Condition:
         line = self._line
-        line.inspector.agent.loop.statistics()
-        crash, alarm = line.inspector.crash, line.store.statistics().alarm
-        unstored = None if alarm is None else f"results are not stored: {alarm}"
-        unready = line.phase() or unstored or _idle(line.sources())
-        return Condition(None if crash is None else str(crash), unready)
+        wrong, crash = unready(line) or _idle(line.sources()), line.inspector.crash
+        return Condition(None if crash is None else str(crash), wrong)
 
     def metrics(self) -> Sequence[Metric | Histogram]:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_OTHER_PAGE = (b"cross-origin-resource-policy", b"same-origin")  # may embed an answer
-HTTPS_WANTED = b'{"error": {"reason": "INVALID", "message": "this address is encrypted - use https://", "field": null}}'
 NO_TLS = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(HTTPS_WANTED), HTTPS_WANTED)
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    b'{"error": {"reason": "INVALID", "message": "this address is encrypted - use https://", "field": null}}'
 )
 STOP_S = 0.2  # for answers under way, which take milliseconds
 NO_FILES_S = 1.0  # pause while the process has no file for a connection

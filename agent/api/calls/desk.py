@@ -346,6 +346,9 @@ class Desk(Protocol):
 
     def text_models(self) -> Sequence[TextModelView]: ...
 
+    def unready(self) -> str | None:
+        """Why no work is taken now, or None."""
+
     def models(self) -> Sequence[ModelView]:
         """Routes by their component's name, and experts as `expert:ID`."""
 

@@ -57,7 +57,7 @@ class InferenceService:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, _: Room | None = None) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not (await self._orders.ask(self._desk.status)).is_draining)
+        return pb.ServerReadyResponse(ready=await self._orders.ask(self._desk.unready) is None)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, _: Room | None = None

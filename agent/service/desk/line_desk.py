@@ -92,6 +92,13 @@ class LineParts:
     open_alarms: Callable[[], Sequence[AlarmRow]]
 
 
+def unready(line: LineParts) -> str | None:
+    """Why no work is taken now. Returning proves that the scheduler makes progress."""
+    line.inspector.agent.loop.statistics()
+    alarm = line.store.statistics().alarm
+    return line.phase() or (None if alarm is None else f"results are not stored: {alarm}")
+
+
 class LineDesk:
     """Implements ``agent.api.calls.desk.Desk``. For any thread."""
 
@@ -107,6 +114,9 @@ class LineDesk:
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
         with self._line.tally.ordering():
             return self._line.texts.generate(order, listener)
+
+    def unready(self) -> str | None:
+        return unready(self._line)
 
     def text_models(self) -> Sequence[TextModelView]:
         return self._line.texts.models()

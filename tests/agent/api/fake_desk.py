@@ -266,6 +266,9 @@ class FakeDesk:
             raise OrderRefused(Refusing.NOT_NOW, "the camera is offline")
         return f"{camera}/{key or board}"
 
+    def unready(self):
+        return "it stops" if self.is_stopping else None
+
     def status(self):
         with self._lock:
             return views.StatusView(

@@ -194,6 +194,7 @@ def test_it_is_ready_while_verdicts_can_be_stored_and_says_why_not(line):
             (someone,) = ordered(service, order_of(picture(), component="c0"))
             until(lambda: page(service, "/health/ready")[0] == 503)
             assert page(service, "/health/ready")[1] == "results are not stored: database is locked\n"
+            assert page(service, "/v2/health/ready")[0] == 503
             assert page(service, "/health/live")[0] == 200
             found = Scraped(service)
             assert found("ready") == 0
@@ -218,6 +219,7 @@ def test_it_is_not_ready_while_no_source_takes_images_and_one_is_enough(line):
         assert page(service, "/health/ready") == (200, "ready\n")
         (line.folder / "two").rename(line.folder / "two-away")
         until(lambda: page(service, "/health/ready")[0] == 503)
+        assert page(service, "/v2/health/ready")[0] == 200  # calls are judged
         told = page(service, "/health/ready")[1]
         assert told.startswith("no source takes images: ")
         assert all(f"{line.folder / name}: OFFLINE: it was there and is gone" in told for name in ("one", "two"))
