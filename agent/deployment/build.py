@@ -27,7 +27,7 @@ from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.machine.detection import detect
+from agent.runtime.machine.detection import detect, drive_of
 from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.requests import Requests
@@ -312,7 +312,7 @@ def pack(
 def detect_box(config: LineConfig) -> Box:
     """This box, as the line file wants it. Raises DeviceMissing."""
     try:
-        return detect(config.device)
+        return replace(detect(config.device), drive=drive_of(config.packed_folder))
     except BackendUnavailable as error:
         found = config.document.error(str(error), "device")
         raise DeviceMissing(found.message, found.place) from error

@@ -200,7 +200,8 @@ def profiled_box(profile: StoredProfile) -> Box:
     device = None if identity.device_bytes is None else size(DEVICE, identity.device_bytes)
     versions = tuple(identity.versions.items())
     host = size(HOST, identity.host_bytes)
-    return Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
+    named = Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
+    return replace(named, cpu=identity.cpu, drive=identity.drive)
 
 
 def _as_packed(

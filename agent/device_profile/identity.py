@@ -33,6 +33,8 @@ def identity_of(box: Box) -> BoxIdentity:
         device_bytes=None if box.device is None else box.device.total_bytes,
         versions=dict(box.versions),
         forms=", ".join(sorted(forms)),
+        cpu=box.cpu,
+        drive=box.drive,
     )
 
 
@@ -75,7 +77,9 @@ def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
 
 
 def differences(then: BoxIdentity, now: BoxIdentity) -> tuple[str, ...]:
-    """Differences of two boxes in sentences, without memory."""
+    """Differences of two boxes in sentences.
+
+    Not compared: memory, and a CPU or a drive that one of the boxes does not name."""
     libraries, missing = sorted({*then.versions, *now.versions}), "not installed"
     facts: Sequence[tuple[str, object, object]] = (
         ("the device is", then.device, now.device),
@@ -84,6 +88,8 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> tuple[str, ...]:
         ("the cores are", then.cores, now.cores),
         *((f"{name} is", then.versions.get(name, missing), now.versions.get(name, missing)) for name in libraries),
         ("oneDNN's forms on this CPU are", then.forms or "none", now.forms or "none"),
+        ("the CPU is", then.cpu or now.cpu, now.cpu or then.cpu),
+        ("the drive of the packed weights is", then.drive or now.drive, now.drive or then.drive),
     )
     return tuple(f"{fact} {here} now, {there} in the profile" for fact, there, here in facts if here != there)
 

@@ -43,7 +43,10 @@ NumberByName = Annotated[Mapping[str, Number], Field(description="names, each wi
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """The box of a profile. ``versions``: of the libraries that run experts. ``forms``: oneDNN's on this CPU."""
+    """The box of a profile. ``versions``: of the libraries that run experts. ``forms``: oneDNN's on this CPU.
+
+    ``cpu``: beside a device; ``drive``: of the packed weights. Empty: unknown.
+    """
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -53,6 +56,8 @@ class BoxIdentity:
     device_bytes: MaybeCount
     versions: TextByName
     forms: Text = ""
+    cpu: Text = ""
+    drive: Text = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,13 @@ def version_0_1(database: Database) -> None:
         database.execute(f"CREATE TABLE {name} ({columns})")
 
 
+@migrations()
+def cpu_and_drive(database: Database) -> None:
+    """Empty in a profile from before: not compared."""
+    for column in ("cpu", "drive"):
+        database.execute(f"ALTER TABLE profile ADD COLUMN {column} DEFAULT ''")
+
+
 def open_for_writing(path: Path) -> Database:
     """Database of a profile, new or existing, migrated, every commit synced. Raises ProfileDamaged for any other file,
     ConfigError for another version's profile or a network share, and sqlite3.OperationalError from the disk."""

@@ -24,7 +24,10 @@ class MemorySize:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``processors``: fastest first; ``device``: None for unified memory."""
+    """``processors``: fastest first; ``device``: None for unified memory.
+
+    ``cpu``: its model, where ``model`` is a device's. ``drive``: of the packed weights, if known.
+    """
 
     name: str
     model: str
@@ -33,6 +36,8 @@ class Box:
     host: MemorySize
     device: MemorySize | None
     versions: tuple[tuple[str, str], ...]
+    cpu: str = ""
+    drive: str = ""
 
     @property
     def is_split(self) -> bool:

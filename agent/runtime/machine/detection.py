@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -96,7 +97,25 @@ def _mps_box() -> Box:
 
 
 def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, device: MemorySize | None) -> Box:
-    return Box(name, model, processors, cores(), host, device, _versions())
+    cpu = _cpu_model()
+    return Box(name, model, processors, cores(), host, device, _versions(), cpu="" if cpu == model else cpu)
+
+
+def drive_of(folder: Path, numbers: Path = Path("/sys/dev/block")) -> str:
+    """Model and serial number of the drives that hold a folder, or will; empty if the system does not name them."""
+    with suppress(OSError):
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        device = there.stat().st_dev
+        return _drive((numbers / f"{os.major(device)}:{os.minor(device)}").resolve())
+    return ""
+
+
+def _drive(block: Path) -> str:
+    if parts := sorted((block / "slaves").glob("*")):  # of a logical volume or an array
+        return " + ".join(filter(None, (_drive(part.resolve()) for part in parts)))
+    disk = block if (block / "device").exists() else block.parent  # of a partition
+    names = (text_of(disk / "device" / "model"), text_of(disk / "device" / "serial") or text_of(disk / "serial"))
+    return " ".join(filter(None, names))
 
 
 def _cpu_model() -> str:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.device_profile.identity import box_mismatches, expert_mismatches, identity_of, packed_sha256
+from agent.device_profile.identity import box_mismatches, differences, expert_mismatches, identity_of, packed_sha256
 from agent.device_profile.records import (
     SOURCE,
     Agreement,
@@ -534,6 +534,26 @@ def test_an_identity_is_what_the_box_has():
     assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"}, forms)
     assert "onednn-fp32" in forms
     assert identity_of(replace(box, device=None)).device_bytes is None
+    named = identity_of(replace(box, cpu="Xeon", drive="Samsung 990 S1"))
+    assert (named.cpu, named.drive) == ("Xeon", "Samsung 990 S1")
+    other = replace(named, cpu="i7", drive="WD Blue W2")
+    assert differences(named, other) == (
+        "the CPU is i7 now, Xeon in the profile",
+        "the drive of the packed weights is WD Blue W2 now, Samsung 990 S1 in the profile",
+    )
+    assert differences(identity_of(box), named) == ()  # a profile from before names neither
+    assert differences(named, identity_of(box)) == ()
+
+
+def test_a_profile_from_before_cpu_and_drive_were_named_is_read(path):
+    before = written(path)
+    with closing(sqlite3.connect(path)) as database:
+        for column in ("cpu", "drive"):
+            database.execute(f"ALTER TABLE profile DROP COLUMN {column}")
+        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'cpu_and_drive'")
+        database.commit()
+    assert read_profile(path) == before
+    assert (before.box.cpu, before.box.drive) == ("", "")
 
 
 def packed(sha256="s", tensors=(), shared=(), program=None):
