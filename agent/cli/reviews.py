@@ -31,6 +31,9 @@ def add(
     line: LineFile,
     seq: Annotated[int, typer.Argument(metavar="SEQ", help="number of the result", show_default=False)],
     is_ok: Annotated[bool, typer.Option("--ok/--ng", help="what the part is", show_default=False)],
+    file: Annotated[
+        str | None, typer.Option(metavar="ID", help="results file that SEQ is of; needed once that was replaced")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="the defect's name")] = None,
     reason: Annotated[str | None, typer.Option(help="why, for those who read it later")] = None,
     target: Target = None,
@@ -44,7 +47,7 @@ def add(
     from agent.commands.asking import AgentAccess, web_client
     from agent.config import read_line
 
-    said = {"result": seq, "verdict": "OK" if is_ok else "NG", "label": label, "reason": reason}
+    said = {"result": seq, "verdict": "OK" if is_ok else "NG", "label": label, "reason": reason, "file": file}
     with explained():
         access = AgentAccess(target, ca, token_file, certificate, key)
         row = web_client(read_line(line), access).call("POST", "/api/reviews", said)

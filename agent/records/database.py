@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import pwd
+import re
 import sqlite3
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -35,6 +36,7 @@ DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox", "alarms", "audit")
 ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_images) RETURNING key"
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
+ASIDE = re.compile(r"\.[a-z]+-\d{8}T\d{6}\.\d+")  # ending of an exchanged file's name
 LOCK_NAME = "agent.lock"
 
 # Python's JSON may contain NaN, which SQLite cannot read: without the check such a row could not be stored
@@ -338,6 +340,11 @@ def is_state_held(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def was_exchanged(path: Path) -> bool:
+    """True if a file that was exchanged for another still lies beside the database."""
+    return any(ASIDE.fullmatch(each.name.removeprefix(path.name)) for each in path.parent.glob(f"{path.name}.*"))
 
 
 @contextmanager

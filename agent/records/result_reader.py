@@ -86,14 +86,15 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
         return [result_row(row) for row in rows]
 
-    def first_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
-        """The first OK or NG for the same bytes, part, source and line file."""
+    def last_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
+        """The latest judged OK or NG for the same bytes, part, source and line file."""
         source = f"{subject.key.partition('/')[0]}/"
         place = subject.board, subject.board_type, subject.component or "", subject.ref
         rows = self._rows(
             f"SELECT * FROM results INDEXED BY results_content WHERE {IMAGE_SHA256} = ?"
             " AND board = ? AND board_type IS ? AND component = ? AND ref = ? AND config_sha256 = ?"
-            " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' ORDER BY seq LIMIT 1",
+            " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' AND json_extract(detail, '$.duplicate_of') IS NULL"
+            " ORDER BY seq DESC LIMIT 1",
             (image_sha256, *place, config_sha256, len(source), source),
         )
         return result_row(rows[0]) if rows else None

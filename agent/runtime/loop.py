@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 LATE_TICK_S = 0.05  # between two ticks whose time has passed
 STOP_S = 5.0  # then threads are abandoned; their images stay in `.work`
 POLL_S = 0.2  # poll interval of threads that wait for the loop
+AT_ONCE = nullcontext()
 
 Answer = TypeVar("Answer")
 
@@ -289,9 +290,15 @@ class AgentLoop:
         """Evict an expert, unless it is pinned, runs, or has requests waiting."""
         self._inbox.put(events.Unwanted(expert))
 
-    def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        """Replace the served experts and routes; ``copies``: new ones. Earlier requests keep their routes."""
-        self._call(lambda: self._change_line(change, copies))
+    def change_line(
+        self,
+        change: events.LineChanged,
+        copies: Mapping[str, ExpertCopy],
+        queueing: AbstractContextManager[None] = AT_ONCE,
+    ) -> None:
+        """Replace the served experts and routes; ``copies``: new ones. Requests submitted before the end of
+        ``queueing`` keep their routes, later ones get the new."""
+        self._call(lambda: self._change_line(change, copies), queueing)
 
     def drain(self) -> None:
         """Refuse new requests, and finish the others. See ``wait_until_drained``."""
@@ -382,12 +389,13 @@ class AgentLoop:
         if self._crash is not None:
             raise self._crash
 
-    def _call(self, work: Callable[[], Answer]) -> Answer:
+    def _call(self, work: Callable[[], Answer], queueing: AbstractContextManager[None] = AT_ONCE) -> Answer:
         """Call on the loop's thread, or on this one after the loop's has ended."""
         if current_thread() is self._thread:
             return work()
         answer: Future[Answer] = Future()
-        self._inbox.put(lambda: answer.set_result(work()))
+        with queueing:
+            self._inbox.put(lambda: answer.set_result(work()))
         while self._thread.is_alive():
             with suppress(TimeoutError):
                 return answer.result(POLL_S)

@@ -45,7 +45,8 @@ OF_REVIEWS = "reviews INDEXED BY {} CROSS JOIN results ON seq = result"
 REVIEWED = "EXISTS (SELECT 1 FROM reviews INDEXED BY reviews_one WHERE result = seq AND {})"
 NOT_REVIEWED = "NOT EXISTS (SELECT 1 FROM reviews WHERE result = seq AND undone_at IS NULL)"
 LISTED = f"""
-    SELECT results.*, {AS_REVIEW}, EXISTS (SELECT 1 FROM anomaly_maps WHERE anomaly_maps.seq = results.seq) AS has_maps
+    SELECT results.*, {AS_REVIEW}, EXISTS (SELECT 1 FROM anomaly_maps WHERE anomaly_maps.seq = results.seq) AS has_maps,
+        (SELECT id FROM identity) AS file
     FROM results LEFT JOIN reviews ON reviews.result = results.seq AND undone_at IS NULL
     WHERE results.seq IN (SELECT value FROM json_each(?)) ORDER BY results.seq DESC
 """
@@ -81,11 +82,12 @@ class ResultQuery:
 
 @dataclass(frozen=True, slots=True)
 class ListedResult:
-    """``review``: the one that counts."""
+    """``review``: the one that counts. ``file``: identity of the results file, to which the number belongs."""
 
     row: ResultRow
     has_maps: bool
     review: Review | None
+    file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +240,4 @@ def _numbered(
 
 def _listed(row: sqlite3.Row) -> ListedResult:
     review = None if row["review_number"] is None else review_of_row(row, "review_")
-    return ListedResult(result_row(row), bool(row["has_maps"]), review)
+    return ListedResult(result_row(row), bool(row["has_maps"]), review, row["file"])

@@ -1,7 +1,8 @@
 """Reviews: a person's verdict on a stored result, beside the machine's verdict and never over it.
 
 Guarantees: a result has at most one review that counts; the ones before it stay as undone. The same review sent twice
-is one. A review can be undone in the shift in which it was made. An answer is given after the commit.
+is one. A review can be undone in the shift in which it was made. An answer is given after the commit. Numbers belong to
+one results file: a number of another file is refused, and so is one without its file once the file was replaced.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from agent.records.database import read_rows, utc_text
+from agent.records.database import read_rows, utc_text, was_exchanged
 from agent.records.result_reader import LARGEST_SEQ, result_row
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -131,18 +132,36 @@ class Reviews:
         self._wall = wall
 
     def add(
-        self, result: int, verdict: Verdict, who: str, label: str | None = None, reason: str | None = None
+        self,
+        result: int,
+        verdict: Verdict,
+        who: str,
+        label: str | None = None,
+        reason: str | None = None,
+        file: str | None = None,
     ) -> Review:
-        """Store a review, which replaces an earlier one of the result. Raises OrderRefused."""
+        """Store a review, which replaces an earlier one of the result. ``file``: identity of the results file that the
+        number is of. Raises OrderRefused."""
         now = utc_text(self._wall())
         said = {"result": result, "verdict": verdict, "label": label, "reason": reason, "who": who}
-        return self._store.write_now(lambda database: _add(database, said, now))
+        return self._store.write_now(lambda database: self._refusal(database, file) or _add(database, said, now))
 
-    def undo(self, number: int, who: str) -> Review:
+    def undo(self, number: int, who: str, file: str | None = None) -> Review:
         """Raises OrderRefused for an unknown number, and NOT_NOW after the shift in which the review was made."""
         now = self._wall()
         began_at = self._shifts.began_at(now)
-        return self._store.write_now(lambda database: _undo(database, number, who, now, began_at))
+        return self._store.write_now(
+            lambda database: self._refusal(database, file) or _undo(database, number, who, now, began_at)
+        )
+
+    def _refusal(self, database: Database, file: str | None) -> OrderRefused | None:
+        """Numbers begin again in another results file."""
+        ((present,),) = database.execute("SELECT id FROM identity").fetchall()
+        if file == present or (file is None and not was_exchanged(self._store.path)):
+            return None
+        of = "no file is named, and the results file was replaced" if file is None else f"the number is of file {file}"
+        reason = f"{of}: the line has file {present} - look the result up again, and send its `file`"
+        return OrderRefused(Refusing.CURSOR_UNKNOWN, reason, field="file")
 
 
 class ReviewReader:

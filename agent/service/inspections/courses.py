@@ -20,13 +20,15 @@ RENEWED = 100  # the limit is computed after so many images
 class Course:
     """Seconds before the first batch and in batches. ``models``: sha256 of the weights file of each step.
 
-    ``steps``: the flight record's course, to store with the result; None for a quick OK.
+    ``steps``: the flight record's course, to store with the result; None for a quick OK. ``config_sha256``: of the line
+    file that judged; empty for an image that was not judged.
     """
 
     queue_s: float = 0.0
     compute_s: float = 0.0
     models: tuple[str, ...] = ()
     steps: Mapping[str, Any] | None = None
+    config_sha256: str = ""
 
 
 UNJUDGED = Course()

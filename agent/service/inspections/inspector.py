@@ -58,6 +58,7 @@ class Submission:
     is_counted: bool = True
     precedence: Precedence = Precedence.LINE
     number: int | None = None  # the agent's number; None before admission
+    config_sha256: str = ""  # of the line file that judges it, from admission on
     is_cancelled: bool = False
     let_in_s: float = 0.0
     batch_since_s: float | None = None
@@ -214,16 +215,22 @@ class Inspector:
 
     def change_line(self, change: LineChange) -> None:
         """Serve another line; accepted requests finish under the earlier one."""
-        self.agent.loop.change_line(change.event, change.copies)
+        models = self._models | models_of(change.agent)
+        self._models = models  # both lines' experts may answer now
+        self.agent.loop.change_line(change.event, change.copies, self._turning_to(change.agent))
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
         usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
-        models = self._models | models_of(change.agent)
         self._models = {expert: sha256 for expert, sha256 in models.items() if expert in change.event.graph.experts}
-        with self._guard:
-            self.agent = change.agent
         with self._drift_guard:
             self._drift = UsageDrift(usage)
+
+    @contextmanager
+    def _turning_to(self, agent: Agent) -> Iterator[None]:
+        """Context: no image is admitted meanwhile; later ones are the new line's, and named by its file."""
+        with self._guard:
+            yield
+            self.agent = agent
 
     def drift(self) -> DriftStatistics:
         longest = max(map(len, self.agent.setup.graph.routes.values()), default=0)
@@ -259,6 +266,7 @@ class Inspector:
                 return True  # arrived during the stop: the next start offers it again
             if not submission.is_cancelled:
                 submission.let_in_s = time.monotonic()
+                submission.config_sha256 = self.agent.config.catalog.sha256
                 subject = submission.subject
                 expert = None if subject.expert is None else self.agent.expert(subject.expert)
                 submission.number = self.agent.loop.submit(
@@ -296,7 +304,7 @@ class Inspector:
         seconds = time.monotonic() - submission.let_in_s
         queue_s = seconds if submission.queue_s is None else submission.queue_s
         taken = self._course_to_store(submission, outcome, seconds)
-        submission.ended(outcome, Course(queue_s, submission.compute_s, models, taken))
+        submission.ended(outcome, Course(queue_s, submission.compute_s, models, taken, submission.config_sha256))
 
     def _course_to_store(self, submission: Submission, outcome: Outcome, seconds: float) -> dict[str, Any] | None:
         """Course of an image that is not OK, or slow."""

@@ -3,7 +3,7 @@
 An image kept by its source is judged here, part by part; all others go to the journal.
 Guarantees: each part has its row: after a crash only parts without a row are judged. The source gets the worst part,
 once all are stored. The first stored part fixes the parts of an image. With ``skips_duplicates`` only an
-OK or NG under the served line file counts as original; of simultaneous duplicates the first is judged.
+OK or NG under the served line file and weights counts as original; of simultaneous duplicates the first is judged.
 """
 
 from __future__ import annotations
@@ -264,22 +264,22 @@ class SourceLine:
             return True
 
     def _first_of(self, subject: Subject, content: Content) -> Result | None:
+        """The latest equal image, if weights that serve now judged it."""
         try:
-            row = self._results.first_judged(subject, str(content[0]), str(content[1]))
+            row = self._results.last_judged(subject, str(content[0]), str(content[1]))
         except (sqlite3.Error, OSError) as error:
             log.error("duplicates_not_looked_up reason=%s: judged again", error)
             return None
-        return None if row is None else row.result
+        steps = () if row is None else row.result.detail["steps"]
+        is_served = all(self._inspector.weights_of(step["expert"]) == step["model_sha256"] for step in steps)
+        return row.result if row is not None and steps and is_served else None
 
     def _part_judged(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
         """Runs on the agent's thread."""
         detail: dict[str, object] = {} if image.sha256 is None else {"image_sha256": image.sha256}
         if part.box is not None:
             detail["parts"] = len(image.parts.keys() | image.verdicts.keys())
-        result = judged_result(self.config, part, outcome, course, detail)
-        if image.content is not None:
-            result = replace(result, config_sha256=str(image.content[1]))
-        self._commit_part(image, part, result)
+        self._commit_part(image, part, judged_result(self.config, part, outcome, course, detail))
 
     def _commit_unknown(self, image: _Image, reason: str) -> None:
         for part in image.parts.values():

@@ -55,7 +55,7 @@ def judged_result(
         verdict=outcome.verdict,
         finished_at=now,
         seconds=(now - subject.arrived_at).total_seconds(),
-        config_sha256=config.catalog.sha256,
+        config_sha256=course.config_sha256 or config.catalog.sha256,
         label=outcome.label,
         score=outcome.score,
         reason=outcome.reason,
@@ -79,7 +79,7 @@ def duplicate_result(config: LineConfig, subject: Subject, first: Result) -> Res
         label=first.label,
         score=first.score,
         reason=f"the same bytes as {key}, which was {first.verdict}: not judged again",
-        detail={"steps": [], "duplicate_of": key},
+        detail={"steps": [], "duplicate_of": key, "image_sha256": first.image_sha256},
     )
 
 

@@ -100,12 +100,12 @@ class LineStation:
     # -- what a person changes --
 
     def _review(self, who: str, given: asked.ReviewGiven) -> Review:
-        made = self._reviews().add(given.result, Verdict(given.verdict), who, given.label, given.reason)
+        made = self._reviews().add(given.result, Verdict(given.verdict), who, given.label, given.reason, given.file)
         self._counts_changed()
         return made
 
-    def _undo(self, who: str, query: asked.OfNumber) -> Review:
-        undone = self._reviews().undo(query.number, who)
+    def _undo(self, who: str, query: asked.OfReview) -> Review:
+        undone = self._reviews().undo(query.number, who, query.file)
         self._counts_changed()
         return undone
 

@@ -74,11 +74,17 @@ class ReviewsAsked(Period):
     expert: Short | None = None
 
 
+class OfReview(OfNumber):
+    file: Short | None = Field(None, description="of the result; required once the line's results file was replaced")
+
+
 class ReviewGiven(Asked):
-    """A person's verdict on a result."""
+    """A person's verdict on a result. ``file``: the result's, as numbers begin again in another results file; required
+    once the line's file was replaced."""
 
     result: Annotated[int, Field(ge=1, le=10**18 - 1)]
     verdict: Literal["OK", "NG"]
+    file: Short | None = None
     label: Short | None = None
     reason: Annotated[str, Field(max_length=2000)] | None = None
 

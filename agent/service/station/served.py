@@ -41,11 +41,11 @@ HEAT = Operation("GET", f"{ONE}/maps/{{step}}", "Anomaly map in colours", PICTUR
 TRACE = Operation("GET", "/api/trace", "A Perfetto trace", ("application/octet-stream",), asked.EngineAsked)
 
 REVIEW = Operation(
-    "POST", "/api/reviews", "Agree, or not", Review, body=asked.ReviewGiven, status=201, failures=FOUND,
+    "POST", "/api/reviews", "Agree, or not", Review, body=asked.ReviewGiven, status=201, failures=(404, 409),
     least=OPERATE, action="review",
 )  # fmt: skip
 UNDO = Operation(
-    "DELETE", "/api/reviews/{number}", "Undo a review", Review, asked.OfNumber, failures=FOUND,
+    "DELETE", "/api/reviews/{number}", "Undo a review", Review, asked.OfReview, failures=(404, 409),
     least=OPERATE, action="undo review",
 )  # fmt: skip
 REWORK = Operation(

@@ -26,6 +26,7 @@ def values_of(listed: ListedResult, config: LineConfig) -> dict[str, Any]:
     result, subject = listed.row.result, listed.row.result.subject
     return {
         "seq": listed.row.seq,
+        "file": listed.file,
         "key": subject.key,
         "board": subject.board,
         "board_type": subject.board_type,

@@ -82,9 +82,11 @@ class BoardTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultView:
-    """A stored result. ``ref``: place on the board; ``image``: name of its file or frame."""
+    """A stored result. ``ref``: place on the board; ``image``: name of its file or frame. ``file``: identity of the
+    results file that numbers are of."""
 
     seq: int
+    file: str
     key: str
     board: str | None
     board_type: str | None

@@ -477,7 +477,7 @@ function secondVerdict(result, detail) {
   const labels = new Set([...known.state?.shift.pareto.map((each) => each.label) ?? [], ...detail?.steps.map((each) => each.label) ?? []].filter(Boolean));
   return h("div", {key: "verdict"}, review ? h("div.given", {key: "given", class: review.verdict, role: "status"}, mark(review.verdict),
     h("span", h("b", FINDINGS[review.finding]), ` by ${review.who} at ${clock(review.at)} `, [review.label, review.reason].filter(Boolean).join(" · ")),
-    button("Undo", () => act("DELETE", `/api/reviews/${review.number}`, undefined, "undone"), {class: "quiet", disabled: known.isBusy}))
+    button("Undo", () => act("DELETE", `/api/reviews/${review.number}?file=${result.file}`, undefined, "undone"), {class: "quiet", disabled: known.isBusy}))
     : h("div.fields", {key: "fields"}, field("label"), field("reason"), h("datalist", {id: "labels"}, [...labels].map((label) => h("option", {value: label})))),
   h("div.choices", CHOICES[result.verdict].map(([key, word, verdict]) => button([h("kbd", MUTE, key), word, mark(verdict)], () => judge(result, verdict),
     {key, class: `choice ${verdict}`, disabled: known.isBusy, "aria-keyshortcuts": key, "aria-pressed": review?.verdict === verdict})),
@@ -491,7 +491,7 @@ function secondVerdict(result, detail) {
 async function judge(result, verdict) {
   if (now() - chosen.turnedAt < TURNED_MS) return tell("The case has just changed: look, then press again.", true);
   pin();
-  const given = await act("POST", "/api/reviews", {result: result.seq, verdict, label: chosen.label.trim() || null, reason: chosen.reason.trim() || null}, "kept");
+  const given = await act("POST", "/api/reviews", {result: result.seq, file: result.file, verdict, label: chosen.label.trim() || null, reason: chosen.reason.trim() || null}, "kept");
   if (given) tell(`${FINDINGS[given.finding]}: kept beside the machine's verdict`);
 }
 

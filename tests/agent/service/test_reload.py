@@ -8,7 +8,7 @@ import pytest
 from experts.errors import OrderRefused
 from experts.expert import Verdict
 from tests.agent import line_files
-from tests.agent.service.fake_line import Caller, asked, ordered, picture
+from tests.agent.service.fake_line import PATTERN, Caller, asked, ordered, picture
 from tests.experts.conftest import ExpertFiles
 from tests.lines import order as order_of
 from tests.waiting import until
@@ -189,3 +189,40 @@ def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(li
         sender.join()
         assert {each.wait()[0].verdict for each in callers} == {OK}
         assert service.judged == len(callers)
+
+
+def test_a_row_names_the_line_file_that_judged_it_also_if_a_reload_came_between(line):
+    """An image that runs while the line file changes, and one that came later."""
+    line.fake(0, B_s=0.1)
+    earlier = line.config.catalog.sha256
+    with line.served() as service:
+        under_way = ordered(service, *(part(key=f"k{number}") for number in range(10)))
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 10)  # the agent has them
+        line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
+        assert reload(service, line).is_applied
+        asked(service, part(key="later"))
+        for each in under_way:
+            each.wait()
+    rows = {row.subject.key: row.config_sha256 for row in line.rows}
+    later = rows.pop("api/later")
+    assert set(rows.values()) == {earlier}
+    assert later == line.config.catalog.sha256 != earlier
+
+
+def test_a_duplicate_of_an_image_that_earlier_weights_judged_is_judged_again(line):
+    pattern = PATTERN.replace("[^.]+", "[^.-]+").replace(r"\.png", r"(-\d+)?\.png")
+    line.watch(pattern=pattern, duplicate="skip")
+
+    def drop(name, judged):
+        line.drop(name)
+        until(lambda: len(line.rows) == judged)
+        row = next(row for row in line.rows if row.subject.image == name)
+        return row.verdict, row.experts
+
+    with line.served() as service:
+        assert drop("B1_c0_R1.png", 1) == (OK, ("cls/f0",))
+        assert drop("B1_c0_R1-2.png", 2) == (OK, ())
+        line.fake(0, label="bad", weight_bytes=1_000_001)
+        assert service.desk.reload().replaced == ("cls/f0",)
+        assert drop("B1_c0_R1-3.png", 3) == (NG, ("cls/f0",)), "the weights that said OK serve no more"
+        assert drop("B1_c0_R1-4.png", 4) == (NG, ())

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, time, timedelta
 
 import pytest
 
-from agent.records.database import open_for_reading
+from agent.records.database import open_for_reading, read_rows
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.reviews import PAGE, Finding, ReviewCounts, ReviewQuery, ReviewReader, Reviews
@@ -161,3 +161,30 @@ def test_a_page_of_reviews_is_read_in_their_order_without_sorting_them(station):
         names = dict.fromkeys(("who", "expert", "component", "limit", "before", "since", "until"))
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {PAGE}", names)]
     assert not [step for step in plan if "TEMP B-TREE" in step]
+
+
+def identity(station):
+    (row,) = read_rows(station.store.path, "SELECT id FROM identity")
+    return row["id"]
+
+
+def test_a_review_of_a_number_of_another_results_file_is_refused(station):
+    kept = station.say(2, OK, file=identity(station))
+    assert refusal(lambda: station.say(2, NG, file="deadbeef")) is Refusing.CURSOR_UNKNOWN
+    assert refusal(lambda: station.reviews.undo(kept.number, "bob", "deadbeef")) is Refusing.CURSOR_UNKNOWN
+    assert station.reader.of_result(2) == (kept,)
+
+
+def test_once_the_results_file_was_replaced_a_review_names_its_file(tmp_path):
+    """The number was given by the damaged file, and is another result's now."""
+    path = tmp_path / "results.db"
+    with closing(Station(path).store):
+        pass
+    path.write_bytes(b"no database" * 1000)
+    station = Station(path)
+    with closing(station.store):
+        assert list(tmp_path.glob("results.db.damaged-*"))
+        with pytest.raises(OrderRefused, match="the results file was replaced: the line has file") as refused:
+            station.say(2, OK)
+        assert (refused.value.reason, refused.value.field) == (Refusing.CURSOR_UNKNOWN, "file")
+        assert station.say(2, OK, file=identity(station)).finding is Finding.FALSE_CALL

@@ -399,7 +399,13 @@ def test_a_review_stands_beside_the_verdict_is_counted_and_undone(line):
         assert state(reader)["cases"][0]["review"] == made
         assert reader.json("/api/reviews?who=operator")["reviews"] == [made]
         assert reader.json("/api/expert?id=cls/f0")["reviews"]["false_call"] == 1
-        undone = web.json(f"/api/reviews/{made['number']}", method="DELETE")
+        for wrong in (
+            ("/api/reviews", {"result": 1, "verdict": "NG", "file": "0"}),
+            (f"/api/reviews/{made['number']}?file=0",),
+        ):
+            method = "POST" if wrong[1:] else "DELETE"
+            assert web.error(*wrong, status=409, method=method)["field"] == "file"
+        undone = web.json(f"/api/reviews/{made['number']}?file={found['file']}", method="DELETE")
         assert undone["undone_by"] == "operator"
         assert reader.json("/api/results/1")["review"] is None
         until(lambda: state(reader)["shift"]["reviews"]["false_call"] == 0)

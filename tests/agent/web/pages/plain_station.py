@@ -65,6 +65,7 @@ class PlainStation:
         label = {"NG": LABELS.get(component, "wrong way"), "OK": "good", "UNKNOWN": None}[verdict]
         return {
             "seq": seq,
+            "file": "0a1b2c3d",
             "key": f"inbox/{seq}",
             "board": self._text(f"SN-2026-{7300 + seq // 6:06}"),
             "board_type": "demo-board",
