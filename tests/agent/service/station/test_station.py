@@ -468,6 +468,20 @@ def test_a_reworked_board_says_who_asked_for_it(line):
         assert web.json("/api/boards/1")["reworks"] == [made]
 
 
+def test_a_board_s_page_shows_its_stored_run_without_the_run_that_is_open_again(line):
+    with line.served() as service:
+        web = Web(service, "operator")
+        for component, ref in (("c0", "R1"), ("c1", "R2")):
+            asked(service, order_of(picture(), component=component, board="S1", ref=ref))
+        until(lambda: line.boards)
+        web.json("/api/boards/rework", {"serial": "S1", "board_type": "main"}, 201)
+        asked(service, order_of(picture(), component="c0", board="S1", ref="R1"))
+        until(lambda: [board["number"] for board in state(web)["boards"]] == [None, 1])
+        page = web.json("/api/boards/1")
+    assert [part["ref"] for part in page["parts"]] == ["R1", "R2"]
+    assert not page["is_cut"]
+
+
 def test_the_line_file_is_shown_checked_and_served_anew(line):
     with line.served() as service:
         web = Web(service, "master")
