@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.core.performance import ExpertProfile
     from agent.core.request import Outcome
     from agent.deployment.engine_setup import Copies
     from agent.deployment.packed_copies import Precisions
@@ -210,8 +211,9 @@ def line_times(
     segments: SegmentStore,
     progress: Progress,
     chosen: Callable[[Iterable[ExpertCopy]], list[ExpertCopy]] = list,
+    known: Callable[[str, ExpertCopy], ExpertProfile | None] = lambda *_: None,
 ) -> dict[str, Probed]:
-    """Times of the chosen copies by worker, and experts that cannot run.
+    """Times of the chosen copies by worker, and experts that cannot run. ``known``: rows by processor, not measured.
 
     Raises ConfigError, before measuring, for experts that cannot fit, and WorkerBroken.
     """
@@ -224,7 +226,11 @@ def line_times(
                 return workers.measure(name, own, untimed, progress)
             return probe(own.box, untimed, segments, own.usage, threads_per_executor(own.box, own.executors))
 
-        found = _times(own, {processor: chosen(listed) for processor, listed in copies.items()}, measure, progress)
+        def known_here(processor: str, copy: ExpertCopy) -> ExpertProfile | None:
+            return known(f"{name}/{processor}" if name else processor, copy)
+
+        wanted = {processor: chosen(listed) for processor, listed in copies.items()}
+        found = _times(own, wanted, measure, progress, known_here)
         return replace(found, failed={expert: error.message for expert, error in unpacked.items()} | dict(found.failed))
 
     ranked = {
@@ -383,11 +389,22 @@ def _held_copies(ground: Groundwork, copies: Copies) -> Copies:
     return ground.sized(copies, lambda sized: matrix(profile, ground.box, sized, ground.usage, ground.executors))
 
 
-def _times(ground: Groundwork, copies: Copies, measure: Callable[[Copies], Probed], progress: Progress) -> Probed:
-    """Times of the profile, or measured ones. Raises as ``line_times``."""
+def _times(
+    ground: Groundwork, copies: Copies, measure: Callable[[Copies], Probed], progress: Progress,
+    known: Callable[[str, ExpertCopy], ExpertProfile | None],
+) -> Probed:  # fmt: skip
+    """Times of the profile, known or measured ones. Raises as ``line_times``."""
     profile = ground.profile
     timed = PerformanceMatrix({}, ground.usage) if profile is None else _profiled(ground, profile, copies)
     untimed = _untimed(ground, timed, copies)
+    again = {
+        processor: {copy.expert.id: row for copy in listed if (row := known(processor, copy)) is not None}
+        for processor, listed in untimed.items()
+    }
+    untimed = {
+        processor: [copy for copy in listed if copy.expert.id not in again[processor]]
+        for processor, listed in untimed.items()
+    }
     probed = Probed(PerformanceMatrix({}), {})
     if any(untimed.values()):
         ground.setup(estimated_matrix(ground.box, untimed, ground.usage))
@@ -395,7 +412,11 @@ def _times(ground: Groundwork, copies: Copies, measure: Callable[[Copies], Probe
         probed = measure(untimed)
         progress("probe", 1, 1)
     columns = {
-        processor: {**timed.experts.get(processor, {}), **probed.matrix.experts.get(processor, {})}
+        processor: {
+            **timed.experts.get(processor, {}),
+            **again[processor],
+            **probed.matrix.experts.get(processor, {}),
+        }
         for processor in copies
     }
     found = with_families(PerformanceMatrix(columns, timed.usage), chain.from_iterable(copies.values()))

@@ -7,6 +7,7 @@ and the next change removes it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copy_name
 from agent.deployment.performance_matrix import with_families
 from agent.deployment.ranked_experts import ranked_experts, worker_name
+from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
 from agent.runtime.weights.templates import make_templates
@@ -28,7 +30,7 @@ from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
@@ -39,8 +41,11 @@ if TYPE_CHECKING:
     from experts.errors import ExpertError
     from experts.packed.weights import PackedExpert
 
+log = logging.getLogger(__name__)
+
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
+BUSY_S = 10.0  # an unknown kind waits for a moment without requests: arbitrary
 LIVE_KEYS = ("experts", "routes", "boards")
 LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # of other sections
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
@@ -119,7 +124,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
         return [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
 
-    times = line_times(agent.workers, parts, agent.segments, progress, of_new)
+    times = line_times(agent.workers, parts, agent.segments, progress, of_new, _known_rows(agent))
     ground, here, _ = parts[""]
     local_times = times.pop("")
     found = ground.setup(local_times.matrix, local_times.failed)
@@ -136,6 +141,35 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     broken = dict(templates.failed) | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
     return _change(replace(agent, alarms=all_alarms(parts)), config, names, setup, fresh, templates)
+
+
+def _known_rows(agent: Agent) -> Callable[[str, ExpertCopy], ExpertProfile | None]:
+    """Rows of served experts, for new ones of the same kind, form and processor: measured beside running batches, in
+    memory beside full budgets, times would be too high. An unknown kind is measured once no request is under way, or
+    after BUSY_S."""
+    rows = {
+        (processor, copy.kind, copy.packed.precision, copy.moe_places): (row, copy)
+        for processor, column in agent.setup.matrix.experts.items()
+        for row in column.values()
+        for copy in [agent.copies[row.copy]]
+    }
+
+    has_waited = False
+
+    def known(processor: str, copy: ExpertCopy) -> ExpertProfile | None:
+        nonlocal has_waited
+        found = rows.get((processor, copy.kind, copy.packed.precision, copy.moe_places))
+        if found is None:
+            if not (has_waited or agent.loop.wait_until_drained(BUSY_S)):
+                log.warning("measured_beside_work expert=%s processor=%s", copy.expert.id, processor)
+            has_waited = True
+            return None
+        row, like = found
+        load_s = {tier: seconds * copy.loaded_bytes / like.loaded_bytes for tier, seconds in row.load_s.items()}
+        form = prepared_form(copy.expert)
+        return replace(row, copy=copy.name, footprint=copy.footprint, load_s=load_s, prepared=form)
+
+    return known
 
 
 def _refuse_new_ranks(agent: Agent, config: LineConfig) -> None:

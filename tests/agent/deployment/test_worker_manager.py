@@ -101,7 +101,7 @@ def test_frames_files_and_broken_images_cross(judging):
     ]
     found = judged(agent, outcomes, sources, components=("c0",))
     assert [each.verdict for each in found] == [Verdict.OK] * 5 + [Verdict.UNKNOWN] * 2
-    assert found[5].reason == "gone.png: No such file or directory"
+    assert found[5].reason == "gone.png: cannot be read (No such file or directory)"
 
 
 def test_killed_workers_lose_nothing_and_come_back(judging):
