@@ -13,7 +13,7 @@ import agent.service.inspections.inspector
 from agent.deployment.build import AgentOptions, build_agent
 from agent.runtime.loop import LoopOptions
 from experts.expert import Verdict
-from tests.drill.scene import COLOURS, EXPERTS, is_full
+from tests.drill.scene import COLOURS, EXPERTS, is_full, picture
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,8 @@ def test_clock_jumps(scene, told):
     off_by, jumps = [timedelta()], 0
     with scene.served(wall=lambda: datetime.now(UTC) + off_by[0]):
         for number in range(EXPERTS * (60 if is_full() else 12)):
-            scene.drop_one(number % len(COLOURS))
+            colour = number % len(COLOURS)
+            scene.drop_one(colour, picture(colour, size=8 + number % EXPERTS))  # no part is a copy of another
             if number % 7 == 3:
                 off_by[0] = timedelta(hours=random.Random(number).choice([-48, -1, 1, 30, 24 * 365]))
                 jumps += 1

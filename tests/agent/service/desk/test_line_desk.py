@@ -191,7 +191,9 @@ def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(line):
 
 
 def thirty(image):
-    return [order_of(image, component=f"c{n % 2}", board=f"B{n // 2}", ref="R", key=str(n)) for n in range(30)]
+    return [
+        order_of(image, component=f"c{n % 2}", board=f"B{n // 2}", ref=f"R{n % 2 + 1}", key=str(n)) for n in range(30)
+    ]
 
 
 KILLED = """
