@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from agent.core.performance import SSD, tier_of
+from agent.core.request import Rejected
 from agent.runtime.assembly import local_worker
 from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
@@ -205,7 +206,9 @@ class WorkerHost:
         self._worker.start_batch(batch, [self._images[request] for request in batch.requests], is_next=is_next)
 
     def do_prepare(self, effect: Prepare) -> None:
-        self._worker.prepare(effect, self._images[effect.request])  # type: ignore[arg-type]  # a refusal, too
+        image = self._images[effect.request]
+        if not isinstance(image, Rejected):  # its batch answers with the refusal
+            self._worker.prepare(effect, image)  # type: ignore[arg-type]
 
     def do_end(self, request: int) -> None:
         self._worker.end(request)
