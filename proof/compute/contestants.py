@@ -50,7 +50,8 @@ CALIBRATED_ON = 8  # images
 EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
 INT8_SESSION = "onnxruntime-int8-session"
-OPENVINO = {"openvino-fp32": ("f32", torch.float32), "openvino-bf16": ("bf16", torch.bfloat16)}
+OPENVINO_BF16 = "openvino-bf16"
+OPENVINO = {"openvino-fp32": ("f32", torch.float32), OPENVINO_BF16: ("bf16", torch.bfloat16)}
 NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the extras for developers"
 # ONNX Runtime's tools document none of these.
 QUANTISING_FAILURES = (*REFUSALS, LookupError, RuntimeError, TypeError, ValueError)

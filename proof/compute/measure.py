@@ -20,6 +20,7 @@ from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import end_team, lone_team, use_threads
 from experts.backends import backend_for
+from experts.backends.forms import form_of
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
@@ -33,6 +34,7 @@ from proof.compute.contestants import (
     INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
+    OPENVINO_BF16,
     PEERS,
     Contestant,
     PlainModel,
@@ -233,7 +235,13 @@ class _ComputeBench:
             raise ConfigError(
                 f"{architecture} does not run in {', '.join(unknown)} here - choose of {', '.join(sorted(known))}"
             )
-        return [form for form in Precision if form in (self._options.forms or known)]
+        if self._options.forms:
+            return [form for form in Precision if form in self._options.forms]
+        emulated = [form for form in Precision if form in known and form_of(form).is_emulated()]
+        self._notes += [
+            f"left out: {form}, which this CPU emulates (--precision measures it)" for form in emulated
+        ]
+        return [form for form in Precision if form in known and form not in emulated]
 
     def _compare(
         self, model: PlainModel, forms: Sequence[Precision], store: SegmentStore, batch: int
@@ -277,7 +285,9 @@ class _ComputeBench:
             with self._noting(f"{model.expert.architecture} in {form} is not measured"):
                 found.append(stack.enter_context(our_form(model.expert, form, store, images)))
         for peer in PEERS:
-            if peer in self._options.peers and (peer not in OPENVINO or has_openvino()):
+            if peer == OPENVINO_BF16 and form_of(Precision.BF16).is_emulated():
+                self._notes.append(f"left out: {peer}, which this CPU emulates")
+            elif peer in self._options.peers and (peer not in OPENVINO or has_openvino()):
                 with self._noting(f"{model.expert.architecture} in {peer} is not measured"):
                     found.append(PEERS[peer](model, images, self._threads))
         return found

@@ -17,7 +17,7 @@ from itertools import cycle
 from math import inf
 from typing import TYPE_CHECKING, cast
 
-from agent.core.effects import Complete, Evict, Fail
+from agent.core.effects import Complete, Evict, Fail, StartBatch
 from agent.core.events import Arrived, Finished, Loaded, Started
 from agent.core.performance import (
     SSD,
@@ -50,7 +50,7 @@ QUEUED = (1_000, 10_000, 100_000)
 EXECUTORS = (*(ExecutorSpec(number, "gpu", "device") for number in range(3)), ExecutorSpec(3, "cpu", "host"))
 SECONDS_AN_IMAGE = {"cpu": 0.04, "gpu": 0.005}
 OK = frozenset({"ok"})
-TARGET_P99_S = 200e-6
+TARGET_AN_IMAGE_S = 100e-6  # processor time over all events of an image
 TARGET_QUEUED = 10_000
 WORKERS = 32
 CLUSTER_EXPERTS = 2_000
@@ -71,6 +71,8 @@ COLUMNS = (
     Column("p99 us", "p99_s", ".1f", 1e6),
     Column("worst us", "worst_s", ".1f", 1e6),
     Column("p99 us of CPU", "cpu_p99_s", ".1f", 1e6),
+    Column("us of CPU an image", "cpu_an_image_s", ".1f", 1e6),
+    Column("over inference", "over_inference", ".2%"),
 )
 
 
@@ -79,7 +81,8 @@ class QueuedDecisionTimes:
     """Seconds of a ``handle`` call while about ``queued`` requests wait.
 
     ``batches`` and ``loads``: calls that ended one; ``evictions``: by all calls. ``cpu_p99_s``: CPU time of the
-    deciding thread, which other processes do not lengthen.
+    deciding thread, which other processes do not lengthen. ``cpu_an_image_s``: over all calls, for each image that
+    ended meanwhile; ``over_inference``: of the executors' time for an image (CoServe, Figure 19).
     """
 
     workers: int
@@ -91,6 +94,8 @@ class QueuedDecisionTimes:
     p99_s: float
     worst_s: float
     cpu_p99_s: float
+    cpu_an_image_s: float
+    over_inference: float
 
 
 def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") -> QueuedDecisionTimes:
@@ -130,12 +135,14 @@ def measure_workers(workers: int, calls: int = CALLS, experts: int = CLUSTER_EXP
 def _measure(line: _BusyLine, queued: int, calls: int) -> QueuedDecisionTimes:
     line.fill(queued)
     line.timer.decisions.clear()
+    line.ended, line.inference_s = 0, 0.0
     evictions = sum(line.step() for _ in range(calls))
     unexpected = line.timer.statistics().unexpected_events
     assert not unexpected, f"{unexpected} answers were given out of turn"
     decisions = line.timer.decisions
     events = Counter(decision.event for decision in decisions)
     seconds, p99 = sorted(decision.seconds for decision in decisions), int(calls * 0.99)
+    cpu_s = sum(decision.cpu_s for decision in decisions)
     return QueuedDecisionTimes(
         workers=len({pool.worker for pool in line.setup.pools}),
         queued=queued,
@@ -146,6 +153,8 @@ def _measure(line: _BusyLine, queued: int, calls: int) -> QueuedDecisionTimes:
         p99_s=seconds[p99],
         worst_s=seconds[-1],
         cpu_p99_s=sorted(decision.cpu_s for decision in decisions)[p99],
+        cpu_an_image_s=cpu_s / line.ended,
+        over_inference=cpu_s / line.inference_s,
     )
 
 
@@ -156,7 +165,7 @@ def measure_growth(queued: Sequence[int] = QUEUED, calls: int = CALLS, experts: 
     notes = (
         f"{BOARDS['A'].types} component types, policy coserve; of {calls} calls each: batches and loads that ended, "
         "copies evicted, else arrivals",
-        f"p99 of CPU time grows x{rows[-1].cpu_p99_s / rows[0].cpu_p99_s:.2f} from the first row to the last queue",
+        "over inference: CPU time of all decisions over the executors' time for the same images (CoServe, Figure 19)",
         f"the last two rows: {experts:,} experts, each worker with a device and {CLUSTER_QUEUED} queued",
     )
     machine = f"Python {platform.python_version()}, {platform.machine()}"
@@ -172,14 +181,14 @@ def workers_target(one: QueuedDecisionTimes, many: QueuedDecisionTimes) -> Targe
 
 
 def decision_targets(rows: Sequence[QueuedDecisionTimes]) -> tuple[Target, ...]:
-    """A decision's time at TARGET_QUEUED, and its growth, which is at most a logarithm's."""
-    wanted = f"at most {TARGET_P99_S * 1e6:.0f} us"
+    """Processor time of an image's decisions at TARGET_QUEUED, and its growth, which is at most a logarithm's."""
+    wanted = f"at most {TARGET_AN_IMAGE_S * 1e6:.0f} us"
     at_target = [
-        Target(f"decision, p99 with {each.queued:,} queued", wanted, f"{each.p99_s * 1e6:.0f} us",
-               each.p99_s <= TARGET_P99_S)
+        Target(f"decisions, CPU an image with {each.queued:,} queued", wanted, f"{each.cpu_an_image_s * 1e6:.0f} us",
+               each.cpu_an_image_s <= TARGET_AN_IMAGE_S)
         for each in rows if each.queued == TARGET_QUEUED
     ]  # fmt: skip
-    growth = rows[-1].p99_s / rows[0].p99_s
+    growth = rows[-1].cpu_an_image_s / rows[0].cpu_an_image_s
     what = f"the same, {rows[-1].queued:,} queued over {rows[0].queued:,}"
     return (*at_target, Target(what, f"at most {LOG_GROWTH:.2f}", f"{growth:.2f}", growth <= LOG_GROWTH))
 
@@ -191,6 +200,9 @@ class _BusyLine(Simulator):
         super().__init__(setup)
         self.timer = TimedDecider(self.engine)
         self.engine = cast("Engine", self.timer)
+        self._processors = {spec.id: spec.processor for spec in setup.executors}
+        self.ended = 0  # images
+        self.inference_s = 0.0  # of executors, without waits
         self._now = 0.0
         self._arriving = enumerate(cycle(components))
 
@@ -213,7 +225,11 @@ class _BusyLine(Simulator):
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         super()._carry_out(effect, now)
+        if isinstance(effect, StartBatch):
+            column = self.setup.matrix.experts[self._processors[effect.batch.executor]]
+            self.inference_s += column[effect.batch.expert].performance.latency_s(len(effect.batch.requests))
         if isinstance(effect, Complete | Fail):
+            self.ended += 1
             self._post(now, Arrived(*next(self._arriving)))
 
 

@@ -42,8 +42,16 @@ def test_ratios_are_of_what_was_measured_and_the_worst_planned_row_decides(proof
         "over a naive server, bf16": ("10", True),
         "planned against measured, the worst of all rows": ("5.00%", True),
     }
+    left_out = {target.what: target for target in replace(proof, bf16=None).targets}["over a naive server, bf16"]
+    assert (left_out.found, left_out.reached) == ("left out: this CPU emulates bf16", None)
     off = replace(proof, bf16=compared({"coserve": 20.0}, {"coserve": 17.8}))
     assert (off.targets[-1].found, off.targets[-1].reached) == ("11.00%", False)
+
+
+def test_report_without_bf16_says_so_and_has_its_charts(proof, tmp_path):
+    found = Findings(replace(proof, bf16=None), {}, Evaluation((), (), 750), False, 1, 200.0)
+    assert "left out: this CPU emulates bf16" in write_report(tmp_path, found).read_text(encoding="utf-8")
+    assert (tmp_path / "real-engine.png").is_file()
 
 
 @pytest.mark.parametrize("is_full", [False, True])

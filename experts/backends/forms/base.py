@@ -86,6 +86,10 @@ class Form:
     def is_cpu_only(self) -> bool:
         return self.plain is not self.name
 
+    def is_emulated(self) -> bool:
+        """True where the CPU lacks instructions for its numbers, and is slower in it than in fp32."""
+        return False
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights before packing, and of values other than products of ``numbers``."""

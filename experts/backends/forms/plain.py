@@ -31,6 +31,9 @@ class PlainForm(Form):
     def why_absent(self) -> str | None:
         return _torch_fault(self.dtype)
 
+    def is_emulated(self) -> bool:
+        return self.name in _INSTRUCTIONS and not is_multiplied(self.name)
+
     def pack(self, modules: Modules, expert: Expert) -> Packable:
         return Packable(modules.weights(expert, self), modules.unseen_structure(expert))
 

@@ -24,6 +24,7 @@ from proof.compute.contestants import (
     INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
+    OPENVINO_BF16,
     SESSION,
     eager,
     int8_session,
@@ -39,7 +40,6 @@ from proof.compute.measure import ComputeOptions, ComputeRow, executor_threads, 
 CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16
 TINY = ComputeOptions(("squeezenet1_1",), (64, 64), (2, 1), (FP32, BF16), rounds=2)
-OPENVINO_BF16 = "openvino-bf16"
 PEERS = {EAGER, SESSION, INT8_SESSION, *(OPENVINO if find_spec("openvino") else ())}
 
 
@@ -283,3 +283,12 @@ def test_a_peer_that_is_mistyped_is_refused():
     done = compute("--against", "openvino")
     assert done.exit_code == CONFIGURATION
     assert "--against: no peer 'openvino' - did you mean" in done.stderr
+
+
+def test_forms_that_the_cpu_emulates_are_left_out_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("experts.backends.forms.plain.is_multiplied", lambda name: False)
+    options = replace(TINY, forms=(), batches=(1,), peers=(OPENVINO_BF16,))
+    found = measure_compute_forms(tmp_path, options, lambda *_: None)
+    assert not {row.form for row in found.rows} & {"bf16", "fp16", OPENVINO_BF16}
+    for form in ("bf16", "fp16", OPENVINO_BF16):
+        assert any(note.startswith(f"left out: {form}, which this CPU emulates") for note in found.notes)
