@@ -288,8 +288,10 @@ class LineService:
         change = plan_change(self.agent, config, lambda stage, done, total: None)
         models = models_of(change.agent)
         for expert, sha256 in serving.items():
-            if models.get(change.agent.expert(expert)) != sha256:  # its file was written meanwhile
-                raise ConfigError(f"{expert}: its weights file has other bytes now than {sha256}")
+            name = change.agent.expert(expert)
+            if name in change.quarantined or models.get(name) != sha256:  # its file was written meanwhile
+                reason = change.quarantined.get(name, f"its weights file has other bytes now than {sha256}")
+                raise ConfigError(f"{expert}: {reason}")
         if not self.inspector.takes:  # a stop was requested meanwhile
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         with keeping or nullcontext():

@@ -238,9 +238,7 @@ class _ComputeBench:
         if self._options.forms:
             return [form for form in Precision if form in self._options.forms]
         emulated = [form for form in Precision if form in known and form_of(form).is_emulated()]
-        self._notes += [
-            f"left out: {form}, which this CPU emulates (--precision measures it)" for form in emulated
-        ]
+        self._notes += [f"left out: {form}, which this CPU emulates (--precision measures it)" for form in emulated]
         return [form for form in Precision if form in known and form not in emulated]
 
     def _compare(

@@ -73,7 +73,7 @@ def test_a_refused_promotion_is_not_made_up_for_by_the_next_start(shadowed):
     with shadowed.served() as service:
         web = Web(service, "master")
         old = weights(web)
-        shadowed.fake(0, weight_bytes=10**14)
+        shadowed.fake(0, weight_bytes=30_000_000)
         done = promoting(web, old["cls/f2"])["reload"]
         assert not done["is_applied"]
         until(lambda: [each.partition(":")[0] for each in outcomes(web)] == ["not applied"])
