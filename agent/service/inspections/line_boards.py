@@ -54,6 +54,7 @@ class LineBoards:
         self._clock = clock
         self._wall = wall
         self._guard = threading.Lock()  # held from the decision of a verdict until the store has it
+        self._told: set[str] = set()  # of serials, in the log
         self._decided: deque[BoardVerdict] = deque()  # not yet taken by the store
         self._notify: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
@@ -127,13 +128,16 @@ class LineBoards:
         """Of serials that people read as one, while the line knows their boards."""
         with self._guard:
             alike = self._ledger.read_alike()
-        for serials in alike:
-            named = " and ".join(ascii(serial) for serial in serials)
-            yield Alarm(
-                "boards/serials",
-                f"serials {named} read alike, and are two boards: each waits for the other's parts and becomes "
-                "UNKNOWN - write a serial in one way at all sources",
-            )
+        told = {
+            f"serials {' and '.join(map(ascii, serials))} read alike, and are two boards: each waits for the other's "
+            "parts and becomes UNKNOWN - write a serial in one way at all sources"
+            for serials in alike
+        }
+        for message in sorted(told - self._told):
+            log.warning("boards_read_alike %s", message)
+        self._told = told
+        for message in sorted(told):
+            yield Alarm("boards/serials", message)
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """Boards of this serial that wait for images, or closed recently."""
