@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.config import line_of
-from experts.errors import BackendUnavailable, ConfigError, LoadError, TokenizerUnusable, WeightsError
+from experts.errors import BackendUnavailable, ConfigError, LoadError, TokenizerUnusable, WeightsError, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +29,11 @@ def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
     from experts.packed.sources import is_there
 
     for name, expert in config.catalog.experts.items():
-        if not is_there(expert):
-            continue
         try:
             backend_for(expert.architecture).check(expert)
         except (WeightsError, TokenizerUnusable) as error:
-            yield config.document.error(error.message, "experts", name, "weights")
+            if not isinstance(error, WeightsMissing) or is_there(expert):
+                yield config.document.error(error.message, "experts", name, "weights")
         except BackendUnavailable as error:
             yield config.document.error(str(error), "experts", name, "architecture")
         except LoadError:

@@ -44,7 +44,7 @@ def line(tmp_path):
 
 
 def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(line):
-    names = ["B1_c0_R1.png", "B1_c1_R1.png"]
+    names = ["B1_c0_R1.png", "B1_c1_R2.png"]
     command = [sys.executable, ROOT / "coserve.py", "serve", line.write(), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for count, name in enumerate(names, 1):

@@ -229,9 +229,9 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
         stored(store, *(result(number, key=f"inbox/{number}", detail=detail) for number, detail in enumerate(details)))
         known = result(3, key="inbox/again/3")
         assert len(list(store.query())) == len(details)
-        first = store.first_judged(known.subject, "ab", known.config_sha256)
+        first = store.last_judged(known.subject, "ab", known.config_sha256)
         assert first.result.subject.key == "inbox/3", "from the same source, in whatever folder of it"
-        assert store.first_judged(known.subject, "ab", "c" * 64) is None
+        assert store.last_judged(known.subject, "ab", "c" * 64) is None
 
 
 MOUNTS = """\

@@ -36,6 +36,7 @@ class LostDevice:
     """The emulated device: each of its users waits in it, and finds it lost once ``found`` says so."""
 
     def __init__(self, monkeypatch):
+        self.threads = {}
         self.inside = {name: threading.Event() for name in FINDERS}
         self.gates = {name: threading.Event() for name in FINDERS}
         self.takes_loads = True
@@ -52,6 +53,7 @@ class LostDevice:
         monkeypatch.setattr(EmulatedMemory, "fill", take)
 
     def lose(self, name):
+        self.threads[name] = threading.current_thread()
         self.inside[name].set()
         assert self.gates[name].wait(PATIENCE_S)
         raise torch.AcceleratorError(LOST)
@@ -69,10 +71,10 @@ def loading(agent):
     return [each for pool in agent.loop.statistics().engine.pools for each in pool.loading]
 
 
-def has_posted(agent, name):
+def has_posted(agent, device, name):
     if name == "load":
         return not agent.loop.here.transfers.statistics().in_flight
-    return name not in {thread.name for thread in threading.enumerate()}
+    return not device.threads[name].is_alive()
 
 
 @pytest.mark.parametrize("order", [*permutations(FINDERS)], ids=",".join)
@@ -90,7 +92,7 @@ def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, mon
         assert device.inside["load"].wait(PATIENCE_S)
         for name in order:
             device.gates[name].set()
-            until(lambda name=name: has_posted(agent, name))
+            until(lambda name=name: has_posted(agent, device, name))
         agent.settle()
         assert agent.loop.crash is None
         assert agent.loop.lost.keys() == {"emulated"}
