@@ -50,7 +50,7 @@ def _mounted(mounts: Path = MOUNTS) -> Iterator[tuple[str, str]]:
             yield ESCAPED.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4]), right.split(" ")[0]
 
 
-class Place:
+class MountedFolder:
     """Folder that may be on a share or another disk: while that is away it is waited for, not made in its stead.
 
     A folder that was there is remembered with its mount point, by a file in ``memory``; without one, until the process

@@ -41,8 +41,8 @@ NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoe
 ROOMS = {
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
-        "experts.backends.modules", "experts.calibrations", "experts.control_groups", "experts.document",
-        "experts.errors", "experts.expert", "experts.images", "experts.llm",
+        "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
+        "experts.images", "experts.llm",
     ),
     "experts.checkpoints": (
         "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",

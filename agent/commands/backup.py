@@ -28,7 +28,7 @@ from agent.line_file.promotions import FILE_NAME as PROMOTIONS
 from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
-from experts.filesystem import Place, file_sha256, whole_file, whole_folder
+from experts.filesystem import MountedFolder, file_sha256, whole_file, whole_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
     if not destination.parent.is_dir():
         raise ConfigError(f"{destination.parent} is missing - make it, or mount its disk")
     try:
-        Place(destination.parent).find()
+        MountedFolder(destination.parent).find()
         with whole_folder(destination) as draft:
             _copy_state(config, draft)
             files = {str(path.relative_to(draft)): file_sha256(path) for path in _files(draft)}

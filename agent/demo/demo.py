@@ -25,7 +25,7 @@ from agent.demo.training.crops import divide, load_crops, render_crops, save_cro
 from agent.demo.training.train import train_experts
 from agent.records.database import is_state_held
 from experts import sizes
-from experts.control_groups import cores
+from experts.backends.control_groups import cores
 from experts.errors import ConfigError
 from experts.expert import ANOMALY_LABELS, Precision, Verdict
 from experts.packed.packing import pack_line

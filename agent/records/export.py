@@ -30,7 +30,7 @@ from agent.records.boards import BoardVerdict
 from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rounds import Rounds
-from experts.filesystem import Place, whole_text_file
+from experts.filesystem import MountedFolder, whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -93,7 +93,7 @@ class ResultExport(Rounds):
         self._section = section
         self._line = line
         self._wall = wall
-        self._place = Place(section.folder, store.path.parent / "places")
+        self._place = MountedFolder(section.folder, store.path.parent / "places")
 
     def _steps(self) -> Generator[None, None, None]:
         self._place.make()

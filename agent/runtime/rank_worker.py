@@ -22,8 +22,8 @@ from agent.runtime.machine.device_loss import Breakdown, DeviceWatch
 from agent.runtime.machine.threads import Team
 from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import WorkerLost, WorkerStatistics
+from experts.backends.control_groups import cores
 from experts.backends.forms import form_of
-from experts.control_groups import cores
 from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
 from experts.expert import Precision
 from experts.llm.parallel.driver import Ranks

@@ -94,6 +94,10 @@ class WebDoor:
     def section_of(self, path: str) -> DoorSection:
         return next((section for section in self._sections if path.startswith(section.roots)), self._sections[-1])
 
+    def refusal(self, path: str, status: int, reason: str) -> Response:
+        """Implements ``agent.web.protocol.RefusingApp``."""
+        return self.section_of(path).refusal(status, reason)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedProtocol = scope["state"][CONNECTION]
         path: str = scope["path"]

@@ -15,7 +15,7 @@ import re
 import socket
 import struct
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -23,11 +23,11 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.responses import Response
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
     from agent.api.calls.shares import Place
-    from agent.web.door import WebDoor
     from agent.web.listening import WebListener
 
 CONNECTION = "coserve.connection"  # key of the state in a scope
@@ -92,6 +92,11 @@ class _Requests(h11.Connection):
             self._bytes += len(event.data)
             if self._pieces > MANY_PIECES and self._bytes < SMALL_BYTES * self._pieces:
                 raise h11.RemoteProtocolError("tiny pieces")
+
+
+class RefusingApp(Protocol):
+    def refusal(self, path: str, status: int, reason: str) -> Response:
+        """Answer to what is no request, in the format of the path's part."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -204,7 +209,7 @@ class BoundedProtocol(H11Protocol):
         path = self.scope["path"] if self.scope and not begun else asked[1].decode() if asked else ""
         reason = REMEDIES.get(str(error)) or f"this is no request of HTTP/1.1: {error} - send one, as GET / HTTP/1.1"
         reason = next((told for start, told in OTHER_PROTOCOLS.items() if begun.startswith(start)), reason)
-        answer = cast("WebDoor", self.app).section_of(path).refusal(error.error_status_hint, reason)
+        answer = cast("RefusingApp", self.app).refusal(path, error.error_status_hint, reason)
         status = answer.status_code
         headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])

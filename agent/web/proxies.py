@@ -23,7 +23,7 @@ ADDRESS_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Provenance:
     """``machine``: of the caller, as HOST:PORT or another text. ``scheme``: of its browser; ``origins``: of our
     pages there."""
 
@@ -39,12 +39,12 @@ class Proxies:
         self._sockets = [each for each in api.trusted_proxy if each.startswith(UNIX)]
         self._public = api.public_origin
 
-    def seen(self, connection: BoundedProtocol, headers: Headers) -> Seen:
+    def seen(self, connection: BoundedProtocol, headers: Headers) -> Provenance:
         scheme: str = connection.scheme or "http"
         host = headers.get("host")
         if not self._trusts(connection):
             where = Where.OWNER if connection.is_owner else connection.listener.where
-            return Seen(where, connection.machine, scheme, (f"{scheme}://{host}",))
+            return Provenance(where, connection.machine, scheme, (f"{scheme}://{host}",))
         told = headers.get("x-forwarded-proto", "").strip().lower()
         if told in PORTS:
             scheme = told
@@ -54,7 +54,7 @@ class Proxies:
         nearest = next((f"{hop[:ADDRESS_CHARS]}:0" for hop in reversed(hops) if hop and not self._holds(hop)), None)
         own = f"{scheme}://{host}"
         origins = (own,) if self._public is None else (self._public, own)
-        return Seen(Where.FAR, nearest or connection.machine, scheme, origins)
+        return Provenance(Where.FAR, nearest or connection.machine, scheme, origins)
 
     def _trusts(self, connection: BoundedProtocol) -> bool:
         if connection.client is None:

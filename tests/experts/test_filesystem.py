@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experts.filesystem import Place, open_folder, whole_file, whole_text_file
+from experts.filesystem import MountedFolder, open_folder, whole_file, whole_text_file
 
 
 def test_a_file_appears_with_its_bytes_and_leaves_no_draft_neither_of_a_killed_writer(tmp_path):
@@ -67,37 +67,37 @@ def test_folder_on_a_mount_of_fstab_that_is_not_mounted_is_offline_from_the_firs
         f"# nas\n//nas/line {str(mount).replace(' ', chr(92) + '040')} cifs ro 0 0\n/dev/sdb none swap sw 0 0\n"
     )
     with pytest.raises(OSError, match=r"nothing is mounted at .*my share - mount its share or disk there"):
-        Place(mount / "line1", tmp_path / "memory", fstab=fstab).find()
-    Place(tmp_path / "other", tmp_path / "memory", fstab=fstab).make()
+        MountedFolder(mount / "line1", tmp_path / "memory", fstab=fstab).find()
+    MountedFolder(tmp_path / "other", tmp_path / "memory", fstab=fstab).make()
     assert (tmp_path / "other").is_dir()
 
 
 def test_folder_that_was_there_is_remembered_over_a_restart_and_not_made_again(tmp_path):
-    place = Place(tmp_path / "out", tmp_path / "memory")
+    place = MountedFolder(tmp_path / "out", tmp_path / "memory")
     place.find()  # never there: nothing is away
     place.make()
     (tmp_path / "out").rmdir()
-    for again in (place, Place(tmp_path / "out", tmp_path / "memory")):
+    for again in (place, MountedFolder(tmp_path / "out", tmp_path / "memory")):
         for look in (again.find, again.make):
             with pytest.raises(OSError, match="OFFLINE: it was there and is gone"):
                 look()
     assert not (tmp_path / "out").exists()
-    Place(tmp_path / "other", tmp_path / "memory").find()
+    MountedFolder(tmp_path / "other", tmp_path / "memory").find()
 
 
 def test_folder_above_that_is_missing_is_not_made(tmp_path):
     with pytest.raises(OSError, match=r"a is missing - mount its share, or make the folder"):
-        Place(tmp_path / "a" / "b", tmp_path / "memory").make()
+        MountedFolder(tmp_path / "a" / "b", tmp_path / "memory").make()
     assert not (tmp_path / "a").exists()
 
 
 BOUND = """
 import subprocess, sys
 from pathlib import Path
-from experts.filesystem import Place
+from experts.filesystem import MountedFolder
 
 disk, mount, fstab = (Path(each) for each in sys.argv[1:])
-place = Place(mount, fstab=fstab)
+place = MountedFolder(mount, fstab=fstab)
 try:
     place.find()
 except OSError as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
-from experts.filesystem import Place, open_folder, remove_empty, sync_folder, unlink_below, whole_file
+from experts.filesystem import MountedFolder, open_folder, remove_empty, sync_folder, unlink_below, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ class ImageArchive:
 
     def __init__(self, folder: Path, keeps: Keeps) -> None:
         self.folder = folder
-        self.place = Place(folder, folder.parent / "places")
+        self.place = MountedFolder(folder, folder.parent / "places")
         self._keeps = keeps
         self._lock = threading.Lock()  # serialises ``keep`` and ``discard`` of one file
 

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from agent.runtime.machine.box import Box, MemorySize
-from experts.control_groups import GROUPS, MEMBERSHIP, cores, own_groups, text_of
+from experts.backends.control_groups import GROUPS, MEMBERSHIP, cores, own_groups, text_of
 from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way
-from agent.service.station.places import Place
+from agent.service.station.places import PlaceReader
 from agent.sources.folder.files.shelves import image_file, image_root
 from agent.web.station.routes import Shown
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
@@ -54,7 +54,7 @@ class Pictures:
     def __init__(self, config: Callable[[], LineConfig]) -> None:
         self._config = config
         self._lock = threading.Lock()  # guards the places and the thumbnails
-        self._places: dict[tuple[Path, bool], Place] = {}  # by root, and for sizes alone or for pixels
+        self._places: dict[tuple[Path, bool], PlaceReader] = {}  # by root, and for sizes alone or for pixels
         self._thumbnails: OrderedDict[tuple[int, str], Shown] = OrderedDict()
         self._thumbnails_bytes = 0
         self._frame: tuple[object, NDArray[np.uint8]] | None = None  # by the open file, as its path may be used again
@@ -90,13 +90,13 @@ class Pictures:
         except (ImageError, OSError, MemoryError) as error:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
-    def _place(self, row: ResultRow, is_size: bool) -> Place:
+    def _place(self, row: ResultRow, is_size: bool) -> PlaceReader:
         """Of the folder, or of the kept images. A size does not wait for pixels."""
         root = image_root(self._config(), row.result.subject.key, row.result.kept_as)
         with self._lock:
             if (root, is_size) not in self._places:
                 self._places[root, is_size] = (
-                    Place("picture-sizes", lambda: None) if is_size else Place("pictures", give_way)
+                    PlaceReader("picture-sizes", lambda: None) if is_size else PlaceReader("pictures", give_way)
                 )
             return self._places[root, is_size]
 

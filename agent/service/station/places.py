@@ -23,7 +23,7 @@ CALLERS = 2  # that wait with all of their patience: half of the station's threa
 BUSY = "the disk of the image, or the box, is busy: ask again"
 
 
-class Place:
+class PlaceReader:
     """For any thread. ``begin``: called first by the place's thread."""
 
     def __init__(self, name: str, begin: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:

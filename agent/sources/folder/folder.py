@@ -24,7 +24,7 @@ from agent.sources.folder.files.identity import printable
 from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.files.readiness import Evidence, Rule
-from agent.sources.folder.files.selection import MARKER, Selection
+from agent.sources.folder.files.selection import MARKER, FileSelection
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.reading import ImageReader, ReaderCallbacks
 from agent.sources.folder.waiting import WaitingFiles
@@ -91,7 +91,7 @@ class FolderSource(Source):
         self._line = line
         self._clock = time.monotonic
         self._sizes: dict[str, int] = {}  # by key: bytes of offered images
-        selection = Selection(section.ignore, section.pattern)
+        selection = FileSelection(section.ignore, section.pattern)
         self._inbox = Inbox(section.path, owner, has_sidecars=section.has_sidecars, selection=selection)
         self._custody = Custody(section, self._inbox, wall, lambda key, place: self.placed(key, place))
         self._waiting = WaitingFiles(_rule(section))

@@ -25,7 +25,7 @@ from watchdog.events import (
 
 from agent.sources.folder.files.inbox import is_claim, is_own
 from agent.sources.folder.files.readiness import Evidence
-from experts.filesystem import Place, filesystem_type, tells_changes
+from experts.filesystem import MountedFolder, filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class FolderWatch:
         self._path = path
         self._note = note
         self._observer: BaseObserver | None = None
-        self._place = Place(path)
+        self._place = MountedFolder(path)
 
     @property
     def is_online(self) -> bool:
@@ -89,7 +89,7 @@ class FolderWatch:
 
     def remember_in(self, state: Path) -> None:
         """Know from earlier runs where the folder's share is mounted."""
-        self._place = Place(self._path, state / "places")
+        self._place = MountedFolder(self._path, state / "places")
 
     def check_mount(self) -> None:
         """Raises OSError if a share was mounted and no longer is: its bare mount point is not the folder."""

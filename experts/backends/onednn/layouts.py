@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from experts.backends.control_groups import cores
 from experts.backends.onednn.operators import BlockedLayout, layout_of, on_threads
-from experts.control_groups import cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from experts.control_groups import cores
+from experts.backends.control_groups import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

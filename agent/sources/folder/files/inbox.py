@@ -41,7 +41,7 @@ from agent.sources.folder.files.identity import (
     sighting_of,
 )
 from agent.sources.folder.files.readiness import Lease, Probe, Sighting
-from agent.sources.folder.files.selection import MARKER, Selection
+from agent.sources.folder.files.selection import MARKER, FileSelection
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.sources.folder.files.sidecar import sidecar_beside, sidecar_of, spellings
 from experts.filesystem import open_folder, unlink_below, whole_file
@@ -56,7 +56,7 @@ FAILED = "failed"
 SHELVES = (DONE, NG, FAILED)
 OWN = frozenset({*SHELVES, WORK})
 MAKE_ATTEMPTS = 10
-DEFAULT_SELECTION = Selection()
+DEFAULT_SELECTION = FileSelection()
 # gone meanwhile, no permission, or a path that is too long
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
@@ -80,7 +80,7 @@ class Inbox:
     """
 
     def __init__(
-        self, root: Path, owner: str, *, has_sidecars: bool = False, selection: Selection = DEFAULT_SELECTION
+        self, root: Path, owner: str, *, has_sidecars: bool = False, selection: FileSelection = DEFAULT_SELECTION
     ) -> None:
         self.root = root
         self.has_sidecars = has_sidecars

@@ -24,7 +24,7 @@ OF_SYSTEMS = (  # Windows Explorer, macOS, and the trash and snapshots of disks,
 )  # fmt: skip
 
 
-class Selection:
+class FileSelection:
     """Choice of one folder. ``ignore``: further patterns of names; ``pattern``: of the names of its images."""
 
     def __init__(self, ignore: Iterable[str] = (), pattern: str | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.identity import claims_of, other_name, sighting_of
 from agent.sources.folder.files.inbox import DONE, FAILED, NG, Inbox
-from agent.sources.folder.files.selection import Selection
+from agent.sources.folder.files.selection import FileSelection
 from agent.sources.folder.files.sidecar import sidecar_beside
 from agent.subject import image_key
 from experts.errors import SidecarUnfinished
@@ -32,7 +32,7 @@ RENAMED = re.compile(
 
 def files_below(folder: Path) -> Iterator[str]:
     """Paths below a folder, sorted, of what may be a finished image; follows no link."""
-    ignores = Selection().ignores
+    ignores = FileSelection().ignores
     for place, folders, files in os.walk(folder):
         prefix = os.path.relpath(place, folder)
         at_top = prefix == "."

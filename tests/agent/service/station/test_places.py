@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from agent.service.station.places import CALLERS, Place
+from agent.service.station.places import CALLERS, PlaceReader
 from experts.errors import OrderRefused, Refusing
 from tests.waiting import until
 
@@ -14,7 +14,7 @@ LONG_S = 60.0
 
 def test_a_place_that_hangs_is_refused_at_once_after_the_patience_until_it_answers():
     now, begun, goes_on = [0.0], threading.Event(), threading.Event()
-    place = Place("share", lambda: None, lambda: now[0])
+    place = PlaceReader("share", lambda: None, lambda: now[0])
 
     def hangs():
         begun.set()
@@ -35,7 +35,7 @@ def test_a_place_that_hangs_is_refused_at_once_after_the_patience_until_it_answe
 
 def test_more_callers_than_its_share_of_the_threads_wait_for_half_of_the_patience():
     goes_on, ended = threading.Event(), []
-    place = Place("share", lambda: None, lambda: 0.0)
+    place = PlaceReader("share", lambda: None, lambda: 0.0)
 
     def waits(number):
         try:

@@ -23,7 +23,7 @@ from PIL import Image
 from agent.sources.folder.files.inbox import Found, Inbox, is_own, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
-from agent.sources.folder.files.selection import Selection
+from agent.sources.folder.files.selection import FileSelection
 from agent.sources.folder.folder import FolderSource
 from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch, Hint, SourceState
@@ -68,7 +68,7 @@ SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
 
 @pytest.mark.parametrize("relpath", [*HIDDEN, *UNFINISHED, *SHELVED])
 def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath):
-    assert Selection().ignores(relpath) or is_own(relpath)
+    assert FileSelection().ignores(relpath) or is_own(relpath)
     assert not is_own("sub/done/x.png")
 
 

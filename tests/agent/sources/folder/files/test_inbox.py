@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agent.sources.folder.files.identity import NAME_BYTES, fitted, sighting_of
 from agent.sources.folder.files.inbox import Inbox, is_own
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.files.selection import MARKER, Selection
+from agent.sources.folder.files.selection import MARKER, FileSelection
 
 LONGEST = "R" * (NAME_BYTES - 4) + ".png"
 ID = "1a-2b-3c~"
@@ -48,7 +48,11 @@ NUMBER = st.integers(0, 2**64 - 1)
 @example([ID, ID, "R" * 240], 1, 1, 1)
 def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, parts, inode, size_bytes, mtime_ns):
     relpath, sighting = "/".join(parts), Sighting(inode, size_bytes, mtime_ns)
-    if Selection().ignores(relpath) or is_own(relpath) or any(len(os.fsencode(part)) > NAME_BYTES for part in parts):
+    if (
+        FileSelection().ignores(relpath)
+        or is_own(relpath)
+        or any(len(os.fsencode(part)) > NAME_BYTES for part in parts)
+    ):
         return
     inbox = Inbox(tmp_path_factory.mktemp("inbox"), "demo")
     (inbox.root / relpath).parent.mkdir(parents=True, exist_ok=True)

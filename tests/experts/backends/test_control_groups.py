@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from experts.control_groups import cores, own_groups
+from experts.backends.control_groups import cores, own_groups
 
 
 @pytest.fixture
