@@ -79,7 +79,13 @@ def has_posted(agent, device, name):
     return not device.threads[name].is_alive()
 
 
-@pytest.mark.parametrize("order", [*permutations(FINDERS)], ids=",".join)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(order, id=",".join(order), marks=() if number % 5 == 0 else pytest.mark.slow)
+        for number, order in enumerate(permutations(FINDERS))
+    ],
+)
 def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, monkeypatch, request, order):
     device = LostDevice(monkeypatch)
     request.addfinalizer(device.release)
