@@ -58,7 +58,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _origin(text: str) -> str:
-    """As a browser writes the origin of a page."""
+    """Origin of a page, as a browser writes it."""
     try:
         parts = urlsplit(text)
         port = parts.port

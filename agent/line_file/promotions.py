@@ -49,12 +49,17 @@ _PROMOTIONS = TypeAdapter(tuple[Promotion, ...])
 
 
 def kept_promotions(state: Path) -> tuple[Promotion, ...]:
-    """Promotions of a line, by the folder of its state. Raises ConfigError for a file that cannot be read."""
+    """Promotions of a line, by the folder of its state. Raises ConfigError for a file that cannot be read.
+
+    None where this user may not enter the folder: nothing is served from it then.
+    """
     try:
         return _PROMOTIONS.validate_json((state / FILE_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):  # a state that is no folder is refused by those that use it
         return ()
     except (OSError, ValidationError) as error:
+        if isinstance(error, PermissionError) and not os.access(state, os.X_OK, effective_ids=True):
+            return ()
         reason = getattr(error, "strerror", None) or "it is damaged"
         remedy = "remove it to serve the versions of the line file, or promote again after that"
         raise ConfigError(f"{state / FILE_NAME}: cannot be read ({reason}) - {remedy}") from error

@@ -106,7 +106,7 @@ class Shares:
 
 
 def peer_of(name: str, address: str) -> str:
-    """Who holds a share: a caller by its name and machine; on this machine, by its connection.
+    """Holder of a share: a caller by its name and machine; on this machine, by its connection.
 
     ``address``: HOST:PORT, or as gRPC gives it (``ipv4:10.0.0.7:4321``, ``ipv6:%5B::1%5D:4321``, ``unix:``).
     """

@@ -38,7 +38,7 @@ def invalid(message: str) -> OrderRefused:
 
 
 def of_inspection(request: pb.ModelInferRequest) -> dict[str, str]:
-    """Those that the call names, by OF_INSPECTION's values. Raises OrderRefused."""
+    """Names of an inspection in the call, by OF_INSPECTION's values. Raises OrderRefused."""
     found: dict[str, str] = {}
     for tensor, name, given in _given(request):
         value, ours = _text(name, given), OF_INSPECTION[name]

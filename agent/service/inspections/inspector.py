@@ -210,7 +210,7 @@ class Inspector:
         return self._models.get(expert, "")
 
     def weights_of(self, expert: str) -> str:
-        """As ``model_of``, by the name in the line file."""
+        """sha256 of an expert's weights file, by its name in the line file."""
         return self.model_of(self.agent.expert(expert))
 
     def change_line(self, change: LineChange) -> None:

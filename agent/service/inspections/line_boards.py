@@ -125,7 +125,7 @@ class LineBoards:
             self._record(self._ledger.expire(self._clock(), self._wall()))
 
     def alarms(self) -> Iterator[Alarm]:
-        """Of serials that people read as one, while the line knows their boards."""
+        """Alarms of serials that people read as one, while the line knows their boards."""
         with self._guard:
             alike = self._ledger.read_alike()
         told = {

@@ -91,7 +91,7 @@ class Pictures:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
     def _place(self, row: ResultRow, is_size: bool) -> PlaceReader:
-        """Of the folder, or of the kept images. A size does not wait for pixels."""
+        """Reader of the folder, or of the kept images. A size does not wait for pixels."""
         root = image_root(self._config(), row.result.subject.key, row.result.kept_as)
         with self._lock:
             if (root, is_size) not in self._places:

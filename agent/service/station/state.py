@@ -150,7 +150,7 @@ def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views
 
 
 def _takts(config: LineConfig, figures: LiveFigures) -> tuple[views.TaktView, ...]:
-    """Of types of the line file: the newest board's, or the first one, and those with a takt."""
+    """Takts by type of the line file: the newest board's, or the first one, and those with a takt."""
     newest = [row.board.board_type for row in figures.boards[:1]] or [*config.boards][:1]
     names = dict.fromkeys([*newest, *reversed(figures.takts_s)])
     return tuple(

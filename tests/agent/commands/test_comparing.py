@@ -1,8 +1,11 @@
 """Comparison of two versions, as a page and as JSON; and their swap in a line file."""
 
 import json
+import os
 from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from sqlite_utils import Database
@@ -184,6 +187,21 @@ def test_a_damaged_file_of_promotions_is_refused_by_its_name(line):
     promoted_over_api(line)
     (line.parent / "state" / "promotions.json").write_text("[{")
     assert "promotions.json: cannot be read (it is damaged)" in check(line)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_a_line_file_is_checked_also_by_a_user_who_may_not_enter_its_state():
+    with TemporaryDirectory() as folder:
+        line = Path(folder, "line.yaml")
+        line.write_text(LINE)
+        promoted_over_api(line)
+        os.chmod(folder, 0o755)
+        os.chmod(line.parent / "state", 0o700)
+        os.seteuid(65534)
+        try:
+            assert read_line(line).promotions == ()
+        finally:
+            os.seteuid(0)
 
 
 def check(line):
