@@ -195,7 +195,7 @@ def profiled_box(profile: StoredProfile) -> Box:
     identity, budgets = profile.box, profile.allocation.budget_bytes
 
     def size(pool: str, total_bytes: int) -> MemorySize:
-        return MemorySize(total_bytes, available_for(pool, budgets[pool]) if pool in budgets else total_bytes)
+        return MemorySize(total_bytes, available_for(pool, budgets) if pool in budgets else total_bytes)
 
     device = None if identity.device_bytes is None else size(DEVICE, identity.device_bytes)
     versions = tuple(identity.versions.items())

@@ -16,6 +16,7 @@ from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.line_file.texts import LONE_QUANTUM_S, QUANTUM_S
+from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from experts.sizes import mib
 
@@ -109,16 +110,27 @@ def prepared_bytes(config: LineConfig, host_bytes: int) -> int:
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
-    """Budget of each memory for weights and workspaces, nearest to the SSD first."""
+    """Budget of each memory for weights and workspaces, nearest to the SSD first.
+
+    A host memory beside a device's gives the buffers of loads into the device their part first.
+    """
     given = {HOST: config.memory.host, DEVICE: config.memory.device}
-    return {
+    budgets = {
         pool: size if (size := given[pool]) is not None else int(box.size_of(pool).available_bytes * FRACTIONS[pool])
         for pool in box.pools
     }
+    if DEVICE in budgets:
+        budgets[HOST] -= staging_bytes(budgets[HOST])
+    return budgets
 
 
-def available_for(pool: str, budget_bytes: int) -> int:
-    return round(budget_bytes / FRACTIONS[pool])
+def available_for(pool: str, budgets: Mapping[str, int]) -> int:
+    """Free bytes of which a memory of these budgets is the share."""
+    given_bytes = budgets[pool]
+    if pool == HOST and DEVICE in budgets:
+        for _ in range(4):  # each pass leaves a sixteenth of the one before
+            given_bytes = budgets[pool] + staging_bytes(given_bytes)
+    return round(given_bytes / FRACTIONS[pool])
 
 
 def pinned_experts(config: LineConfig) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from agent.core.performance import tier_of
+from agent.core.performance import HOST, tier_of
 from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.local_worker import LocalWorker
@@ -16,7 +16,7 @@ from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
 from agent.runtime.texts import RunningTexts
-from agent.runtime.weights.drive import Drive, PacedLink
+from agent.runtime.weights.drive import Drive, PacedLink, staging_bytes
 from agent.runtime.weights.moe_loads import USAGE_FOLDER, MoeLoads
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
@@ -50,7 +50,10 @@ def local_worker(
     Raises BackendUnavailable.
     """
     box = plan.box
-    drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s))
+    host = [pool for pool in plan.limits.pools if tier_of(pool.name) == HOST]
+    host_bytes = sum(each.expert_bytes + each.workspace_bytes + each.lease_bytes for each in host)
+    memory, link = HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s)
+    drive = Drive(segments, memory, link, staging_bytes(host_bytes))
     shelf = SkeletonShelf(segments)
     stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
     operator_threads = threads_per_executor(box, plan.executors)

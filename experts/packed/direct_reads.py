@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 READERS = 4  # parallel preadv of one file: enough to reach the drive's limit
 CLOSE_S = 5.0  # a read without an answer by then is abandoned
 PIECE_BYTES = 1024 * 1024  # of a range with a waiting caller: short, so that several threads share it
+PAGE_BYTES = 4096
 PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
 
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
@@ -113,7 +114,7 @@ class DirectReader:
     ) -> FileStamp:
         """Pass a whole file of that size through ``staging``, which holds some of its parts at a time.
 
-        ``on_part`` gets each part, in order; its bytes stay in place until it returns. Where a filesystem refuses
+        ``staging``: READERS pages at least. ``on_part`` gets each part, in order; its bytes stay in place until it returns. Where a filesystem refuses
         direct reads, the parts start over from the first one.
         """
         return _read_file(
@@ -157,16 +158,15 @@ class DirectReader:
         on_part: Callable[[FilePart], None],
     ) -> FileStamp:
         stamp = _stamp_of(file, path, size_bytes, expert)
-        places = len(staging) // PART_BYTES
-        if not places:
-            raise ValueError(f"staging of {len(staging)} bytes holds no part of {PART_BYTES}")
+        part_bytes = min(PART_BYTES, len(staging) // READERS & -PAGE_BYTES)
+        places = len(staging) // part_bytes
         under_way: deque[tuple[FilePart, Future[int]]] = deque()
         try:
-            for number, start in enumerate(range(0, size_bytes, PART_BYTES)):
+            for number, start in enumerate(range(0, size_bytes, part_bytes)):
                 if len(under_way) == places:
                     _pass_on(*under_way.popleft(), path, expert, on_part)
-                at = number % places * PART_BYTES
-                part = FilePart(start, at, staging[at : at + min(PART_BYTES, size_bytes - start)])
+                at = number % places * part_bytes
+                part = FilePart(start, at, staging[at : at + min(part_bytes, size_bytes - start)])
                 under_way.append((part, self._threads.submit(_read_part, file, start, part.content)))
             while under_way:
                 _pass_on(*under_way.popleft(), path, expert, on_part)

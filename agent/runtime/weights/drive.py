@@ -1,4 +1,7 @@
-"""Drive: packed weights, and the link that reads them."""
+"""Drive: packed weights, the link that reads them, and the buffers between an SSD and a device.
+
+Guarantees: buffers of one memory never take more than ``staging_bytes``, which ``memory.host`` has set aside.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +17,18 @@ if TYPE_CHECKING:
 
     from agent.runtime.machine.memories import HostMemory, HostRegion
     from experts.packed.weights import AlignedBuffer, SegmentStore
+
+
+STAGED_LOADS = 3  # from an SSD into a device at once: two that requests wait for, one in the background
+STAGED_PARTS = 16  # of a host memory, one is for these loads
+LARGEST_BUFFER_BYTES = 32 * 1024 * 1024  # four reads of a direct reader
+SMALLEST_BUFFER_BYTES = 4 * 4096
+
+
+def staging_bytes(host_bytes: int) -> int:
+    """Bytes of all buffers of loads into a device, in a host memory of that size."""
+    share_bytes = host_bytes // STAGED_PARTS // STAGED_LOADS & -SMALLEST_BUFFER_BYTES
+    return STAGED_LOADS * max(min(share_bytes, LARGEST_BUFFER_BYTES), SMALLEST_BUFFER_BYTES)
 
 
 class PacedLink:
@@ -52,34 +67,41 @@ class PacedLink:
             return self._free_at_s
 
 
-@dataclass(frozen=True, slots=True)
-class Drive:
-    """``staging``: memory of the buffers for loads into a device."""
-
-    segments: SegmentStore
-    staging: HostMemory
-    link: PacedLink
-
-
 class StagingBuffers:
-    """Host buffers of one size, allocated on demand and kept for the next load."""
+    """Host buffers of one size, at most ``count``: allocated on demand and kept for the next load, which may wait."""
 
-    def __init__(self, memory: HostMemory, size_bytes: int) -> None:
+    def __init__(self, memory: HostMemory, size_bytes: int, count: int) -> None:
         self._memory = memory
         self._size_bytes = size_bytes
+        self._room = BoundedSemaphore(count)
         self._free: SimpleQueue[HostRegion] = SimpleQueue()
 
     @contextmanager
     def borrowed(self) -> Iterator[AlignedBuffer]:
-        try:
-            region = self._free.get_nowait()
-        except Empty:
-            region = self._memory.allocate(self._size_bytes)
-        try:
-            yield region.buffer
-        finally:
-            self._free.put(region)
+        with self._room:
+            try:
+                region = self._free.get_nowait()
+            except Empty:
+                region = self._memory.allocate(self._size_bytes)
+            try:
+                yield region.buffer
+            finally:
+                self._free.put(region)
 
     def close(self) -> None:
         while not self._free.empty():
             self._free.get().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """``memory``: of buffers for loads into a device. ``staged_bytes``: of all that whole weights go through."""
+
+    segments: SegmentStore
+    memory: HostMemory
+    link: PacedLink
+    staged_bytes: int = STAGED_LOADS * LARGEST_BUFFER_BYTES
+
+    def staging(self) -> StagingBuffers:
+        """Buffers for whole weights, of an agent's only transfers."""
+        return StagingBuffers(self.memory, self.staged_bytes // STAGED_LOADS, STAGED_LOADS)

@@ -93,7 +93,7 @@ class OffloadedCopy:
         self._memory = memory
         self._loads = loads
         self._form = form_of(copy)
-        self._staging = StagingBuffers(loads.drive.staging, slot_bytes(self._form.size_bytes))
+        self._staging = StagingBuffers(loads.drive.memory, slot_bytes(self._form.size_bytes), LOADS_AT_ONCE)
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)

@@ -22,7 +22,6 @@ from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import end_team, give_way, use_threads
-from agent.runtime.weights.drive import StagingBuffers
 from experts import errors
 from experts.daemon_threads import DaemonThreads
 from experts.packed.source_check import drop_if_stale
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_WAITS_S = 1.0  # waits for loads, before hashing each piece of a source: arbitrary
 COUNTS = ("bytes_read", "bytes_copied", "failed", "in_flight")
-STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; one buffer per staged load
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Transfers:
         self._checked: set[str] = set()
         self._segments = drive.segments
         self._copies = dict(copies)  # changed by ``know``
-        self._staging = StagingBuffers(drive.staging, STAGING_BYTES)
+        self._staging = drive.staging()
         self._post = post
         self._watches = watches  # by memory
         self._link = drive.link

@@ -22,6 +22,7 @@ from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import use_threads
+from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
@@ -122,7 +123,7 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
         assert agent.stored == stored
         assert [spec.processor for spec in agent.setup.executors] == ["emulated", "emulated", "cpu"]
         assert agent.setup.pools == (
-            PoolSpec("host", 29 * MIB, 1 * MIB),
+            PoolSpec("host", 29 * MIB - staging_bytes(30 * MIB), 1 * MIB),
             PoolSpec("device", 15 * MIB, 5 * MIB, cache="host", is_one_piece=True),
         )
         assert {processor: set(column.values()) for processor, column in agent.setup.precisions.items()} == {
@@ -150,7 +151,7 @@ def test_the_line_file_comes_before_the_profile(line):
     line.document |= {"executors": {"cpu": 1}, "memory": {"host": "25MiB", "workspace": "2MiB"}}
     with line.built() as (agent, _, _):
         assert [spec.processor for spec in agent.setup.executors] == ["cpu"]
-        assert agent.setup.pools[0] == PoolSpec("host", 23 * MIB, 2 * MIB)
+        assert agent.setup.pools[0] == PoolSpec("host", 23 * MIB - staging_bytes(25 * MIB), 2 * MIB)
 
 
 # -- what is refused --

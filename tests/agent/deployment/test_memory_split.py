@@ -10,6 +10,7 @@ from agent.core.performance import ExpertProfile, Footprint, Performance, Perfor
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import (
     MOST_PREPARED_BYTES,
+    available_for,
     casual_allocation,
     limits_of,
     pool_budgets,
@@ -17,6 +18,7 @@ from agent.deployment.memory_split import (
 )
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, route
 
@@ -98,10 +100,23 @@ def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(l
     config = line(memory={"host": "200MiB"})
     executors = executor_specs(config, RTX, searched())
     found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=20))
-    assert shares(found) == {"host": (200, 0), "device": (340, 20)}
+    assert shares(found) == {"host": (187, 0), "device": (340, 20)}
     smaller = replace(RTX, device=MemorySize(500 * MIB, 300 * MIB))
     assert shares(pool_specs(config, smaller, executors, profile(RTX), searched(device=20)))["device"] == (250, 20)
-    assert pool_budgets(config, RTX) == {"host": 200 * MIB, "device": 360 * MIB}
+    assert pool_budgets(config, RTX) == {"host": 200 * MIB - staging_bytes(200 * MIB), "device": 360 * MIB}
+
+
+@pytest.mark.parametrize("host_bytes", [1 * MIB, 20 * MIB, 777 * MIB + 5, 2000 * MIB])
+def test_buffers_of_loads_into_a_device_are_part_of_the_host_memory(line, host_bytes):
+    def shares(box):
+        budgets = pool_budgets(config, box)
+        return budgets["host"], available_for("host", budgets) * 0.6
+
+    config = line(memory={"host": f"{host_bytes}B"})
+    kept_bytes, given_bytes = shares(RTX)
+    assert kept_bytes + staging_bytes(kept_bytes) <= host_bytes
+    assert given_bytes == pytest.approx(host_bytes, abs=64 * 1024)
+    assert shares(CPU)[0] == host_bytes
 
 
 def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_casual_share(line):

@@ -12,7 +12,7 @@ from agent.core.effects import StartLoad
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
-from agent.runtime.weights.drive import Drive, PacedLink
+from agent.runtime.weights.drive import Drive, PacedLink, staging_bytes
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
@@ -26,13 +26,13 @@ PATIENCE_S = 30.0
 
 
 class Yard:
-    def __init__(self, line, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None):
+    def __init__(self, line, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None, staging=None, host_bytes=ROOMY):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
         self.host = SlotStore(HostMemory(), ROOMY, ("cpu",), self.shelf)
         self.device = SlotStore(device or EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
         self.answers = SimpleQueue()
-        drive = Drive(line.segments, HostMemory(), PacedLink(ssd_bytes_per_s))
+        drive = Drive(line.segments, staging or HostMemory(), PacedLink(ssd_bytes_per_s), staging_bytes(host_bytes))
         stores = {"host": self.host, "device": self.device}
         self.transfers = Transfers(drive, stores, line.copies, self.answers.put, load_threads(4, 1))
         self.loads = 0
@@ -247,3 +247,24 @@ def test_stopping_answers_the_loads_that_still_wait(yard_of, line):
     assert [type(answer) for answer in answers] == [LoadFailed, LoadFailed]
     assert yard.host.statistics().used_bytes == 0
     assert isinstance(yard.answer_to("own-2"), LoadFailed)
+
+
+class CountedMemory(HostMemory):
+    def __init__(self):
+        super().__init__()
+        self.taken_bytes = 0
+
+    def allocate(self, size_bytes):
+        self.taken_bytes += size_bytes
+        return super().allocate(size_bytes)
+
+
+@pytest.mark.parametrize("host_bytes", [1, 1024 * 1024, 20 * 1024 * 1024])
+def test_buffers_of_loads_into_a_device_stay_within_their_part_of_a_small_host_memory(yard_of, line, host_bytes):
+    staging = CountedMemory()
+    yard = yard_of(line, staging=staging, host_bytes=host_bytes)
+    names = [name.removeprefix("cls/").removesuffix("@fp32") for name in line.copies]
+    started = {yard.start(name, pool="device") for name in names}
+    answers = [yard.answer() for _ in names]
+    assert {answer.load for answer in answers if isinstance(answer, Loaded)} == started
+    assert 0 < staging.taken_bytes <= staging_bytes(host_bytes)
