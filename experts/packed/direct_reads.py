@@ -114,8 +114,8 @@ class DirectReader:
     ) -> FileStamp:
         """Pass a whole file of that size through ``staging``, which holds some of its parts at a time.
 
-        ``staging``: READERS pages at least. ``on_part`` gets each part, in order; its bytes stay in place until it returns. Where a filesystem refuses
-        direct reads, the parts start over from the first one.
+        ``staging``: READERS pages at least. ``on_part`` gets each part, in order; its bytes stay in place until it
+        returns. Where a filesystem refuses direct reads, the parts start over from the first one.
         """
         return _read_file(
             path, expert, lambda file: self._stream_parts(file, path, size_bytes, staging, expert, on_part)

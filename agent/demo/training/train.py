@@ -51,8 +51,8 @@ MIN_SCORE = 0.5  # of a classifier's ok
 ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
 MEASURED = frozenset(component.name for component in COMPONENTS if component.measured)
 OWN_RENDERED = Descent((64,), learning_rate=1e-4, batch_size=32)  # the stored network has seen these components
-JOINT = Descent((48, 48, 64), learning_rate=3e-3, batch_size=64, crops_centre=True)
-OWN = Descent((64, 64), learning_rate=2e-4, batch_size=32)
+JOINT = Descent((48, 48, 64), learning_rate=6e-3, batch_size=64, crops_centre=True)
+OWN = Descent((64,), learning_rate=2e-4, batch_size=32)
 
 
 @dataclass(frozen=True, slots=True)
