@@ -50,6 +50,10 @@ ROOMS = {
     "experts.model_files": (
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
     ),
+    "experts.proving": (
+        "experts.backends", "experts.document", "experts.errors", "experts.expert", "experts.filesystem",
+        "experts.images",
+    ),
     "experts.thresholds": ("experts.backends", "experts.expert"),
     "experts.packed": (
         "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
