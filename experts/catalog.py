@@ -133,6 +133,7 @@ FilePath = Annotated[
 ]  # relative to the file naming it
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
 Labels = Annotated[list[str], Field(min_length=1)]
+Sample = Annotated[int, Field(strict=True, ge=0, le=0xFFFF)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -228,12 +229,27 @@ class InputSection(PreparationSection):
         "trainer's loader does, exif for models of ultralytics', else stored",
     )
 
+    bits: Annotated[int, Field(strict=True, ge=9, le=16)] | None = Field(
+        None,
+        description="of images of more than 8 bits: the bits that their values have, 9 to 16; the upper 8 count; "
+        "default: as the file states, else it is refused",
+    )
+    window: tuple[Sample, Sample] | None = Field(
+        None,
+        description="of images of more than 8 bits: [low, high], the values that become 0 and 255; values beyond are "
+        "cut; default: see bits",
+    )
+
     @property
     def named(self) -> str | Normalization | None:
         return None if self.normalize is None else named_normalization(Normalization(**dict(self.normalize)))
 
     @model_validator(mode="after")
     def _consistent(self) -> InputSection:
+        if self.window is not None and self.bits is not None:
+            raise ValueError("bits and window both say what becomes 0 to 255 - remove one of them")
+        if self.window is not None and self.window[0] >= self.window[1]:
+            raise ValueError(f"window {list(self.window)} is empty - write [low, high], the lower value first")
         if self.fit is None:
             return self
         crop, resize, size = self.fit.crop, self.fit.resize, self.size
@@ -552,7 +568,10 @@ def _input(section: InputSection, architecture: str) -> InputSpec:
     """Input of an expert; ultralytics' loader applies EXIF orientation to a detector's images."""
     is_detector = family(architecture) == "detector"
     normalize, orientation = ("unit", Orientation.EXIF) if is_detector else ("imagenet", Orientation.STORED)
-    spec = InputSpec(*section.size, section.named or normalize, orientation=section.orientation or orientation)
+    spec = InputSpec(
+        *section.size, section.named or normalize, orientation=section.orientation or orientation, bits=section.bits,
+        window=section.window,
+    )  # fmt: skip
     if section.fit is None:
         return spec
     return replace(spec, fit=Fit.CROPPED, resize=section.fit.resize, interpolation=section.fit.interpolation)

@@ -97,12 +97,16 @@ def named_normalization(normalization: Normalization) -> str | Normalization:
     return next((name for name, known in NAMED.items() if known == normalization), normalization)
 
 
+LATER = ("bits", "window")  # keys of an InputSpec that came after thresholds and calibrations were bound to its text
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """Input of an expert: size and preprocessing of pixels.
 
     ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or explicit numbers. ``fit``: unused
     for ultralytics' detectors, whose backend defines it. ``resize``, of CROPPED: shorter side, or both, before the cut.
+    ``bits``, or ``window``: what becomes 0 to 255 of images of more than 8 bits (experts.image_files.depth).
     """
 
     height: int
@@ -112,6 +116,8 @@ class InputSpec:
     resize: int | tuple[int, int] | None = None
     interpolation: str = "bilinear"
     orientation: Orientation = Orientation.STORED
+    bits: int | None = None
+    window: tuple[int, int] | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -119,8 +125,9 @@ class InputSpec:
 
     @property
     def text(self) -> str:
-        """The whole spec: equal texts mean equal pixels."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The whole spec: equal texts mean equal pixels. Digests of it are stored: a later key is left out if unset."""
+        keys = asdict(self)
+        return json.dumps({key: keys[key] for key in keys if key not in LATER or keys[key] is not None}, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,12 @@ def add_expert(
         str | None,
         typer.Option(help="how images are resized: stretched, or '{resize: 256, crop: 224, interpolation: ...}'"),
     ] = None,
+    bits: Annotated[
+        int | None, typer.Option(min=9, max=16, help="bits of the values of images of more than 8 bits")
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar="LOW,HIGH", help="instead of --bits: the values that become 0 and 255")
+    ] = None,
     kind: Annotated[
         Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default: as the file shows")
     ] = None,
@@ -220,6 +226,8 @@ def add_expert(
         "labels": _words(labels),
         "otherwise": otherwise,
         "size": _size(size),
+        "bits": bits,
+        "window": _window(window),
         "passing": _words(passing),
         "min_score": min_score,
         "threshold": threshold,
@@ -313,3 +321,12 @@ def _size(text: str | None) -> tuple[int, int] | None:
     if len(sides) > 2 or not all(side.isdigit() for side in sides):
         raise typer.BadParameter(f"{text!r} is not a size - write 224x224, height first", param_hint="--size")
     return int(sides[0]), int(sides[-1])
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    ends = text.split(",")
+    if len(ends) != 2 or not all(end.strip().isdigit() for end in ends):
+        raise typer.BadParameter(f"{text!r} is not a window - write LOW,HIGH, such as 0,4095", param_hint="--window")
+    return int(ends[0]), int(ends[1])

@@ -45,7 +45,18 @@ if TYPE_CHECKING:
 FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
-KEYS = ("architecture", "task", "labels", "otherwise", "size", "normalize", "fit", "stem")  # order of their lines
+KEYS = (
+    "architecture",
+    "task",
+    "labels",
+    "otherwise",
+    "size",
+    "normalize",
+    "fit",
+    "bits",
+    "window",
+    "stem",
+)  # order of their lines
 ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
@@ -71,6 +82,8 @@ class Wishes:
     size: tuple[int, int] | None = None
     normalize: str | dict[str, Any] | None = None
     fit: str | dict[str, Any] | None = None
+    bits: int | None = None
+    window: tuple[int, int] | None = None
     passing: tuple[str, ...] | None = None
     min_score: float | None = None
     threshold: float | None = None
@@ -261,7 +274,9 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
         "threshold": None if is_multilabel else threshold,
         "input": {"size": list(known.size or ()), "normalize": known.normalize}
-        | ({} if known.fit is None else {"fit": known.fit}),
+        | ({} if known.fit is None else {"fit": known.fit})
+        | ({} if wishes.bits is None else {"bits": wishes.bits})
+        | ({} if wishes.window is None else {"window": list(wishes.window)}),
         "stem": known.stem,
     }
     return {key: value for key, value in entry.items() if value is not None}
@@ -270,7 +285,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
 def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
-    for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
+    for key in ("task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window"):
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:
             shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)
@@ -369,6 +384,8 @@ def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
 def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
     values = {"task": "multiclass", **entry, **entry["input"]}
+    if "window" in values:
+        values["window"] = " to ".join(map(str, values["window"]))
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"
     what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {counted}"
     lines = [f"{file}: {entry['architecture']}, {what}"]

@@ -73,7 +73,7 @@ class ExpertCopy:
 def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
     """Prepared form of an image for an expert; None for an expert of texts.
 
-    The name lists all inputs: orientation, fit, size, normalisation (detectors have none), reduced decoding.
+    The name lists all inputs: orientation, fit, size, normalisation (detectors have none), depth, reduced decoding.
     """
     if expert.takes_texts:
         return None
@@ -85,6 +85,7 @@ def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm |
         name += f" resize={pixels.resize} {pixels.interpolation}"
     if pixels.orientation is Orientation.EXIF:
         name += f" {pixels.orientation}"
+    name += f" bits={pixels.bits}" if pixels.bits else f" window={pixels.window}" if pixels.window else ""
     if is_reduced:
         name += " reduced"
     return PreparedForm(name, pixels.height * pixels.width * PREPARED_BYTES_PER_PIXEL)

@@ -334,6 +334,10 @@ def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path):
         ("fit: {resize: 0}", "fit.resize", "0 is neither pixels nor [height, width] - write 1 to 8192"),
         ("fit: {resize: 72, interpolation: cubic}", "fit.interpolation", "'bicubic'"),
         ("orientation: up", "orientation", "'stored' or 'exif'"),
+        ("bits: 8", "bits", "greater than or equal to 9"),
+        ("window: [4095, 0]", "input", "window [4095, 0] is empty - write [low, high], the lower value first"),
+        ("window: [0, 65536]", "window[1]", "less than or equal to 65535"),
+        ("bits: 12, window: [0, 4095]", "input", "bits and window both say what becomes 0 to 255 - remove one"),
     ],
 )
 def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path, told, key, reason):
@@ -355,6 +359,15 @@ def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherw
     text = with_input("orientation: exif").replace("[640, 640]", "[640, 640], orientation: stored")
     found = catalog_of(tmp_path, text).experts
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.EXIF, Orientation.STORED]
+
+
+def test_a_depth_that_is_not_stated_keeps_the_digests_of_older_thresholds_and_calibrations(tmp_path):
+    plain, deep = (
+        catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels for told in ("fit: stretched", "bits: 12")
+    )
+    assert "bits" not in plain.text
+    assert "window" not in plain.text
+    assert '"bits": 12' in deep.text
 
 
 def test_a_map_of_what_is_strange_lies_over_the_whole_image(tmp_path):
