@@ -146,7 +146,7 @@ class FellBack:
 
 @dataclass(frozen=True, slots=True)
 class BudgetChanged:
-    """New budget for the weights in a memory: lower after a shortage of memory, or raised again."""
+    """New budget for the weights in a memory: lower after a shortage of memory or for the shell, or raised again."""
 
     pool: str
     before_bytes: int

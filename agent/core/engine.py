@@ -274,6 +274,9 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     state.limits = replace(state.limits, pinned=event.pinned, placement=event.placement)
     state.scheduler.matrix, state.scheduler.limits = event.matrix, state.limits
     state.laters.clear()
+    for pool in state.pools.values():
+        if pool.reserved_bytes:
+            failures.reserve(state, events.Reserved(pool.name, 0))
     membership.change_line(state, ServedLine(event.graph, event.matrix, {}, event.retired))
     membership.guarantee_workspaces(state)
     failures.forget_all_but(state, event.graph.experts)
@@ -305,6 +308,7 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
     **dict.fromkeys((events.Quarantined, events.Wanted, events.Unwanted), _expert_named),
     events.Started: _started,
     events.LineChanged: _line_changed,
+    events.Reserved: failures.reserve,
     events.ExecutorsLost: membership.executors_lost,
     events.ExecutorsJoined: membership.executors_joined,
     events.Tick: lambda *_: True,

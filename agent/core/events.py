@@ -124,6 +124,14 @@ class Unwanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """The shell uses bytes of a memory's budget for weights, as many of them as unused copies leave; 0: no longer."""
+
+    pool: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LineChanged:
     """Experts and routes have changed, on the same executors and memories; the sender has proved that all fit.
 
@@ -170,5 +178,5 @@ class Drain:
 
 Event = (
     Started | Arrived | Loaded | LoadFailed | Finished | Progressed | BatchFailed | Cancelled | Preempted
-    | Quarantined | Wanted | Unwanted | LineChanged | ExecutorsLost | ExecutorsJoined | Tick | Drain
+    | Quarantined | Wanted | Unwanted | Reserved | LineChanged | ExecutorsLost | ExecutorsJoined | Tick | Drain
 )  # fmt: skip

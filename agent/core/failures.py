@@ -29,7 +29,7 @@ from agent.core.state import Pause, Probation, Setback
 from experts.backoff import Backoff
 
 if TYPE_CHECKING:
-    from agent.core.events import BatchFailed, LoadFailed
+    from agent.core.events import BatchFailed, LoadFailed, Reserved
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.pool import ModelPool
     from agent.core.request import Batch, Portion
@@ -48,6 +48,7 @@ LONGEST_BUDGET_PAUSE_S = 86_400.0
 LITTLE = 8  # a missing part of the leases below this fraction is restored at once; arbitrary
 NO_SHORTAGE = "it did not run short again"
 LARGER_EXPERTS = "the line has larger experts now"
+RESERVED = "new experts are measured"
 NOWHERE: frozenset[int] = frozenset()
 
 
@@ -349,7 +350,7 @@ def relieve(state: State) -> bool:
         if lacking or lacking_leases:
             kept = 0 if lacking <= _least_bytes(state, pool) else lacking // 2
             kept_leases = 0 if lacking_leases * LITTLE <= pool.spec.lease_bytes else lacking_leases // 2
-            _set_budget(state, pool, pool.spec.expert_bytes - kept, NO_SHORTAGE)
+            _set_budget(state, pool, pool.most_bytes - kept, NO_SHORTAGE)
             _set_leases(state, pool, pool.spec.lease_bytes - kept_leases, NO_SHORTAGE)
             state.lowered[name] = Pause.after(pause, Backoff(BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S), state.now)
     return bool(due)
@@ -358,8 +359,23 @@ def relieve(state: State) -> bool:
 def raise_budgets(state: State) -> None:
     """After a change of the line: raise lowered budgets to the bytes that its experts need."""
     for pool in [state.pools[name] for name in state.lowered]:
-        needed_bytes = min(_least_bytes(state, pool), pool.spec.expert_bytes)
+        needed_bytes = min(_least_bytes(state, pool), pool.most_bytes)
         _set_budget(state, pool, max(pool.expert_bytes, needed_bytes), LARGER_EXPERTS)
+
+
+def reserve(state: State, event: Reserved) -> bool:
+    """Give the shell bytes of a memory, or all back; none of those that the line's experts need to run there."""
+    pool = state.pools.get(event.pool)
+    if pool is None or pool.spec.is_one_piece or event.size_bytes < 0:
+        return state.unexpected()
+    before_bytes = pool.expert_bytes
+    whole_bytes = before_bytes + pool.reserved_bytes
+    left_bytes = min(max(whole_bytes - event.size_bytes, _least_bytes(state, pool)), whole_bytes)
+    demand.shrink(state, pool, left_bytes)
+    pool.reserved_bytes = whole_bytes - max(left_bytes, pool.used_bytes)
+    if pool.expert_bytes != before_bytes:
+        state.effects.append(BudgetChanged(pool.name, before_bytes, pool.expert_bytes, RESERVED))
+    return True
 
 
 def _ran_short(state: State, pool: ModelPool, to_bytes: int, reason: str) -> None:

@@ -127,20 +127,26 @@ class ModelPool:
     _leases: dict[int, int] = field(default_factory=dict)  # request -> bytes
     _order: int = 0
     missing_bytes: int = 0  # planned bytes that the box lacks
+    reserved_bytes: int = 0  # planned bytes that the shell uses
     missing_lease_bytes: int = 0
     has_spare: bool = False  # saves the search while no copy was ever spare
 
     @property
     def expert_bytes(self) -> int:
-        return self.spec.expert_bytes - self.missing_bytes
+        return self.most_bytes - self.missing_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Planned bytes for weights, without those that the shell uses."""
+        return self.spec.expert_bytes - self.reserved_bytes
 
     def set_budget(self, expert_bytes: int) -> None:
-        """Set the budget for weights. Raises MemoryExceeded above the planned one, or below the bytes in use."""
-        if expert_bytes > self.spec.expert_bytes:
-            raise MemoryExceeded(self.name, expert_bytes, self.spec.expert_bytes)
+        """Set the budget for weights. Raises MemoryExceeded above ``most_bytes``, or below the bytes in use."""
+        if expert_bytes > self.most_bytes:
+            raise MemoryExceeded(self.name, expert_bytes, self.most_bytes)
         if expert_bytes < self.used_bytes:
             raise MemoryExceeded(self.name, self.used_bytes, expert_bytes)
-        self.missing_bytes = self.spec.expert_bytes - expert_bytes
+        self.missing_bytes = self.most_bytes - expert_bytes
 
     @property
     def lease_bytes(self) -> int:

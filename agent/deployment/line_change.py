@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
-from agent.core.performance import PerformanceMatrix
+from agent.core.performance import HOST, PerformanceMatrix
 from agent.deployment.build import AgentOptions, all_alarms, groundwork_of, line_parts, line_times
 from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
@@ -28,9 +29,10 @@ from agent.runtime.weights.templates import make_templates
 from experts.errors import ConfigError, CoServeError, MemoryExceeded, WeightsMismatch
 from experts.expert import Precision
 from experts.graph import ExpertGraph
+from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
@@ -124,8 +126,11 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
         return [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
 
-    times = line_times(agent.workers, parts, agent.segments, progress, of_new, _known_rows(agent))
     ground, here, _ = parts[""]
+    known = _known_rows(agent)
+    unknown = [copy for processor, listed in here.items() for copy in of_new(listed) if known(processor, copy) is None]
+    with _room_to_measure(agent, unknown):
+        times = line_times(agent.workers, parts, agent.segments, progress, of_new, known)
     local_times = times.pop("")
     found = ground.setup(local_times.matrix, local_times.failed)
     for worker, theirs in times.items():
@@ -145,8 +150,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 def _known_rows(agent: Agent) -> Callable[[str, ExpertCopy], ExpertProfile | None]:
     """Rows of served experts, for new ones of the same kind, form and processor: measured beside running batches, in
-    memory beside full budgets, times would be too high. An unknown kind is measured once no request is under way, or
-    after BUSY_S."""
+    memory beside full budgets, times would be too high."""
     rows = {
         (processor, copy.kind, copy.packed.precision, copy.moe_places): (row, copy)
         for processor, column in agent.setup.matrix.experts.items()
@@ -154,15 +158,9 @@ def _known_rows(agent: Agent) -> Callable[[str, ExpertCopy], ExpertProfile | Non
         for copy in [agent.copies[row.copy]]
     }
 
-    has_waited = False
-
     def known(processor: str, copy: ExpertCopy) -> ExpertProfile | None:
-        nonlocal has_waited
         found = rows.get((processor, copy.kind, copy.packed.precision, copy.moe_places))
         if found is None:
-            if not (has_waited or agent.loop.wait_until_drained(BUSY_S)):
-                log.warning("measured_beside_work expert=%s processor=%s", copy.expert.id, processor)
-            has_waited = True
             return None
         row, like = found
         load_s = {tier: seconds * copy.loaded_bytes / like.loaded_bytes for tier, seconds in row.load_s.items()}
@@ -170,6 +168,22 @@ def _known_rows(agent: Agent) -> Callable[[str, ExpertCopy], ExpertProfile | Non
         return replace(row, copy=copy.name, footprint=copy.footprint, load_s=load_s, prepared=form)
 
     return known
+
+
+@contextmanager
+def _room_to_measure(agent: Agent, unknown: Collection[ExpertCopy]) -> Iterator[None]:
+    """A moment without requests, or BUSY_S, and room in the host memory for the largest of these copies."""
+    if not unknown:
+        yield
+        return
+    names = ",".join(sorted({copy.expert.id for copy in unknown}))
+    if not agent.loop.wait_until_drained(BUSY_S):
+        log.warning("measured_beside_work experts=%s", names)
+    largest_bytes = max(copy.footprint.total_bytes for copy in unknown)
+    with agent.loop.reserving(HOST, largest_bytes) as reserved_bytes:
+        if reserved_bytes < largest_bytes:
+            log.warning("measured_beside_budget experts=%s beside=%s", names, mib(largest_bytes - reserved_bytes))
+        yield
 
 
 def _refuse_new_ranks(agent: Agent, config: LineConfig) -> None:

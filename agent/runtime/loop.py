@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -34,7 +34,7 @@ from agent.runtime.worker import WorkerLost, WorkerStatistics
 from experts.errors import AgentCrashed, DeviceLost, WorkOverdue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
@@ -289,6 +289,23 @@ class AgentLoop:
     def unwant(self, expert: str) -> None:
         """Evict an expert, unless it is pinned, runs, or has requests waiting."""
         self._inbox.put(events.Unwanted(expert))
+
+    @contextmanager
+    def reserving(self, pool: str, size_bytes: int) -> Iterator[int]:
+        """Room in a memory for work beside its experts: up to so many bytes, less where more of it is in use."""
+
+        def budget_bytes() -> int:
+            return next(each.expert_bytes for each in self._engine.statistics().pools if each.name == pool)
+
+        def reserve() -> int:
+            before_bytes = budget_bytes()
+            self._handle(events.Reserved(pool, size_bytes))
+            return before_bytes - budget_bytes()
+
+        try:
+            yield self._call(reserve)
+        finally:
+            self._inbox.put(events.Reserved(pool, 0))
 
     def change_line(
         self,

@@ -785,6 +785,9 @@ def interfere(shell, number):
     if draw(st.integers(0, 9)) == 0:
         expert = draw(st.sampled_from(shell.setup.served))
         shell.handle(draw(st.sampled_from([events.Wanted(expert), events.Unwanted(expert)])))
+    if draw(st.integers(0, 9)) == 0:
+        pool = draw(st.sampled_from(shell.setup.limits.pools))
+        shell.handle(events.Reserved(pool.name, draw(st.integers(0, pool.expert_bytes))))
     if shell.begun and draw(st.integers(0, 4)) == 0:
         request = draw(st.sampled_from(sorted(shell.begun)))
         shell.handle(events.Cancelled(request)) if draw(st.booleans()) else shell.preempt(request)

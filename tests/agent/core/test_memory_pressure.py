@@ -91,6 +91,15 @@ a batch that fails for another reason is not tried elsewhere | Box() |
     break_batches 0; sends A; ran 0; verdicts UNKNOWN; because a: broke; judges B UNKNOWN b: broke
 the last of a budget that is no more than an expert comes back at once | Box(10, sizes=dict.fromkeys("abcd", 3)) |
     lack_room device; sends A; lack_room; passes 3600; budgets 3 7 10
+what the shell reserves is free of experts until it gives it back | Box() |
+    sends A B C; holds device abc; reserved device 2; budget 1; sends A B; verdicts OK OK OK OK OK; budget 1;
+    reserved device 0; budget 3; budgets 1 3
+the shell gets nothing of what the line's largest expert needs | Box(sizes=dict.fromkeys("abcd", 2)) |
+    reserved device 3; budget 2; sends A B; verdicts OK OK; reserved device 0; budget 3
+a budget that comes back leaves the shell what it reserved | Box(device_bytes=9) |
+    reserved device 4; lack_room device; sends A; lack_room; budget 1; passes 9600; budget 5;
+    reserved device 0; budget 9
+a reservation of a memory in one piece is not possible | Box(is_one_piece=True) | reserved device 1; budgets
 a pinned expert comes to its home once there is room again | Box(pinned=frozenset("a")) |
     lack_room device; started; passes 5; fell a device 3; lack_room; passes 60; holds device a
 """)

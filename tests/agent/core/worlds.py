@@ -48,6 +48,7 @@ PLAIN = {
     "wanted": events.Wanted,
     "unwanted": events.Unwanted,
     "quarantined": lambda expert: events.Quarantined(expert, "bad"),
+    "reserved": lambda pool, size: events.Reserved(pool, int(size)),
 }  # verbs of a script
 
 

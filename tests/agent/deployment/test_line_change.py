@@ -13,13 +13,18 @@ def line(tmp_path):
     return LineFile(tmp_path, experts=experts, routes=routes, device="emulated", memory={"host": "20MiB"})
 
 
-def changed(line, agent, side):
+def changed(line, agent, side, watch=lambda _: None):
     """The change that adds cls/f1 with inputs of this side, and its stages."""
     stages = []
     fake(line.folder / "f1.yaml", 1_000_000)
     line.document["experts"]["cls/f1"] = expert("f1.yaml", side=side)
     line.document["routes"]["c1"] = route("cls/f1")
-    change = plan_change(agent, line.config, lambda stage, *_: stages.append(stage))
+
+    def progress(stage, *_):
+        stages.append(stage)
+        watch(stage)
+
+    change = plan_change(agent, line.config, progress)
     assert change.added == ("cls/f1",)
     return change, stages
 
@@ -35,7 +40,18 @@ def test_a_new_expert_of_a_served_kind_takes_its_times_and_runs_nothing_beside_t
         assert new.copy != served.copy
 
 
-def test_a_new_expert_of_an_unknown_kind_is_measured(line):
+def test_a_new_expert_of_an_unknown_kind_is_measured_in_room_that_is_taken_from_the_budget(line):
+    def budget_bytes():
+        return next(pool.expert_bytes for pool in agent.loop.statistics().engine.pools if pool.name == "host")
+
     with line.built(starts=True) as (agent, _, _):
-        _, stages = changed(line, agent, side=16)
-    assert "probe" in stages
+        before_bytes, during_bytes = budget_bytes(), []
+
+        def watch(stage):
+            if stage == "probe":
+                during_bytes.append(budget_bytes())
+
+        _, stages = changed(line, agent, side=16, watch=watch)
+        assert "probe" in stages
+        assert all(each <= before_bytes - 1_000_000 for each in during_bytes)
+        assert budget_bytes() == before_bytes
