@@ -54,7 +54,7 @@ ROOMS = {
         "experts.backends", "experts.document", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.images",
     ),
-    "experts.thresholds": ("experts.backends", "experts.expert"),
+    "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
     "experts.packed": (
         "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
         "experts.filesystem", "experts.llm.program",

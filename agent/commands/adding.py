@@ -21,17 +21,15 @@ import numpy as np
 
 from agent.config import line_of
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
-from agent.runtime.images.preparation import prepare
 from agent.runtime.images.sources import decoded
-from experts.backends import backend_for
 from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear
-from experts.expert import Precision
 from experts.filesystem import file_sha256, whole_file
 from experts.images import decode_image
 from experts.model_files.description import FIT_OPTIONS
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.packed.image_facts import KeptImageFacts
+from experts.proving.judging import Judge
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
@@ -365,12 +363,9 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
         name = f"a synthetic image of {pixels.height}x{pixels.width}"
     else:
         image, name = decode_image(file, str(file)), str(file)
-    backend = backend_for(expert.architecture)
-    packed = backend.pack(expert, Precision.FP32)
-    skeleton = backend.skeleton(expert, Precision.FP32, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
+    judge = Judge(expert)
     started_s = time.perf_counter()
-    (prediction,) = skeleton.infer(expert, [prepare(expert, image)])
+    prediction = judge.answer(image)
     return Tried(name, prediction, time.perf_counter() - started_s)
 
 

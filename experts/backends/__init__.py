@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from experts.errors import BackendUnavailable, WeightsMismatch
-from experts.expert import Precision
+from experts.expert import Orientation, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
-    from experts.backends.base import Backend
+    from experts.backends.base import Backend, Prepared
     from experts.calibrations import CallRanges
     from experts.expert import Expert
+    from experts.images import Decoded
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
 STORED_IN = {"bfloat16": Precision.BF16, "float16": Precision.FP16}  # as torch calls them
@@ -61,6 +63,27 @@ def observed_ranges(expert: Expert, form: Precision, batches: Iterable[Tensor]) 
     if not isinstance(backend, TorchBackend):
         raise WeightsMismatch(expert.id, f"{expert.architecture} has no form of eight bits")
     return form_of(form).observed(backend, expert, batches)
+
+
+def prepare(expert: Expert, image: Decoded) -> Prepared:
+    """Prepare an image for its expert, as the agent does; its scales map back to the file's pixels."""
+    from experts.images import SWAPPED, UPRIGHT
+
+    pixels = image.turned(expert.pixels.orientation)
+    left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
+    prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)
+    if image.reduction == 1:
+        return prepared
+    height, width = pixels.shape[:2]
+    is_swapped = left_to_turn < SWAPPED <= image.orientation
+    full_height, full_width = (image.width, image.height) if is_swapped else (image.height, image.width)
+    return replace(
+        prepared,
+        image_height=full_height,
+        image_width=full_width,
+        scale_x=prepared.scale_x * width / full_width,
+        scale_y=prepared.scale_y * height / full_height,
+    )
 
 
 @cache

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from experts.backends import backend_for
-from experts.expert import Precision
+from experts.images import Decoded
+from experts.proving.judging import Judge
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,14 +21,10 @@ class Meter:
     """Anomaly expert, loaded to score images. The constructor raises as packing does."""
 
     def __init__(self, expert: Expert) -> None:
-        self._backend = backend_for(expert.architecture)
-        packable = self._backend.pack(expert, Precision.FP32)
-        self._skeleton = self._backend.skeleton(expert, Precision.FP32, packable.program, "cpu")
-        self._skeleton.bind(packable.tensors)
-        self._expert = replace(expert, threshold=0.0)  # arbitrary: scores do not depend on it
+        self._judge = Judge(replace(expert, threshold=None))
 
     def score(self, image: np.ndarray) -> float:
         """Score of an image, uint8 RGB (height, width, 3). Raises OutputInvalid for NaN or infinity."""
-        (prediction,) = self._skeleton.infer(self._expert, [self._backend.prepare(self._expert, image)])
-        assert prediction.anomaly is not None, "an anomaly expert's program measures"
-        return prediction.anomaly.score
+        anomaly = self._judge.answer(Decoded(image, *image.shape[:2])).anomaly
+        assert anomaly is not None, "an anomaly expert's program measures"
+        return anomaly.score

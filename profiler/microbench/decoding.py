@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from agent.device_profile.identity import packed_sha256
 from agent.device_profile.records import ImageDecoding
-from agent.runtime.images.preparation import least_pixels, prepare
+from agent.runtime.images.preparation import least_pixels
+from experts.backends import prepare
 from experts.images import decode_image, reduction
 from profiler.microbench.agreement import compared, judged, terms_sha256
 

@@ -20,10 +20,9 @@ from agent.deployment.memory_split import pool_budgets
 from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import copy_of
 from agent.runtime.expert_copy import ExpertCopy, kind_name
-from agent.runtime.images.preparation import prepare
 from agent.runtime.machine.box import torch_device
 from agent.runtime.measuring.probe import estimated_matrix
-from experts.backends import GRAPH_FAMILIES, family, observed_ranges
+from experts.backends import GRAPH_FAMILIES, family, observed_ranges, prepare
 from experts.backends.forms import form_of, runs_as
 from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable, ConfigError, ExpertError, ImageError

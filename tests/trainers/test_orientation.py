@@ -12,7 +12,7 @@ from ultralytics.data.dataset import ClassificationDataset, YOLODataset
 from ultralytics.data.loaders import LoadImagesAndVideos
 
 from agent.config import read_line
-from agent.runtime.images.preparation import prepare
+from experts.backends import prepare
 from experts.expert import Orientation
 from experts.images import decode_image
 from tests.trainers.conftest import STORED, UPRIGHT, turn

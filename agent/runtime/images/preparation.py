@@ -18,7 +18,7 @@ import math
 import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Condition, Lock, current_thread
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,9 @@ from agent.runtime.expert_copy import prepared_form
 from agent.runtime.images.due_threads import DueTask, DueThreads
 from agent.runtime.images.sources import decoded, stored_bytes
 from agent.runtime.machine.threads import give_way, use_threads
-from experts.backends import backend_for
+from experts.backends import prepare
 from experts.errors import ImageError, is_out_of_memory
 from experts.expert import Orientation
-from experts.images import SWAPPED, UPRIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -327,22 +326,3 @@ def least_pixels(expert: Expert) -> tuple[int, int]:
     if pixels.orientation is Orientation.EXIF:  # an orientation tag may swap height and width
         height = width = max(height, width)
     return MARGIN * height, MARGIN * width
-
-
-def prepare(expert: Expert, image: Decoded) -> Prepared:
-    """Prepare an image for its expert; its scales map back to the file's pixels."""
-    pixels = image.turned(expert.pixels.orientation)
-    left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
-    prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)
-    if image.reduction == 1:
-        return prepared
-    height, width = pixels.shape[:2]
-    is_swapped = left_to_turn < SWAPPED <= image.orientation
-    full_height, full_width = (image.width, image.height) if is_swapped else (image.height, image.width)
-    return replace(
-        prepared,
-        image_height=full_height,
-        image_width=full_width,
-        scale_x=prepared.scale_x * width / full_width,
-        scale_y=prepared.scale_y * height / full_height,
-    )

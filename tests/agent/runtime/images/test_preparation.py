@@ -15,9 +15,9 @@ from PIL import Image, ImageOps
 
 import agent.runtime.images.preparation
 from agent.runtime.expert_copy import kind_name, prepared_form
-from agent.runtime.images.preparation import ByteGate, Order, Preparation, least_pixels, prepare
+from agent.runtime.images.preparation import ByteGate, Order, Preparation, least_pixels
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
-from experts.backends import backend_for
+from experts.backends import backend_for, prepare
 from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
