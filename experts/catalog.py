@@ -21,7 +21,9 @@ from pydantic import (
     Field,
     StrictBool,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     model_validator,
 )  # fmt: skip
 from pydantic_core import PydanticKnownError
@@ -47,6 +49,7 @@ from experts.expert import (
     named_normalization,
 )
 from experts.graph import ExpertGraph, RouteStep, find_cycle
+from experts.labels import moved
 from experts.llm.parallel.shape import MeshShape
 from experts.packed.image_facts import KeptImageFacts
 from experts.sizes import SIZE, size_bytes
@@ -88,14 +91,24 @@ def _component(text: str) -> str:
     return text
 
 
-def _labels(labels: list[str] | None) -> list[str] | None:
-    if labels is None:
+def _list_or_words(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """A list, or a mapping of the file's labels to the line's, whose words are validated as a list."""
+    if isinstance(value, dict):
+        return dict(zip(value, validate(list(value.values())), strict=True))
+    return validate(value)
+
+
+def _labels(given: list[str] | dict[str, str] | None) -> list[str] | dict[str, str] | None:
+    if given is None:
         return None
+    labels = list(given.values()) if isinstance(given, dict) else given
+    if isinstance(given, dict) and (wrong := moved(labels, list(given))):
+        raise ValueError(f"{wrong[0]!r} is the word for another label of the file - give each its own meaning")
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"{twice[0]!r} is there twice - an expert's labels are distinct, in the order of its outputs")
     if "" in labels or NOTHING_FOUND in labels:
         raise ValueError(f"a label is neither empty nor {NOTHING_FOUND!r} - rename it")
-    return labels
+    return given
 
 
 def path_of_this_box(path: object) -> object:
@@ -132,7 +145,11 @@ FilePath = Annotated[
     Path, BeforeValidator(path_of_this_box), AfterValidator(_in_folder)
 ]  # relative to the file naming it
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
-Labels = Annotated[list[str], Field(min_length=1)]
+Labels = Annotated[
+    list[str],
+    Field(min_length=1),
+    WrapValidator(_list_or_words, json_schema_input_type=list[str] | dict[str, str]),
+]  # a dict where the line has other words than the file
 Sample = Annotated[int, Field(strict=True, ge=0, le=0xFFFF)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -271,8 +288,10 @@ def _for_images(value: object, info: ValidationInfo) -> object:
     return value
 
 
-def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
+def _labels_of_images(labels: list[str] | dict[str, str] | None, info: ValidationInfo) -> object:
     """Labels, with the default of anomaly experts."""
+    if isinstance(labels, dict) and (info.data.get("task") == Task.ANOMALY or info.data.get("architecture") == LLM):
+        raise ValueError("words for the labels of a file are for classifiers and detectors - write a list")
     if labels is None and info.data.get("task") == Task.ANOMALY:
         return list(ANOMALY_LABELS)
     return _for_images(labels, info)
@@ -312,7 +331,8 @@ class ExpertSection(Section):
         None,
         validate_default=True,
         description="what the outputs mean, in their order: distinct words, at least one; of task anomaly the good one "
-        "and the other, default [ok, anomalous]; of llm what a router may answer, by default nothing",
+        "and the other, default [ok, anomalous]; of llm what a router may answer, by default nothing; where the "
+        "file's own labels are other words, {good: ok, bad: ng}: the file's, in its order, and the line's",
     )
     threshold: float | None = Field(
         None,
@@ -375,6 +395,17 @@ class ExpertSection(Section):
         "the agent",
     )
 
+    @property
+    def words(self) -> list[str] | None:
+        given: object = self.labels
+        return list(given.values()) if isinstance(given, dict) else self.labels
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The file's labels where the line maps them."""
+        given: object = self.labels
+        return tuple(given) if isinstance(given, dict) else None
+
     @model_validator(mode="after")
     def _consistent(self) -> ExpertSection:
         kind = family(self.architecture)
@@ -395,8 +426,8 @@ class ExpertSection(Section):
             raise ValueError("threshold is for task anomaly - write `task: anomaly` beside it, or remove it")
         if self.threshold_of is not None and self.threshold is None:
             raise ValueError("threshold_of says what a threshold was learned with - write `threshold:`, or remove it")
-        if self.task == "anomaly" and len(self.labels or ()) != len(ANOMALY_LABELS):
-            raise ValueError(f"labels of task anomaly are two, good and anomalous, not {self.labels} - correct them")
+        if self.task == "anomaly" and len(self.words or ()) != len(ANOMALY_LABELS):
+            raise ValueError(f"labels of task anomaly are two, good and anomalous, not {self.words} - correct them")
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
         for key in ("precision", "moe_cache", "parallel"):
@@ -421,7 +452,7 @@ class ExpertSection(Section):
         if self.task and kind != "onnx" and (kind, self.task) != ("classifier", "multilabel"):
             served = "onnx" if self.task == "anomaly" else "classifiers"
             raise ValueError(f"task {self.task} is for {served}, not for {self.architecture} - remove it")
-        labels = self.labels or ()
+        labels = self.words or ()
         if kind == "classifier" and not self.task and len(labels) == 1:
             raise ValueError(ONE_LABEL)
         if self.task != "multilabel":
@@ -536,7 +567,8 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
     as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou")
     expert = Expert(
         id=name,
-        labels=tuple(section.labels or ()),
+        labels=tuple(section.words or ()),
+        names=section.names,
         input=None if section.input is None else _input(section.input, section.architecture),
         precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
         is_automatic=section.precision == AUTOMATIC,
@@ -596,7 +628,7 @@ def _route_problems(
             continue
         first_steps.setdefault(step.expert, index)
         for label in step.passing:
-            if label not in (labels := [*(expert.labels or ()), *([expert.otherwise] if expert.otherwise else ())]):
+            if label not in (labels := [*(expert.words or ()), *([expert.otherwise] if expert.otherwise else ())]):
                 hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
 
@@ -634,8 +666,8 @@ def _wrong_with_shadow(
         return f"{other} is pinned, and nothing gives way to a shadow - remove its pin"
     if shadow.task != section.task:
         return f"{other} and {name} have different tasks - only the same task can be compared"
-    if {*(shadow.labels or ()), shadow.otherwise} != {*(section.labels or ()), section.otherwise}:
-        return f"{other} has the labels {shadow.labels}, not {section.labels} - only the same can be compared"
+    if {*(shadow.words or ()), shadow.otherwise} != {*(section.words or ()), section.otherwise}:
+        return f"{other} has the labels {shadow.words}, not {section.words} - only the same can be compared"
     return None
 
 

@@ -157,6 +157,7 @@ class Expert:
     threshold_of: str | None = None  # digest of weights and input (experts.thresholds.binding); None: unknown
     thresholds: tuple[tuple[str, float], ...] = ()
     otherwise: str = NOTHING_FOUND
+    names: tuple[str, ...] | None = None  # words of the weights file for ``labels``, where the line maps them
     confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes must score higher
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
     calibration: Path | None = None

@@ -42,10 +42,11 @@ ROOMS = {
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
-        "experts.images", "experts.llm",
+        "experts.images", "experts.labels", "experts.llm",
     ),
     "experts.checkpoints": (
         "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",
+        "experts.labels",
     ),
     "experts.model_files": (
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
@@ -57,7 +58,7 @@ ROOMS = {
     "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
     "experts.packed": (
         "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.llm.program",
+        "experts.filesystem", "experts.labels", "experts.llm.program",
     ),
     "experts.llm.importing": (
         "experts.checkpoints", "experts.errors", "experts.filesystem", "experts.llm.checkpoint", "experts.llm.config",

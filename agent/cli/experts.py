@@ -176,7 +176,12 @@ def add_expert(
         Literal["multiclass", "multilabel"] | None,
         typer.Option(help="multiclass: one label is the answer; multilabel: any of them"),
     ] = None,
-    labels: Annotated[str | None, typer.Option(help="labels of its outputs, in order: ok,missing")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            help="labels of its outputs, in order: ok,missing; or the file's own with the line's: good=ok,bad=ng"
+        ),
+    ] = None,
     otherwise: Annotated[
         str | None, typer.Option(metavar="LABEL", help="multilabel: the answer if no label holds")
     ] = None,
@@ -223,7 +228,6 @@ def add_expert(
         "kind": kind,
         "architecture": architecture,
         "task": task,
-        "labels": _words(labels),
         "otherwise": otherwise,
         "size": _size(size),
         "bits": bits,
@@ -234,6 +238,7 @@ def add_expert(
         "image": image,
         "prints": prints,
     }
+    given |= _labels(labels)
     given |= {key: _of_input(key, text) for key, text in (("normalize", normalize), ("fit", fit)) if text}
     log_to_stderr(logging.WARNING)
     with explained():
@@ -299,6 +304,15 @@ def _argument(text: str) -> tuple[str, Any]:
 
 def _words(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+def _labels(text: str | None) -> dict[str, Any]:
+    """Labels of the line, and the file's words for them where any is given as FILE=LINE."""
+    pairs = [word.rpartition("=") for word in _words(text) or ()]
+    if not any(sign for _, sign, _ in pairs):
+        return {"labels": _words(text)}
+    words = {(name if sign else word).strip(): word.strip() for name, sign, word in pairs}
+    return {"labels": tuple(words.values()), "names": tuple(words)}
 
 
 def _of_input(key: str, text: str) -> object:

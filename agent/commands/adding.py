@@ -26,6 +26,7 @@ from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear
 from experts.filesystem import file_sha256, whole_file
 from experts.images import decode_image
+from experts.labels import moved, renamed
 from experts.model_files.description import FIT_OPTIONS
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.packed.image_facts import KeptImageFacts
@@ -65,9 +66,10 @@ LABELS_OF_FILE = 100  # of a file, if the line has other names
 class Wishes:
     """Facts about a model from the user; None: as in its file. ``size``: (height, width).
 
-    ``task``: "multiclass" or "multilabel"; for the latter ``otherwise`` is the label if none holds. ``components``:
-    their routes get the expert; ``passing``: labels with which they go on. ``threshold``: of an anomaly expert, or of
-    each label of a multilabel one. ``prints``: write nothing.
+    ``names``: the file's words for ``labels``, one by one. ``task``: "multiclass" or "multilabel"; for the latter
+    ``otherwise`` is the label if none holds. ``components``: their routes get the expert; ``passing``: labels with
+    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``prints``: write
+    nothing.
     """
 
     id: str | None = None
@@ -76,6 +78,7 @@ class Wishes:
     architecture: str | None = None
     task: str | None = None
     labels: tuple[str, ...] | None = None
+    names: tuple[str, ...] | None = None
     otherwise: str | None = None
     size: tuple[int, int] | None = None
     normalize: str | dict[str, Any] | None = None
@@ -178,6 +181,7 @@ class _Settled:
     @classmethod
     def of(cls, line: Path, described: ModelDescription, wishes: Wishes, content: bytes) -> _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
+        wishes = _with_names(described, wishes)
         _refuse_other_labels(described, wishes)
         known = _known(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
@@ -262,12 +266,13 @@ def _missing_facts(described: ModelDescription, known: ModelDescription, wishes:
 
 def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, Any]:
     task, labels = "anomaly" if known.kind == "anomaly" else known.task, list(known.labels or ())
+    words = labels if wishes.names is None else dict(zip(wishes.names, labels, strict=True))
     threshold, is_multilabel = wishes.threshold, known.task == "multilabel"
     entry: dict[str, Any] = {
         "architecture": known.architecture,
         "weights": weights.as_posix(),
         "task": None if task == "multiclass" else task,
-        "labels": labels,
+        "labels": words,
         "otherwise": wishes.otherwise,
         "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
         "threshold": None if is_multilabel else threshold,
@@ -305,21 +310,41 @@ def _refuse_other_labels(described: ModelDescription, wishes: Wishes) -> None:
         raise ConfigError(f"{described.file} has {count} labels, and --labels names {len(given)}: name each label")
     if given is None or names is None:
         return
-    moved = [label for label, name in zip(given, names, strict=True) if label != name and label in names]
-    if moved:
+    if wrong := moved(given, names):
         raise ConfigError(
-            f"{described.file} has {_shown(list(names))} in this order, and --labels has {moved[0]} in another place: "
+            f"{described.file} has {_shown(list(names))} in this order, and --labels has {wrong[0]} in another place: "
             "leave out --labels, or give each output a new name"
         )
+    if wishes.names is None and len(others := renamed(given, names)) > 1:
+        example = ",".join(f"{name}=..." for name, _ in others[:LABELS_SHOWN])
+        raise ConfigError(
+            f"{described.file} has {_shown(list(names))}, and --labels has other words: say which is which, --labels "
+            f"{example}"
+        )
+
+
+def _with_names(described: ModelDescription, wishes: Wishes) -> Wishes:
+    """Wishes with ``labels`` in the order of the file, and with ``names`` wherever a word differs from the file's."""
+    names, given = described.labels, wishes.labels
+    if wishes.names is None or given is None:
+        is_one_renamed = names and given and len(names) == len(given) and len(renamed(given, names)) == 1
+        return replace(wishes, names=names) if is_one_renamed else wishes
+    if names is None:
+        raise ConfigError(
+            f"{described.file} names no labels: give --labels first,second,... in the order of its outputs"
+        )
+    words = dict(zip(wishes.names, given, strict=True))
+    if unknown := [name for name in words if name not in names]:
+        raise ConfigError(f"{described.file} has {_shown(list(names))}, no {unknown[0]}: correct --labels")
+    return replace(wishes, names=names, labels=tuple(words.get(name, name) for name in names))
 
 
 def _renamed(described: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
     if wishes.labels is None or described.labels in {None, wishes.labels}:
         return ()
-    pairs = zip(described.labels or (), wishes.labels, strict=True)
-    shown = [f"{name} is {given}" for name, given in pairs if name != given]
+    shown = [f"{name} is {given}" for name, given in renamed(wishes.labels, described.labels or ())]
     cut = [*shown[:LABELS_SHOWN], "..."] if len(shown) > LABELS_SHOWN else shown
-    return (f"labels are renamed by --labels: {', '.join(cut)}",)
+    return (f"labels are renamed by --labels: {', '.join(cut)}",) if cut else ()
 
 
 @contextmanager

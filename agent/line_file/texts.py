@@ -95,7 +95,7 @@ def text_problems(texts: TextsSection, sections: CatalogSections, document: Docu
 
 
 def _route(name: str, section: TextRouteSection, sections: CatalogSections) -> TextRoute:
-    labels = () if section.router is None else sections.experts[section.router].labels or ()
+    labels = () if section.router is None else sections.experts[section.router].words or ()
     return TextRoute(
         name=name,
         rules=tuple(TextRule(re.compile(rule.matches), rule.expert) for rule in section.rules),
@@ -118,7 +118,7 @@ def _router_problems(
     if (problem := _not_an_llm(section.router, sections)) is not None:
         yield document.error(problem, *where, "router")
         return
-    labels = sections.experts[section.router].labels or ()
+    labels = sections.experts[section.router].words or ()
     if not labels:
         yield document.error(f"{section.router} has no labels to answer with - give it some", *where, "router")
         return
@@ -135,7 +135,7 @@ def _router_problems(
 def _answerer_problem(name: str, sections: CatalogSections) -> str | None:
     """An expert with labels answers with a label only, so it cannot end a route."""
     problem = _not_an_llm(name, sections)
-    if problem is None and sections.experts[name].labels:
+    if problem is None and sections.experts[name].words:
         return (
             f"{name} answers with its labels, not with texts - name another expert; one with the same weights and no "
             "labels takes no extra memory"

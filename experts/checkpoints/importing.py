@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from experts.checkpoints.reading import convert_checkpoint
 from experts.errors import LoadError, WeightsMissing, WeightsRefused
 from experts.filesystem import whole_file
+from experts.labels import folded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +77,7 @@ def _other_order(candidate: Path, destination: Path) -> tuple[str, ...]:
     from experts.backends.weight_files import read_labels
 
     before, now = read_labels(destination), read_labels(candidate)
-    if before is None or now is None or before == now:
+    if before is None or now is None or folded(before) == folded(now):
         return ()
     return (
         f"its labels are {', '.join(now)}, and those of the file that it replaced were {', '.join(before)}: write "

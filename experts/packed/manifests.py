@@ -7,7 +7,7 @@ new one.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experts.calibrations import path_of
@@ -26,6 +26,7 @@ class PackedSource:
     sha256: str
     stamp: str  # see experts.packed.sources
     recipe: str  # of the packed bytes: format, architecture, stem, labels
+    names: tuple[str, ...] | None = None  # labels in the file, if any; None: packed by an earlier version
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def _read(path: Path) -> Manifest | None:
         packed = dict(document["packed"])
         packed["own"] = _segment(packed["own"])
         packed["shared"] = tuple(_segment(shared) for shared in packed["shared"])
-        return Manifest(PackedExpert(**packed), PackedSource(**document["source"]), dict(document["tensor_sha256"]))
+        source = PackedSource(**document["source"])
+        source = source if source.names is None else replace(source, names=tuple(source.names))
+        return Manifest(PackedExpert(**packed), source, dict(document["tensor_sha256"]))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):  # absent, or of another version
         return None
 

@@ -25,9 +25,12 @@ import torch
 
 from experts.backends import backend_for
 from experts.backends.forms import form_of
+from experts.backends.weight_files import read_labels
 from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
+from experts.expert import Task
 from experts.filesystem import take_name, whole_file
+from experts.labels import folded, moved, renamed
 from experts.packed.calibrated import why_not_calibrated
 from experts.packed.image_facts import KeptImageFacts
 from experts.packed.manifests import Manifest, ManifestFolder, PackedSource
@@ -230,9 +233,10 @@ class _Packing:
         if found.source.recipe != _recipe(job):
             self._report_change(job, _runtime_of(found.source.recipe), _runtime_of(_recipe(job)))
             return None
-        if stamp != found.source.stamp:
+        if stamp != found.source.stamp or found.source.names is None:
             source = _source(job)
             if source.sha256 != found.source.sha256:
+                _require_meaning(job.expert, found.source.names, source.names)
                 return None
             found = replace(found, source=source)
             self._manifests.write(found)
@@ -372,7 +376,8 @@ def layout_digest(packed: PackedExpert) -> str:
 def _recipe(job: _Job) -> str:
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
-    parts = [PACKING_FORMAT, expert.architecture, expert.stem, expert.labels, size]  # labels: for their order
+    labels = expert.labels if expert.names is None else list(zip(expert.names, expert.labels, strict=True))
+    parts = [PACKING_FORMAT, expert.architecture, expert.stem, labels, size]  # labels: for their order
     if form_of(job.precision).needs_calibration and expert.calibration is not None:
         parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
@@ -390,7 +395,22 @@ def _runtime_of(recipe: str) -> str:
 
 def _source(job: _Job) -> PackedSource:
     stamp = stamp_of(job.expert)  # before the bytes are read: a write in between shows the next time
-    return PackedSource(sha256_of(job.expert), stamp, _recipe(job))
+    expert = job.expert
+    names = () if expert.takes_texts or expert.task is Task.ANOMALY else read_labels(expert.weights) or ()
+    return PackedSource(sha256_of(expert), stamp, _recipe(job), names)
+
+
+def _require_meaning(expert: Expert, before: tuple[str, ...] | None, now: tuple[str, ...] | None) -> None:
+    """WeightsMismatch for other weights whose labels, which the line calls otherwise, are not those of before."""
+    if not before or not now or expert.names or folded(before) == folded(now) or len(now) != len(expert.labels):
+        return
+    if renamed(expert.labels, now) and not moved(expert.labels, now):  # moved ones: packing refuses them
+        listed = ", ".join(now)
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} has the labels {listed}, and those served before had {', '.join(before)}: write which "
+            f"is which, `labels: {{{now[0]}: ..., {now[-1]}: ...}}`, of {', '.join(expert.labels)}",
+        )
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -167,9 +167,12 @@ WRONG = {  # of a line: what is replaced, with what, and what is told of it
         ("{expert: det/a, pass: [aligned]}", "{expert: cls/r, pass: [ok]}", "cls/r is already step 1 of this route"),
         ('  "0402":', "  a/b:", "line.yaml:14:3: routes.a/b: 'a/b' is not a component type"),
         ("    stem: 3x3", "    stm: 3x3", "line.yaml:7:5: experts.cls/r.stm: unknown key - did you mean 'stem'?"),
+        ("[ok, missing]", "{good: ok, bad: 1}", "experts.cls/r.labels[1]: Input should be a valid string, not 1"),
+        ("[ok, missing]", "{OK: missing, ng: ok}", "experts.cls/r.labels: 'ok' is the word for another label"),
         ("routes:", "route:", "line.yaml:10:1: route: unknown key - did you mean 'routes'?"),
     ],
     ANOMALY: [
+        ("threshold: 2", "labels: {a: ok, b: ng}", "experts.anomaly/s.labels: words for the labels of a file are for"),
         ("threshold: 2", "labels: [ok]", "line.yaml:10:3: experts.anomaly/s: labels of task anomaly are two"),
         ("threshold: 2", "threshold: .inf", "experts.anomaly/s.threshold: Input should be a valid number, not '.inf'"),
         ("threshold: 2", "threshold: high", "experts.anomaly/s.threshold: Input should be a valid number"),

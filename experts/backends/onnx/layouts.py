@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, read_heading
 from experts.errors import WeightsMismatch
 from experts.expert import ONE_LABEL, Fit, Orientation, Task
+from experts.labels import folded, moved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -172,15 +173,14 @@ def mismatch(expert: Expert, what: str) -> WeightsMismatch:
 
 def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
     """WeightsMismatch for another number of labels, or another order; other words are the line's own choice."""
-    if names is None or expert.labels == names:
+    if names is None:
         return
     if len(names) != len(expert.labels):
         raise mismatch(expert, f"has {len(names)} labels, {_listed(names)}; the line names {len(expert.labels)}")
-    moved = [label for label, name in zip(expert.labels, names, strict=True) if label != name and label in names]
-    if moved:
+    if moved(expert.names or expert.labels, names) or (expert.names and folded(expert.names) != folded(names)):
         raise mismatch(
             expert,
-            f"has the labels {_listed(names)}, and the line {_listed(expert.labels)}: write them in "
+            f"has the labels {_listed(names)}, and the line {_listed(expert.names or expert.labels)}: write them in "
             "the order of the file",
         )
 

@@ -129,7 +129,11 @@ class TestLabelsOfTheFile:
         return tmp_path / "x.pt"
 
     def test_may_go_by_other_words_which_is_told(self, line, named):
-        added = add_model(line, named, replace(self.WISHES, size=(48, 48), labels=("gut", "bent", "fehlt")))
+        words = {"names": ("gone", "good"), "labels": ("fehlt", "gut")}
+        added = add_model(line, named, replace(self.WISHES, size=(48, 48), **words))
+        expert = read_line(line, {}).catalog.experts["cls/x"]
+        assert (expert.labels, expert.names) == (("gut", "bent", "fehlt"), ("good", "bent", "gone"))
+        assert "good: gut" in line.read_text()
         assert "labels are renamed by --labels: good is gut, gone is fehlt" in added.said
         told = "given by --labels; the file has good, bent, gone (classes)"
         assert added.sure["labels"] == told
@@ -139,6 +143,25 @@ class TestLabelsOfTheFile:
     def test_do_not_change_places(self, line, named):
         with pytest.raises(ConfigError, match="has good, bent, gone in this order, and --labels has bent in another"):
             add_model(line, named, replace(self.WISHES, labels=("bent", "good", "gone")))
+        with pytest.raises(ConfigError, match="in this order, and --labels has Bent in another"):
+            add_model(line, named, replace(self.WISHES, labels=("Bent", "GOOD", "gone")))
+
+    def test_are_given_the_words_of_the_line_by_the_command(self, line, named):
+        words = ["--task", "multiclass", "--normalize", "unit", "--component", "c", "--labels", "good=ok,gone = away"]
+        assert CliRunner().invoke(app, ["experts", "add", str(line), str(named), *words]).exit_code == 0
+        assert read_line(line, {}).catalog.experts["cls/x"].labels == ("ok", "bent", "away")
+
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"labels": ("ok", "ng", "away")}, "say which is which, --labels good=...,bent=...,gone=..."),
+            ({"labels": ("ok", "ng"), "names": ("good", "torn")}, "has good, bent, gone, no torn: correct --labels"),
+        ],
+    )
+    def test_of_which_several_are_other_words_are_asked_for_one_by_one(self, line, named, changes, match):
+        with pytest.raises(ConfigError, match=match):
+            add_model(line, named, replace(self.WISHES, **changes))
+        assert files_of(line) == {"line.yaml", "x.pt"}
 
 
 def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(line, models):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import onnx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from experts.checkpoints.importing import bring
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
@@ -113,8 +113,39 @@ def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store,
     assert report.packed == {}
     assert packed_in(store, [replace(expert, labels=("missing", "ok", "shifted"))])
     assert told in str(pack(store, [expert]).failed["cls/x"])
-    bring_with(("gut", "fehlt", "schief"))
+    bring_with(("OK ", "Missing", "SHIFTED"))
     assert packed_in(store, [expert])
+
+
+def test_other_words_in_a_retrained_file_are_refused_until_the_line_says_which_is_which(files, store, tmp_path):
+    """The line calls good ok; trained again, with folders in another order, each part would be called the other."""
+    expert = files.classifier("cls/x", labels=("ok", "ng"))
+    state = load_file(expert.weights)
+
+    def bring_with(*labels):
+        torch.save({"state_dict": state, "classes": list(labels)}, tmp_path / "trained.pt")
+        state["fc.bias"] = state["fc.bias"] + 1
+        bring(tmp_path / "trained.pt", expert.weights)
+
+    bring_with("good", "bad")
+    assert packed_in(store, [expert])
+    bring_with("GOOD", "bad")
+    assert packed_in(store, [expert])
+    bring_with("bad", "good")
+    told = "has the labels bad, good, and those served before had GOOD, bad: write which is which"
+    assert told in str(pack(store, [expert]).failed["cls/x"])
+    mapped = replace(expert, names=("bad", "good"), labels=("ng", "ok"))
+    assert packed_in(store, [mapped])
+    bring_with("good", "bad")
+    assert "in the order of the file" in str(pack(store, [mapped]).failed["cls/x"])
+
+
+@pytest.mark.parametrize("named", [("NG", "OK"), (" ng", "ok "), ("Ng", "oK")])
+def test_labels_that_differ_in_case_alone_count_as_moved_not_as_renamed(files, store, named):
+    expert = files.classifier("cls/x", labels=("ok", "ng"))
+    save_file(load_file(expert.weights), expert.weights, {"labels": json.dumps(named)})
+    assert "in the order of the file" in str(pack(store, [expert]).failed["cls/x"])
+    assert packed_in(store, [replace(expert, labels=("ng", "ok"))])
 
 
 def test_what_is_gone_cut_nobody_s_or_makes_no_sense_is_made_good(files, store):
