@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool
 
 from agent.line_file.api import ApiSection
 from agent.line_file.boards import BoardSection, LayoutSections
@@ -28,7 +28,7 @@ from agent.line_file.machine import (
     SchedulingSection,
 )
 from agent.line_file.promotions import kept_promotions, promoted
-from agent.line_file.records import OutboxSection, RecordsSection
+from agent.line_file.records import GoldenSection, OutboxSection, RecordsSection
 from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
 from experts.backends.forms import FORMS, form_of
@@ -84,6 +84,10 @@ class LineSections(CatalogSections):
     texts: TextsSection = Field(TextsSection(), description="texts for language models: their memory, time and routes")
     intake: IntakeSection = Field(IntakeSection(), description="sources of images")
     api: ApiSection = Field(ApiSection(), description="addresses of the APIs")
+    require_proof: StrictBool = Field(
+        False, description="true: verdicts of an expert that is not proven on known answers are UNKNOWN"
+    )
+    golden: GoldenSection | None = Field(None, description="when proven experts are proven again; default never")
     records: RecordsSection = Field(RecordsSection(), description="records that are kept, and for how long")
     outbox: OutboxSection = Field(OutboxSection(), description="receivers of verdicts")
     cluster: ClusterSection = Field(ClusterSection(), description="workers beside the agent")
@@ -114,6 +118,8 @@ class LineConfig:
     document: Document
     cluster: ClusterSection = field(default_factory=ClusterSection)
     promotions: tuple[Promotion, ...] = ()
+    require_proof: bool = False
+    golden: GoldenSection | None = None
     is_profile_strict: bool = False
 
     @property

@@ -64,7 +64,18 @@ NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 AUTOMATIC = "auto"  # of a language model's precision
 DETECTOR_STRIDE_PX = 32
-OF_IMAGES = ("confidence", "input", "iou", "otherwise", "stem", "task", "threshold", "threshold_of", "thresholds")
+OF_IMAGES = (
+    "check",
+    "confidence",
+    "input",
+    "iou",
+    "otherwise",
+    "stem",
+    "task",
+    "threshold",
+    "threshold_of",
+    "thresholds",
+)
 LARGEST_SIDE_PX = 8192
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
@@ -369,6 +380,11 @@ class ExpertSection(Section):
         validate_default=True,
         description="the pixels it wants: {size: [height, width], normalize: imagenet}; not of llm",
     )
+    check: FilePath | None = Field(
+        None,
+        description="folder of images with its trainer's own answers, as `coserve experts add --check` keeps them: "
+        "`coserve experts verify` and golden compare it with them; default none, and it is unproven",
+    )
     pin: StrictBool = Field(False, description="true: never evicted from memory; default false")
     shadow: Annotated[str, AfterValidator(_expert_id)] | None = Field(
         None,
@@ -564,7 +580,7 @@ def is_llm(section: ExpertSection) -> bool:
 
 
 def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
-    as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou")
+    as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou", "check")
     expert = Expert(
         id=name,
         labels=tuple(section.words or ()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -162,6 +162,7 @@ class Expert:
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
     calibration: Path | None = None
     is_automatic: bool = False  # language models: the profile chooses, whatever the line's precision
+    check: Path | None = field(default=None, repr=False, compare=False)  # folder of known answers: its answers stay
 
     @property
     def answers(self) -> tuple[str, ...]:

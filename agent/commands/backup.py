@@ -9,6 +9,7 @@ sequence numbers repeat, and a reader must not take new results for old ones.
     DEST/results.db    results, boards, the journal and the outbox
     DEST/profile.db    the device profile, if there is one
     DEST/promotions.json  promotions in force, if there are any
+    DEST/proofs.json   proofs of experts, if there are any
     DEST/calibrations/ calibrations of int8 forms
 """
 
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from agent.config import read_line
 from agent.line_file.promotions import FILE_NAME as PROMOTIONS
+from agent.line_file.proofs import FILE_NAME as PROOFS
 from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
@@ -119,6 +121,8 @@ def _copy_state(config: LineConfig, draft: Path) -> None:
         _copy(config.profile_file, draft / PROFILE)  # a finished profile is replaced, never written to
     if config.promotions:
         _copy(config.state / PROMOTIONS, draft / PROMOTIONS)
+    if (config.state / PROOFS).exists():
+        _copy(config.state / PROOFS, draft / PROOFS)
     for path in _files(_calibrations(config)):
         _copy(path, draft / CALIBRATIONS / path.relative_to(_calibrations(config)))
 
@@ -136,7 +140,8 @@ def _copy_database(source: Path, target: Path) -> None:
 
 def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path]:
     """Yield the new paths of replaced files. All files are copied before the first is replaced."""
-    places = {RESULTS: config.results_file, PROFILE: config.profile_file, PROMOTIONS: config.state / PROMOTIONS}
+    places = {RESULTS: config.results_file, PROFILE: config.profile_file}
+    places |= {name: config.state / name for name in (PROMOTIONS, PROOFS)}
     ready = []
     for name, sha256 in backup.files.items():
         place = places.get(name, _calibrations(config) / name.removeprefix(f"{CALIBRATIONS}/"))

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
 BUSY_S = 10.0  # an unknown kind waits for a moment without requests: arbitrary
-LIVE_KEYS = ("experts", "routes", "boards")
+LIVE_KEYS = ("experts", "routes", "boards", "require_proof", "golden")
 LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # of other sections
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
@@ -89,7 +89,8 @@ def _fixed(key: str, values: Mapping[str, Any]) -> object:
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
     api = old.api.model_copy(update={"tokens": new.api.tokens})
-    new_line = {name: getattr(new, name) for name in ("catalog", "boards", "layouts", "document", "promotions")}
+    names = ("catalog", "boards", "layouts", "document", "promotions", "require_proof", "golden")
+    new_line = {name: getattr(new, name) for name in names}
     return replace(old, **new_line, api=api)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
 from experts.backends.forms import FORMS
 from experts.sizes import mib
+from experts.thresholds.binding import entry_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,8 +57,7 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
         for number in graph.turns(component, expert.id)
         for step in [route[min(number, len(route) - 1)]]
     )
-    entry = replace(expert, weights=Path(), calibration=None, pin=False)
-    return hashlib.sha256(repr((entry, steps)).encode()).hexdigest()
+    return hashlib.sha256(f"({entry_text(expert)}, {steps!r})".encode()).hexdigest()
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import time
+from datetime import time, timedelta
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -60,6 +60,32 @@ class ExportSection(Section):
     folder: FilePath = Field(description="folder of the files, relative to this file")
     format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl")
     bom: bool = Field(False, strict=True, description="true: csv begins with a byte order mark, as Excel needs it")
+
+
+EVERY = r"shift|day|[1-9]\d{0,4}[hm]"
+
+
+def _every(value: object) -> timedelta | str:
+    text = str(value)
+    if not re.fullmatch(EVERY, text):
+        raise ValueError(f"{value!r} is no interval - write shift, day, or hours or minutes such as 8h or 30m")
+    if text in {"shift", "day"}:
+        return text
+    return timedelta(**{"hours" if text[-1] == "h" else "minutes": int(text[:-1])})
+
+
+class GoldenSection(Section):
+    """Known answers that are compared again while the line is idle."""
+
+    every: Annotated[
+        timedelta | Literal["shift", "day"],
+        BeforeValidator(_every),
+        WithJsonSchema({"type": "string", "pattern": f"^({EVERY})$"}),
+    ] = Field(description="shift (records.shifts), day, or an interval such as 8h or 30m")
+    on_difference: Literal["alarm", "stop"] = Field(
+        "alarm",
+        description="alarm, or stop: also no OK by an expert that answers otherwise, until it is verified",
+    )
 
 
 class RecordsSection(Section):

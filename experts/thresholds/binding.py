@@ -1,8 +1,10 @@
-"""Binds a threshold to the weights and the input that it was learned with; with others the threshold is void."""
+"""Binds what was learned or proven to the expert that it was learned with; with another one it is void."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,11 @@ DIGITS = 16  # hex digits of the digest: enough to tell a line's experts apart
 def threshold_of(expert: Expert, weights_sha256: str) -> str:
     """Digest of weights and input, stored beside a threshold."""
     return hashlib.sha256(f"{weights_sha256} {expert.pixels.text}".encode()).hexdigest()[:DIGITS]
+
+
+def entry_text(expert: Expert) -> str:
+    """All of an expert's entry that its answers depend on, beside its weights and its calibration."""
+    return repr(replace(expert, weights=Path(), calibration=None, pin=False))
 
 
 def is_bound_elsewhere(expert: Expert, weights_sha256: str) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
@@ -404,3 +405,16 @@ def test_a_socket_whose_path_is_too_long_to_be_bound_is_not_opened_by_default(tm
     assert (door is not None) == is_open
     if door is not None:
         UnixSocket(door).close()
+
+
+@pytest.mark.parametrize("every", ["shift", "day", "8h", "30m"])
+def test_an_interval_of_golden_is_read_as_shifts_days_hours_or_minutes(tmp_path, every):
+    golden = line_of(tmp_path, f"{MINIMAL}\ngolden: {{every: {every}}}\n").golden
+    expected = {"8h": timedelta(hours=8), "30m": timedelta(minutes=30)}.get(every, every)
+    assert (golden.every, golden.on_difference) == (expected, "alarm")
+
+
+@pytest.mark.parametrize("every", ["8", "0h", "week", "1.5h", "-1h"])
+def test_an_interval_of_golden_that_is_none_is_refused(tmp_path, every):
+    (problem,) = problems_of(tmp_path, f"{MINIMAL}\ngolden: {{every: {every}}}\n")
+    assert "write shift, day, or hours or minutes such as 8h" in problem

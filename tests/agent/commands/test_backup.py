@@ -102,18 +102,20 @@ def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config, t
         assert connection.execute("SELECT count(*) FROM results").fetchone() == (3,)
 
 
-def test_promotions_in_force_come_back_with_a_backup(config, tmp_path):
+def test_promotions_in_force_and_proofs_come_back_with_a_backup(config, tmp_path):
     entry = config.document.values["experts"]["cls/r"]
     experts = {"cls/r": entry | {"shadow": "cls/n"}, "cls/n": entry | {"weights": "n.safetensors"}}
     (tmp_path / "line.yaml").write_text(json.dumps(config.document.values | {"experts": experts}))
     config = read_line(tmp_path / "line.yaml")
     made = promotion_of(config.document, "cls/r", "cls/n", "ann", "2026-05-01")
     with keeping_promotions(config.state, [made]):
-        pass
+        (config.state / "proofs.json").write_text("[]")
     back_up(read_line(tmp_path / "line.yaml"), tmp_path / "saved")
     (config.state / "promotions.json").unlink()
+    (config.state / "proofs.json").unlink()
     restore(tmp_path / "line.yaml", tmp_path / "saved")
     assert read_line(tmp_path / "line.yaml").promotions == (made,)
+    assert (config.state / "proofs.json").read_text() == "[]"
 
 
 class Killed(BaseException):

@@ -1,0 +1,162 @@
+"""Proofs of a line's experts: comparisons with their trainers' own answers, in the line's state.
+
+Guarantees: a proof counts for one entry, these weights, this form and these versions of libraries; with others the
+expert is unproven. It does not count for a name: promoted versions keep theirs. A damaged file proves nothing, and
+keeps no agent from serving.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from experts.backends.forms import form_of
+from experts.calibrations import CalibrationFolder, digest_of
+from experts.filesystem import make_folder, open_folder, whole_file
+from experts.thresholds.binding import entry_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from experts.expert import Expert, Precision
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "proofs.json"  # in the state folder
+LIBRARIES = ("coserve", "torch", "torchvision", "ultralytics", "onnxruntime", "Pillow", "numpy")
+KEPT = 16  # of each expert: forms, and versions that may serve again
+
+
+class Proof(BaseModel):
+    """One comparison of an expert with known answers. ``identity``: ``proof_identity`` then; ``images``: compared,
+    of which ``passing`` have a label of a good part and ``others`` another one. ``difference``: largest one of a score.
+    ``why``: reason of a person to trust the expert all the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    expert: str
+    form: str
+    identity: str
+    images: int
+    passing: int
+    others: int
+    agreed: int
+    difference: float | None
+    at: str
+    by: str
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return 0 < self.images == self.agreed or bool(self.why)
+
+    @property
+    def text(self) -> str:
+        found = f"{self.agreed} of {self.images} known answers are the same in {self.form}"
+        return f"{found}, trusted by {self.by}: {self.why}" if self.why else found
+
+
+_PROOFS = TypeAdapter(tuple[Proof, ...])
+
+
+def proof_identity(expert: Expert, weights_sha256: str, form: str, packed: Path) -> str:
+    """Digest of all that an expert's answers come from. ``packed``: folder of packed weights, with calibrations."""
+    entry = entry_text(replace(expert, id="", threshold_of=None))
+    calibrated = form_of(form).needs_calibration
+    calibration = digest_of(CalibrationFolder.beside(packed).path(expert.id)) if calibrated else ""
+    parts = [entry, weights_sha256, str(form), form_of(form).recipe(), calibration, _versions()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """A library that is not installed computes nothing."""
+
+    def found(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return ""
+
+    return tuple(map(found, LIBRARIES))
+
+
+def kept_proofs(state: Path) -> tuple[Proof, ...]:
+    """Proofs of a line, by the folder of its state; none where the file cannot be read, which is logged."""
+    try:
+        return _PROOFS.validate_json((state / FILE_NAME).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, ValidationError) as error:
+        reason = getattr(error, "strerror", None) or "it is damaged: remove it"
+        log.warning("proofs_not_read file=%s reason=%s, then run `coserve experts verify`", state / FILE_NAME, reason)
+        return ()
+
+
+def save_proof(state: Path, proof: Proof) -> None:
+    """Keep a proof in the place of an earlier one of the same identity. Raises OSError."""
+    if not state.is_dir():
+        make_folder(state)
+        if os.geteuid() == 0:
+            shutil.chown(state, *_owner(state.parent))
+    with _locked(state):
+        others = [each for each in kept_proofs(state) if each.identity != proof.identity]
+        own = [each for each in others if each.expert == proof.expert][1 - KEPT :]
+        proofs = (*(each for each in others if each.expert != proof.expert), *own, proof)
+        with whole_file(state / FILE_NAME, has_rivals=True) as file:
+            file.write(_PROOFS.dump_json(proofs, indent=1))
+            if os.geteuid() == 0:  # else the agent, another user, could not write it
+                os.fchown(file.fileno(), *_owner(state))
+
+
+def _owner(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_uid, found.st_gid
+
+
+@contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Context for a change: the agent and a command may write at once."""
+    with open_folder(state) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+
+
+def unproven(
+    experts: Iterable[Expert],
+    forms: Mapping[str, Iterable[tuple[Precision | str, str]]],
+    proofs: Iterable[Proof],
+    packed: Path,
+) -> dict[str, str]:
+    """Experts of images without a proof that holds, and why. ``forms``: by expert, each with its weights' sha256."""
+    known = {each.identity: each for each in proofs}
+    proven_once = {each.expert for each in known.values()}
+    reasons = {}
+    for expert in experts:
+        if expert.takes_texts:
+            continue
+        found = [known.get(proof_identity(expert, sha256, form, packed)) for form, sha256 in forms.get(expert.id, ())]
+        failed = next((each for each in found if each is not None and not each.holds), None)
+        if failed is not None:
+            reasons[expert.id] = failed.text
+        elif not found or None in found:
+            reasons[expert.id] = _lack(expert, expert.id in proven_once)
+    return reasons
+
+
+def _lack(expert: Expert, was_proven: bool) -> str:
+    if was_proven:
+        return "proven with another entry, other weights, another form or other libraries than it has now"
+    return "not compared with its known answers yet" if expert.check else "its trainer's answers are not known"
