@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experts.expert import LATER
+
 if TYPE_CHECKING:
     from experts.expert import Expert
 
@@ -19,8 +21,12 @@ def threshold_of(expert: Expert, weights_sha256: str) -> str:
 
 
 def entry_text(expert: Expert) -> str:
-    """All of an expert's entry that its answers depend on, beside its weights and its calibration."""
-    return repr(replace(expert, weights=Path(), calibration=None, pin=False))
+    """All of an expert's entry that its answers depend on, beside its weights and its calibration. Digests of it are
+    stored: a later key is left out if unset."""
+    text = repr(replace(expert, weights=Path(), calibration=None, pin=False))
+    for key in (*LATER, "names"):
+        text = text.replace(f", {key}=None", "")
+    return text
 
 
 def is_bound_elsewhere(expert: Expert, weights_sha256: str) -> bool:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.device_profile.identity import verdict_sha256
 from agent.line_file.proofs import FILE_NAME, KEPT, Proof, kept_proofs, proof_identity, save_proof, unproven
 from experts.expert import Expert, InputSpec, Precision
+from experts.graph import ExpertGraph, RouteStep
 
 EXPERT = Expert(
     "cls/a", "resnet18", Path("a.safetensors"), ("ok", "bad"), InputSpec(64, 64), check=Path("checks/cls-a")
@@ -91,3 +93,8 @@ def test_a_damaged_file_proves_nothing_and_is_written_anew(tmp_path, content, ca
     assert "proofs_not_read" in caplog.text
     save_proof(tmp_path, proof())
     assert kept_proofs(tmp_path) == (proof(),)
+
+
+def test_a_profile_of_an_earlier_version_still_proves_the_forms_of_an_unchanged_entry():
+    graph = ExpertGraph(["cls/a"], {"r": (RouteStep("cls/a", frozenset({"ok"})),)})
+    assert verdict_sha256(graph, EXPERT) == "40cbef9ee6abe67faa2e19e188126a811315035720b2a9e20d747478ad677fa5"
