@@ -105,7 +105,8 @@ class KindProfile:
 class Agreement:
     """Comparison of one expert's precision on one processor with fp32, on the same samples. ``labels_differ``: images
     whose labels, boxes or next steps differ. ``least``: images that a proof needs. ``of_sha256``: digest of the samples
-    and of ``verdict_sha256``."""
+    and of ``verdict_sha256``. ``failing``: images that fp32 judges NG (without any: of another label than the most
+    frequent one); a proof needs ``least_each`` of them and of the others, none in a profile from before."""
 
     expert: Text
     kind: Text
@@ -117,14 +118,21 @@ class Agreement:
     tolerance: Number
     of_sha256: Text
     least: PositiveCount
+    failing: Count = 0
+    least_each: Count = 0
 
     @property
     def agrees(self) -> bool:
         return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
     @property
+    def passing(self) -> int:
+        return self.images - self.failing
+
+    @property
     def proves(self) -> bool:
-        return self.agrees and self.images >= self.least
+        is_enough = self.images >= self.least and min(self.failing, self.passing) >= self.least_each
+        return self.agrees and is_enough
 
 
 @dataclass(frozen=True, slots=True)

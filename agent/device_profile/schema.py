@@ -70,6 +70,13 @@ def cpu_and_drive(database: Database) -> None:
         database.execute(f"ALTER TABLE profile ADD COLUMN {column} DEFAULT ''")
 
 
+@migrations()
+def samples_by_class(database: Database) -> None:
+    """A proof from before has counted no classes: it stands until its samples are compared again."""
+    for column in ("failing", "least_each"):
+        database.execute(f"ALTER TABLE agreements ADD COLUMN {column} DEFAULT 0")
+
+
 def open_for_writing(path: Path) -> Database:
     """Database of a profile, new or existing, migrated, every commit synced. Raises ProfileDamaged for any other file,
     ConfigError for another version's profile or a network share, and sqlite3.OperationalError from the disk."""

@@ -2,8 +2,9 @@
 
 Two outputs agree if each route step of the expert gives equal label, next expert and verdict (experts.graph judges).
 Also, equal labels hold, boxes match in label and place, and scores differ by at most TOLERANCE. An image that only
-one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof:
-with n of them fewer than 3/n of such images are decided otherwise, at 95 % (the rule of three).
+one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, are a proof if LEAST_EACH of
+them pass by fp32 and as many fail: with n of a class fewer than 3/n of such images are decided otherwise, at 95 % (the
+rule of three).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
 from experts.backends.forms import FORMS
 from experts.errors import ExpertError
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_IMAGES = 30  # of one expert, to prove a form: fewer than 1 in 10 images are decided otherwise
+LEAST_EACH = 10  # of them, that fp32 passes, and that it fails: fewer than 3 in 10 of either are decided otherwise
+BY_CLASS = "by class"  # in the digest of a comparison that counts classes
 OVERLAP_LEAST = 0.75  # intersection over union of two boxes at one place
 SHARE_OF_ONE = 0.75  # share of images that are alone in their batch, as most are with many experts
 LEAST_GAIN = 0.05  # of an image's time: a form that saves less is not run
@@ -91,6 +96,8 @@ def compare(
                 tolerance=tolerance,
                 of_sha256=terms_sha256(bench.samples, graph, copy.expert),
                 least=LEAST_IMAGES,
+                failing=failing_of(graph, copy.expert, samples, both[0]),
+                least_each=LEAST_EACH,
             )
             for copy in fp32
             for samples in [bench.samples.of(copy.expert.id)]
@@ -101,7 +108,7 @@ def compare(
 
 def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
     """Digest of the samples and of all inputs of a verdict except weights."""
-    terms = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
+    terms = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)} {BY_CLASS}"
     return hashlib.sha256(terms.encode()).hexdigest()
 
 
@@ -151,6 +158,20 @@ def compared(
             yield difference(expected, found, partial(_steps, graph, sample.component, expert))
         elif expected is not found:
             yield Difference(is_same=False, score=0.0)
+
+
+def failing_of(graph: ExpertGraph, expert: Expert, samples: Sequence[Sample], fp32: Sequence[Prediction | None]) -> int:
+    """Images that fp32 judges NG; of a router that can fail none: of another label than the most frequent one."""
+    found = [(each.component, one) for each, one in zip(samples, fp32, strict=True) if one is not None]
+    verdicts = [
+        {graph.judge(component, step, one).verdict for step in graph.turns(component, expert.id)}
+        for component, one in found
+    ]
+    steps = [step for route in graph.routes.values() for step in route if step.expert == expert.id]
+    if any(step.min_score or not step.going_on.issuperset(expert.answers) for step in steps):
+        return sum(Verdict.NG in each for each in verdicts)
+    labels = Counter(one.label for _, one in found)
+    return len(found) - max(labels.values(), default=0)
 
 
 def _steps(graph: ExpertGraph, component: str, expert: str, prediction: Prediction) -> list[object]:

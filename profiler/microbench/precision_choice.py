@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from profiler.microbench.packed_forms import LinePacking
 
 EXACT = "nothing that was measured is clearly faster"  # ExpertForm.why
-GIVE_MORE = " - give --samples FOLDER with more of its component"
+GIVE_MORE = " - give --samples FOLDER with more good and bad parts of its components"
 COMPARED_FRACTION = 0.8  # of the free memory, for an fp32 copy to compare with
 
 
@@ -222,15 +222,14 @@ class PrecisionChoice:
         for each in (*earlier, *self._compared(bench, form, asked, others)):
             if each.proves:
                 refuted.pop(each.expert, None)
-                samples = f"{each.images} samples agree"
-                proofs[each.expert] = f"{samples}: at 95 % fewer than {3 / each.images:.1%} are decided otherwise"
+                proofs[each.expert] = _proof(each)
             elif each.labels_differ:
                 refuted[each.expert] = f"{each.labels_differ} of {each.images} samples are decided otherwise"
             elif not each.agrees:
                 refuted[each.expert] = f"its scores differ by {each.largest_score_difference:.3f}"
             else:
-                seen = f"fp32 can judge {each.images} of its sample images"
-                refuted[each.expert] = f"{seen}, and {each.least} prove it"
+                seen = f"fp32 passes {each.passing} of its sample images and fails {each.failing}"
+                refuted[each.expert] = f"{seen}, and {each.least} prove it, {each.least_each} of either{GIVE_MORE}"
         return refuted
 
     def _compared(
@@ -261,6 +260,15 @@ class PrecisionChoice:
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:
         self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")
+
+
+def _proof(agreed: Agreement) -> str:
+    if not agreed.least_each:  # texts, which pass or fail nothing
+        return f"{agreed.images} samples agree: at 95 % fewer than {3 / agreed.images:.1%} are decided otherwise"
+    return (
+        f"{agreed.passing} samples that fp32 passes and {agreed.failing} that it fails agree: at 95 % fewer than "
+        f"{3 / agreed.passing:.1%} and {3 / agreed.failing:.1%} are decided otherwise"
+    )
 
 
 def _groups(references: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:

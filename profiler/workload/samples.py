@@ -1,10 +1,10 @@
 """Real images of a line on which its experts are measured: labelled crops, or images of its intake folders.
 
 Guarantees: equal files give equal samples; every sample was decoded once; no file is moved or written. An expert has
-images of the components whose routes contain it, spread evenly over their names: an equal share of each component and
-label, or of each component alone, if defects must be as rare as on the line. Samples are labelled crops
-(``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read, also in ``done/``
-and ``ng/``.
+images of the components whose routes contain it, spread evenly over their names: in turn of each label or shelf
+(``done/``, ``ng/``), and of each component on it, which has one at least; or of each component alone, if defects must
+be as rare as on the line. Samples are labelled crops (``FOLDER/<component>/<label>/...``) and images whose names or
+sidecars the line's intake can read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.sources.folder.files.naming import Naming
 
-MOST_PER_EXPERT = 40  # a form that agrees on all of them differs on fewer than 8 in 100
+MOST_PER_EXPERT = 40  # or EACH_COMPONENT of each component, of an expert that many components share
+EACH_COMPONENT = 2
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
@@ -71,11 +73,11 @@ class LineSamples:
     def find(
         cls, config: LineConfig, folder: Path | None = None, most: int = MOST_PER_EXPERT, *, is_label_even: bool = True
     ) -> LineSamples:
-        """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
+        """About ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
 
-        ``is_label_even``: an equal share of each component and label, so that rare defects are seen; else of each
-        component, with labels as rare as among its files. Raises ConfigError for a given folder without a usable image,
-        with the number of files and the reasons.
+        ``is_label_even``: an equal share of each label or shelf, so that rare defects are seen, and EACH_COMPONENT of
+        each component; else of each component alone, with labels as rare as among its files. Raises ConfigError for a
+        given folder without a usable image, with the number of files and the reasons.
         """
         search = _Search(config)
         if folder is not None:
@@ -134,7 +136,7 @@ class _Search:
 
     def __init__(self, config: LineConfig) -> None:
         self._config = config
-        self._found: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+        self._found: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)  # (label or shelf, component)
         self._unusable: dict[str, str] = {}  # file -> why
         self._looked_at = 0
 
@@ -148,7 +150,7 @@ class _Search:
             parts = relpath.split("/")
             if len(parts) > 2 and parts[0] in self._config.catalog.components:
                 sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
-                self._found[parts[0], parts[1]].append(sample)
+                self._found[parts[1], parts[0]].append(sample)
                 continue
             self._read_name(folder, relpath, namings, self._shown(folder))
 
@@ -163,23 +165,23 @@ class _Search:
             self._read_name(folder, relpath, [(naming, max_pixels)], shown)
 
     def choose(self, most: int, *, is_label_even: bool) -> LineSamples:
-        """Samples of each expert: an equal share of each component, and of each label of it, evenly spread."""
-        by_component: defaultdict[str, list[Sample]] = defaultdict(list)
-        for (component, _), samples in sorted(self._found.items()):
-            by_component[component] += samples
-        mixes = {component: _spread(samples) for component, samples in by_component.items()}
-        by_label = [(component, _spread(samples)) for (component, _), samples in sorted(self._found.items())]
-        groups = by_label if is_label_even else list(mixes.items())
+        """Samples of each expert in the order of ``_drawn``."""
+        by_component: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+        for (_, component), samples in sorted(self._found.items()):
+            by_component["", component] += samples
+        mixes = {key: _spread(samples) for key, samples in by_component.items()}
+        groups = {key: _spread(samples) for key, samples in self._found.items()} if is_label_even else mixes
         checked = Checked()
         by_expert, calibrating = {}, {}
         for expert in self._config.catalog.experts:
             routes = self._config.catalog.graph.routes
-            own = [samples for name, samples in groups if any(step.expert == expert for step in routes[name])]
-            sound = (sample for sample in _in_turn(own) if checked.is_sound(sample))
-            if found := tuple(itertools.islice(sound, most + MOST_CALIBRATING)):
-                by_expert[expert] = found[:most]
+            own = {key: groups[key] for key in groups if any(step.expert == expert for step in routes[key[1]])}
+            each = EACH_COMPONENT * len({component for _, component in own}) if is_label_even else 0
+            sound = (sample for sample in _drawn(own, expert) if checked.is_sound(sample))
+            if found := tuple(itertools.islice(sound, max(most, each) + MOST_CALIBRATING)):
+                by_expert[expert] = found[: max(most, each)]
                 calibrating[expert] = _calibrating(found)
-        mix = {component: checked.left_of(samples, MOST_IN_MIX) for component, samples in mixes.items()}
+        mix = {component: checked.left_of(samples, MOST_IN_MIX) for (_, component), samples in mixes.items()}
         return LineSamples(
             by_expert,
             tuple(str(error) for error in checked.broken.values()),
@@ -211,7 +213,9 @@ class _Search:
             if (component := name["component"]) is None:
                 reason = "it shows a whole board, which no expert judges: cut it, or give labelled crops"
                 continue
-            self._found[component, ""].append(Sample(folder / relpath, component, None, shown, max_pixels))
+            shelf = relpath.split("/")[0]
+            found = self._found[shelf if shelf in {DONE, NG} else "", component]
+            found.append(Sample(folder / relpath, component, None, shown, max_pixels))
             return
         self._unusable[relpath] = reason
 
@@ -247,9 +251,9 @@ def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
     """Samples for calibration: the last of each component and label (or shelf), in turn; at most half."""
     groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in found:
-        groups[sample.component, sample.label or sample.folder].append(sample)
-    halves = [samples[: (len(samples) - 1) // 2 : -1] for _, samples in sorted(groups.items())]
-    return tuple(itertools.islice(_in_turn(halves), MOST_CALIBRATING))
+        groups[sample.label or sample.folder, sample.component].append(sample)
+    halves = {key: samples[: (len(samples) - 1) // 2 : -1] for key, samples in groups.items()}
+    return tuple(itertools.islice(_drawn(halves, ""), MOST_CALIBRATING))
 
 
 def _stamp(path: Path) -> list[str | int]:
@@ -265,6 +269,20 @@ def _spread(samples: Iterable[Sample]) -> list[Sample]:
     return [named[place] for place in sorted(range(len(named)), key=lambda place: place * GOLDEN % 1.0)]
 
 
-def _in_turn(groups: Iterable[Sequence[Sample]]) -> Iterator[Sample]:
-    for row in itertools.zip_longest(*groups):
-        yield from (sample for sample in row if sample is not None)
+def _drawn(groups: Mapping[tuple[str, str], Sequence[Sample]], seed: str) -> Iterator[Sample]:
+    """Samples of each shelf in turn; of the shelf's components the one with the fewest so far, there and then on all.
+
+    Equals come in an order that ``seed`` shuffles: what is left out does not depend on a component's name.
+    """
+    order = sorted(groups)
+    random.Random(seed).shuffle(order)
+    left = {key: iter(groups[key]) for key in order}
+    seen: Counter[str | tuple[str, str]] = Counter()
+    while left:
+        for shelf in sorted({shelf for shelf, _ in left}):
+            key = min((each for each in left if each[0] == shelf), key=lambda each: (seen[each], seen[each[1]]))
+            if (sample := next(left[key], None)) is None:
+                del left[key]
+                continue
+            seen.update([key, key[1]])
+            yield sample

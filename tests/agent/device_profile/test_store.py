@@ -556,6 +556,17 @@ def test_a_profile_from_before_cpu_and_drive_were_named_is_read(path):
     assert (before.box.cpu, before.box.drive) == ("", "")
 
 
+def test_a_proof_of_a_profile_from_before_classes_were_counted_still_holds(path):
+    before = written(path)
+    with closing(sqlite3.connect(path)) as database:
+        for column in ("failing", "least_each"):
+            database.execute(f"ALTER TABLE agreements DROP COLUMN {column}")
+        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'samples_by_class'")
+        database.commit()
+    assert read_profile(path) == before
+    assert [each.proves for each in before.agreements] == [True]
+
+
 def packed(sha256="s", tensors=(), shared=(), program=None):
     own = Segment(f"{sha256}-own", 4096, tensors)
     return PackedExpert("cls/a", "resnet18", "fp32", "layout", sha256, own, shared, program)

@@ -1,11 +1,12 @@
 """Agreement between precisions: outputs by hand, experts that really differ, and the choice that follows."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from agent.device_profile.records import BatchTimes
-from experts.expert import BoundingBox, LabelScore, Precision, Prediction
+from experts.expert import BoundingBox, Expert, InputSpec, LabelScore, Precision, Prediction
 from experts.graph import ExpertGraph, RouteStep
 from profiler.microbench.agreement import (
     LEAST_IMAGES,
@@ -13,6 +14,7 @@ from profiler.microbench.agreement import (
     compare,
     compared,
     difference,
+    failing_of,
     image_s,
     is_clearly_faster,
 )
@@ -84,19 +86,36 @@ class TestVerdicts:
 
 
 class TestExperts:
-    def test_each_is_judged_by_its_own_images_and_by_enough_of_them(self, workbench):
-        said = {"a": ("ok", "ok"), "b": ("ok", "bad"), "c": ("ok", "ok")}
+    def test_enough_own_images_that_fp32_passes_and_fails_prove_a_form_and_good_ones_alone_do_not(self, workbench):
+        said = {"a": (None, None), "b": ("ok", "bad"), "c": (None, None), "d": ("ok", "ok")}
         fp32 = [workbench.fake(name, Precision.FP32, exact) for name, (exact, _) in said.items()]
         bf16 = [workbench.fake(name, Precision.BF16, other) for name, (_, other) in said.items()]
-        counts = {"a": LEAST_IMAGES, "b": LEAST_IMAGES, "c": LEAST_IMAGES - 1}
+        counts = dict.fromkeys(said, LEAST_IMAGES) | {"c": LEAST_IMAGES - 1}
         bench = workbench.bench(**{name: workbench.images(name, count) for name, count in counts.items()})
-        found = {each.expert: each for each in compare(bench, GRAPH, fp32, bf16)}
+        steps = {name: (RouteStep(f"cls/{name}", frozenset({"ok"})),) for name in said}
+        graph = ExpertGraph([f"cls/{name}" for name in said], steps)
+        found = {each.expert: each for each in compare(bench, graph, fp32, bf16)}
         assert {name: (each.images, each.labels_differ) for name, each in found.items()} == {
             "cls/a": (LEAST_IMAGES, 0), "cls/b": (LEAST_IMAGES, LEAST_IMAGES), "cls/c": (LEAST_IMAGES - 1, 0),
+            "cls/d": (LEAST_IMAGES, 0),
         }  # fmt: skip
         assert {name: (each.agrees, each.proves) for name, each in found.items()} == {
-            "cls/a": (True, True), "cls/b": (False, False), "cls/c": (True, False),
+            "cls/a": (True, True), "cls/b": (False, False), "cls/c": (True, False), "cls/d": (True, False),
         }  # fmt: skip
+        assert {name: (each.passing, each.failing) for name, each in found.items()} == {
+            "cls/a": (20, 10), "cls/b": (LEAST_IMAGES, 0), "cls/c": (19, 10), "cls/d": (LEAST_IMAGES, 0),
+        }  # fmt: skip
+
+    def test_a_router_that_fails_nothing_needs_images_of_two_labels(self):
+        graph = ExpertGraph(
+            ["cls/a", "cls/b", "cls/c"],
+            {"r": (RouteStep("cls/a", frozenset(), then={"left": "cls/b", "right": "cls/c"}),)},
+        )
+        expert = Expert("cls/a", "fake", Path("a"), ("left", "right"), InputSpec(8, 8))
+        samples = [Sample(Path("a.png"), "r", None, "inbox")] * 3
+        said = [Prediction(label, 0.9) for label in ("left", "left", "right")]
+        assert failing_of(graph, expert, samples, said) == 1
+        assert failing_of(graph, expert, samples, [said[0]] * 3) == 0
 
     def test_an_expert_that_is_not_there_in_the_other_precision_or_cannot_be_loaded_differs(self, workbench):
         fp32 = [workbench.fake(name, Precision.FP32) for name in "abc"]

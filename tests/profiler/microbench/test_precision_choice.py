@@ -22,7 +22,7 @@ from tests.profiler.lines import as_fast, built_agent, fakes, write_line
 
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
 SECONDS = {"fp32": 0.5, "bf16": 0.001}
-LEAST = 3
+LEAST, EACH = 4, 2
 
 
 class LineOfOneKind:
@@ -33,15 +33,16 @@ class LineOfOneKind:
         document = fakes(experts, labels=["ok", "bad"]) | {
             "memory": {"host": "512MiB"}, "device": "cpu", "precision": "auto",
         }  # fmt: skip
-        self.config = write_line(folder, document, weight_bytes=300_000, label="ok", shared=shared or {})
+        self.config = write_line(folder, document, weight_bytes=300_000, shared=shared or {})
 
-    def crops(self, *components, each=LEAST):
-        """A sample folder with images of each of these."""
+    def crops(self, *components, good=2, bad=2):
+        """A sample folder with images of each of these, which the fakes pass and fail."""
         for number in components:
-            place = self.folder / "crops" / f"c{number}" / "ok"
-            place.mkdir(parents=True, exist_ok=True)
-            for image in range(each):
-                Image.new("RGB", (8, 8), (100, 100, 30)).save(place / f"{image}.png")
+            for label, count, grey in (("ok", good, 155), ("bad", bad, 145)):
+                place = self.folder / "crops" / f"c{number}" / label
+                place.mkdir(parents=True, exist_ok=True)
+                for image in range(count):
+                    Image.new("RGB", (8, 8), (grey, grey, grey)).save(place / f"{image}.png")
         return self.folder / "crops"
 
     def profiled(self, samples):
@@ -62,6 +63,7 @@ def line(tmp_path):
 @pytest.fixture(autouse=True)
 def _two_forms_and_few_images(monkeypatch):
     monkeypatch.setattr(agreement, "LEAST_IMAGES", LEAST)
+    monkeypatch.setattr(agreement, "LEAST_EACH", EACH)
     with mock.patch.dict(FORMS, {form: FORMS[form] for form in (Precision.FP32, Precision.BF16)}, clear=True):
         yield  # afterwards the registry has its order again
 
@@ -76,19 +78,22 @@ def told(done, *words):
 
 def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_and_are_told(line):
     line.crops(0, 1, 2)
-    line.crops(3, each=LEAST - 1)
+    line.crops(3, bad=1)
     done = line.profiled(line.folder / "crops")
     assert forms(done) == {f"f{number}": "bf16" if number < 3 else "fp32" for number in range(6)}
     assert set(done.profile.precisions.values()) == {"fp32"}  # of an expert that joins, nothing is proven
     (note,) = told(done, "stay behind the fastest form")
     assert note.startswith("3 of the 6 experts of fake 8x8 imagenet program=")
-    assert "cls/f3: not in bf16: it has 2 sample images for that, and a proof takes 3" in note
+    assert "cls/f3: not in bf16: it has 3 sample images for that, and a proof takes 4" in note
     assert note.endswith("(and 2 more)")
     whys = {expert: each.why for (expert, _), each in done.profile.forms.items()}
-    assert whys["cls/f0"] == "3 samples agree: at 95 % fewer than 100.0% are decided otherwise"
+    assert whys["cls/f0"] == (
+        "2 samples that fp32 passes and 2 that it fails agree: at 95 % fewer than 150.0% and 150.0% "
+        "are decided otherwise"
+    )
     assert "it has no sample images" in whys["cls/f4"]
     table = profile_table(done.profile)
-    assert "form         cls/f0, cls/f1, cls/f2 in bf16 on cpu: 3 samples agree" in table
+    assert "form         cls/f0, cls/f1, cls/f2 in bf16 on cpu: 2 samples that" in table
     assert "form         cls/f4, cls/f5 in fp32 on cpu: not in bf16" in table
     told_as_json = profile_json(done.profile)["experts"]
     assert told_as_json["cls/f3 on cpu"]["precision"] == "fp32"
@@ -104,12 +109,19 @@ def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monke
     def turned(rig, copy, samples):
         said = judged(rig, copy, samples)
         is_turned = (copy.expert.id, copy.packed.precision) == ("cls/f2", "bf16")
-        return [replace(said[0], label="bad"), *said[1:]] if is_turned else said
+        return [replace(said[0], label="odd"), *said[1:]] if is_turned else said
 
     monkeypatch.setattr(agreement, "judged", turned)
     done = line.profiled(line.crops(*range(6)))
     assert forms(done) == {f"f{number}": "fp32" if number == 2 else "bf16" for number in range(6)}
-    assert told(done, "cls/f2: not in bf16: 1 of 3 samples are decided otherwise")
+    assert told(done, "cls/f2: not in bf16: 1 of 4 samples are decided otherwise")
+
+
+def test_samples_that_fp32_all_passes_prove_no_form_and_the_note_asks_for_bad_parts(line):
+    done = line.profiled(line.crops(*range(6), good=LEAST, bad=0))
+    assert set(forms(done).values()) == {"fp32"}
+    asked = "fp32 passes 4 of its sample images and fails 0, and 4 prove it, 2 of either - give --samples FOLDER with"
+    assert told(done, f"not in bf16: {asked} more good and bad parts")
 
 
 def test_experts_that_share_tensors_run_alike(tmp_path):

@@ -151,6 +151,7 @@ def _few_runs_and_no_notes_on_speed(monkeypatch):
         (batches, "TRIAL_RUNS", 1),
         (kinds, "BATCHES_TOGETHER", 2),
         (agreement, "LEAST_IMAGES", 2),  # as many as the crops of a component
+        (agreement, "LEAST_EACH", 0),  # good ones alone
     ):
         monkeypatch.setattr(module, name, value)
 

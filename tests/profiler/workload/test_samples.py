@@ -22,15 +22,13 @@ def config(tmp_path):
     return line_with(tmp_path, path="inbox", pattern=PATTERN)
 
 
-def line_with(folder, **intake):
+def line_with(folder, parts=("resistor", "chip"), **intake):
     expert, step = fakes(1)["experts"]["cls/f0"], {"pass": ["ok"]}
     document = {
         "line": "one",
         "state": "state",
-        "experts": {f"cls/{name}": expert for name in ("resistor", "chip", "solder", "lonely")},
-        "routes": {
-            name: [{"expert": f"cls/{name}", **step}, {"expert": "cls/solder", **step}] for name in ("resistor", "chip")
-        },
+        "experts": {f"cls/{name}": expert for name in (*parts, "solder", "lonely")},
+        "routes": {name: [{"expert": f"cls/{name}", **step}, {"expert": "cls/solder", **step}] for name in parts},
         "intake": {"folders": [intake]},
     }
     return write_line(folder, document)
@@ -69,6 +67,19 @@ class TestLabelledCrops:
         broken.write_bytes(b"\x89PNG cut")
         found = LineSamples.find(config, tmp_path / "mixed")
         assert broken not in {each.path for each in found.mix["chip"]}
+
+    def test_rare_labels_are_an_equal_share_and_no_component_of_a_shared_expert_is_left_out(self, tmp_path):
+        config = line_with(tmp_path, [f"part-{number:02}" for number in range(60)], path="inbox", pattern=PATTERN)
+        for number in range(60):
+            write_image(tmp_path / "crops" / f"part-{number:02}" / "ok" / "1.png")
+            write_image(tmp_path / "crops" / f"part-{number:02}" / "ok" / "2.png")
+        for number in range(30):
+            write_image(tmp_path / "crops" / "part-59" / "bad" / f"{number}.png")
+        drawn = LineSamples.find(config, tmp_path / "crops").of("cls/solder")
+        assert len(drawn) == 2 * 60
+        assert len({each.component for each in drawn}) == 60
+        assert Counter(each.label for each in drawn) == {"bad": 30, "ok": 90}
+        assert len(LineSamples.find(config, tmp_path / "crops").of("cls/part-59")) == 32
 
     def test_broken_ones_are_passed_over_and_counted(self, config, crops):
         for number in range(4):
@@ -120,8 +131,12 @@ class TestCalibratingImages:
             assert len(chosen) == len(set(chosen)) <= MOST_CALIBRATING
             shown = Counter((each.component, each.label) for each in chosen)
             assert all(2 * number <= counts[group] for group, number in shown.items())
-            rarer = [number for group, number in shown.items() if counts[group] // 2 > number]
-            assert not rarer or max(shown.values()) <= min(rarer) + 1 or sum(shown.values()) < MOST_CALIBRATING
+            labels, halves = Counter(each.label for each in chosen), Counter()
+            for component, label in shown:
+                halves[label] += counts[component, label] // 2
+            rarer = [number for label, number in labels.items() if halves[label] > number]
+            components = len({component for component, _ in shown})
+            assert not rarer or max(labels.values()) <= min(rarer) + components or len(chosen) < MOST_CALIBRATING
 
 
 def check_apart(samples):
@@ -141,6 +156,15 @@ class TestIntake:
         assert names(found.of("cls/chip")) == ["B1_chip_U1.png"]
         assert described(found.of("cls/resistor")) == "2 images from inbox/done and inbox/ng"
         assert described(found.of("cls/chip")) == "1 image from inbox"
+
+    def test_files_that_were_judged_ng_are_half_of_the_samples_though_one_in_twenty_is(self, config, tmp_path):
+        for number in range(200):
+            shelf = "done" if number % 20 else "ng"
+            write_image(tmp_path / "inbox" / shelf / "2026-05-01" / f"B{number:03}_chip_U1.png")
+        for folder in (None, tmp_path / "inbox"):
+            drawn = LineSamples.find(config, folder).of("cls/chip")
+            assert len(drawn) == MOST_PER_EXPERT
+            assert Counter(each.path.parts[-3] for each in drawn) == {"done": 30, "ng": 10}
 
     def test_what_failed_is_unfinished_or_hidden_is_left_alone(self, config, tmp_path):
         for name in ("failed/B1_chip_U1.png", ".work/me/B1_chip_U1.png", "B1_chip_U1.png.part", ".B1_chip_U1.png"):
