@@ -1,8 +1,7 @@
 """Images: complete files only, decoded to the pixels that an expert was trained on.
 
-A file that decodes may still be incomplete: a preallocated baseline JPEG, BMP, TIFF or WebP decodes to black where
-bytes are missing. `completeness` checks the end that each format declares. `read_image` refuses a cut file, then
-decodes to the last byte.
+A file without the end that its format declares (`experts.image_files.completeness`) is refused, and so is one that is
+damaged before: its decoder warns, or a checksum is wrong. What follows the first picture's end does not count.
 
 Pixels are returned as stored, with their EXIF orientation: ultralytics' loader applies it, most others drop it, so each
 expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. 16-bit grey is scaled from its full range.
@@ -15,16 +14,19 @@ import struct
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from stat import S_ISREG
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from experts.errors import ImageTooLarge, ImageUnreadable
 from experts.expert import Orientation
-from experts.tiff import TIFF_STARTS, tiff_pixels
+from experts.image_files.completeness import Completeness, completeness
+from experts.image_files.jpeg import CUT, START, as_if_it_went_on, jpeg_pixels
+from experts.image_files.png import png_damage, png_stop
+from experts.image_files.tiff import jpeg_damage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from experts.expert import AnomalyMap
 
+JPEG = frozenset({"JPEG", "MPO"})  # MPO: several pictures, of which a phone shows the first
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 ENDINGS = frozenset({  # of their files' names
     ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp",
@@ -46,12 +49,6 @@ DECODED_BYTES_PER_PIXEL = 12  # the decoder's at most four channels, a conversio
 HEADER_ALLOWANCE_BYTES = 4 * 1024 * 1024  # metadata beside the pixels
 STRIP_BYTES = 64 * 1024  # of one copy from the decoder; larger copies measured up to four times slower
 REDUCTIONS = (8, 4, 2, 1)  # of a JPEG's sides, in its decoder: one pixel, four or sixteen of each block of 64
-TAIL_BYTES = 4096  # so many zeros at the end look like preallocation
-PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-JPEG_END = b"\xff\xd9"
-BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
-BMP_INFO_HEADER_BYTES = 40  # shorter headers have another layout
-BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
 TAG = 0x0112  # of EXIF orientation, also in TIFF; from SWAPPED on rows and columns are swapped, then some are mirrored
 UPRIGHT, SWAPPED, LAST = 1, 5, 8
 COLUMNS_MIRRORED, ROWS_MIRRORED = frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
@@ -59,42 +56,6 @@ BROKEN = (  # exceptions of Pillow on hostile bytes; Warning where warnings are 
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError,
     MemoryError, NotImplementedError, struct.error, zlib.error, Warning, Image.DecompressionBombError,
 )  # fmt: skip
-
-
-class Completeness(StrEnum):
-    """Verdict of a file's bytes on its end."""
-
-    WHOLE = "whole"
-    ZERO_TAILED = "zero-tailed"  # black pixels, or bytes not yet written
-    CUT = "cut"
-    UNKNOWN = "unknown"  # unknown format; decoding decides
-
-
-def completeness(file: BinaryIO) -> Completeness:
-    """Completeness of an open, seekable file by its bytes, without decoding.
-
-    At most 33 MiB are read (a TIFF's tables), whatever the file claims. An empty file, or one of zeros, is CUT.
-    Raises OSError when reading fails.
-    """
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    head = file.read(64)
-    tail_size = min(TAIL_BYTES, max(size // 4, 1))
-    file.seek(max(size - tail_size, 0))
-    tail = file.read(tail_size)
-    if not any(head):
-        return Completeness.CUT
-    if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        return _whole_if(_ends_with(file, size, PNG_END))
-    if head.startswith(b"\xff\xd8"):
-        return _whole_if(_ends_with(file, size, JPEG_END))
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return _whole_if(size >= 8 + int.from_bytes(head[4:8], "little") and any(tail))
-    if head.startswith(b"BM"):
-        return _whole_if(size >= _bmp_bytes(head), tail)
-    if head.startswith(TIFF_STARTS):
-        return _tiff(file, size, tail)
-    return Completeness.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +116,25 @@ def decode_image(
     if not content:
         raise ImageUnreadable(name, "the file is empty")
     _check_length(len(content), name, max_pixels)
-    if completeness(io.BytesIO(content)) is Completeness.CUT:
-        raise ImageUnreadable(name, "the file is cut: its last bytes are missing")
+    is_cut = completeness(io.BytesIO(content)) is Completeness.CUT
+    if is_cut and not content.startswith(START):  # of a JPEG the decoder says where
+        raise ImageUnreadable(name, CUT)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            (width, height), is_jpeg = image.size, image.format == "JPEG"
+            (width, height), is_jpeg = image.size, image.format in JPEG
             if width * height > max_pixels:
                 raise ImageTooLarge(name, f"{width} x {height} pixels are more than max_pixels {max_pixels}")
-            if (frames := getattr(image, "n_frames", 1)) > 1:
+            if not is_jpeg and (frames := getattr(image, "n_frames", 1)) > 1:
                 raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
             smaller = reduction(height, width, least) if is_jpeg else 1
-            if smaller > 1:
-                image.draft(None, (width // smaller, height // smaller))  # None: its own mode
-            with room_for(image.width * image.height * DECODED_BYTES_PER_PIXEL):
-                image.load()
-                return Decoded(_rgb(image, name), height, width, smaller, is_jpeg, _orientation(image))
+            with room_for(width * height // smaller**2 * DECODED_BYTES_PER_PIXEL):
+                pixels = _of_jpeg(image, content, name, smaller) if is_jpeg else _loaded(image, content, name)
+                return Decoded(pixels, height, width, smaller, is_jpeg, _orientation(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
     except UnidentifiedImageError as error:
-        raise ImageUnreadable(name, f"not an image in any of {', '.join(FORMATS)}") from error
+        reason = CUT if is_cut else f"not an image in any of {', '.join(FORMATS)}"
+        raise ImageUnreadable(name, reason) from error
     except MemoryError:  # the size was checked: the box lacks memory
         raise
     except BROKEN as error:
@@ -262,6 +223,45 @@ def _orientation(image: Image.Image) -> int:
     return found if found in range(UPRIGHT, LAST + 1) else UPRIGHT
 
 
+def _of_jpeg(image: Image.Image, content: bytes, name: str, smaller: int) -> NDArray[np.uint8]:
+    pixels = jpeg_pixels(content, name, image.mode == "CMYK", smaller)
+    if pixels is not None and image.mode != "CMYK":
+        return pixels
+    size = image.width // smaller, image.height // smaller
+    image.draft(None, size)  # None: its own mode
+    shown = _rgb(image, name)  # Pillow converts CMYK, and knows every sampling, but hears no warning
+    if pixels is None:
+        with Image.open(io.BytesIO(as_if_it_went_on(content)), formats=FORMATS) as noisy:
+            noisy.draft(None, size)
+            if not np.array_equal(shown, _rgb(noisy, name)):
+                raise ImageUnreadable(name, "is damaged: its data stop before its end")
+    return shown
+
+
+def _loaded(image: Image.Image, content: bytes, name: str) -> NDArray[np.uint8]:
+    damage = png_damage(content) if image.format == "PNG" else None
+    if isinstance(image, TiffImageFile):
+        damage = jpeg_damage(content, image.tag_v2, image.mode == "CMYK")
+    if damage is not None:
+        raise ImageUnreadable(name, f"is damaged {damage}")
+    try:
+        image.load()
+    except MemoryError:
+        raise
+    except BROKEN as error:
+        stop = png_stop(content) if image.format == "PNG" else None
+        raise ImageUnreadable(name, f"is damaged {stop or 'in its data'} ({error or type(error).__name__})") from error
+    if image.format == "PNG" and not _ends_with_pixels(image) and (stop := png_stop(content)):
+        raise ImageUnreadable(name, f"is damaged: its data stop {stop}")
+    return _rgb(image, name)
+
+
+def _ends_with_pixels(image: Image.Image) -> bool:
+    """False where the last rows are zeros, as Pillow leaves rows of which a PNG has no data."""
+    last = image.crop((0, max(image.height - 2, 0), image.width, image.height))
+    return all(any(row) for row in np.asarray(last).reshape(last.height, -1))
+
+
 def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:
     if image.mode.startswith("I"):  # I;16, I;16B, and I: 16-bit grey in a wider container
         grey = np.asarray(image)
@@ -287,36 +287,3 @@ def _pixels(image: Image.Image) -> NDArray[np.uint8]:
         bottom = min(top + rows, height)
         pixels[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
     return pixels
-
-
-def _whole_if(is_whole: bool, tail: bytes = b"-") -> Completeness:
-    """``tail``: last bytes, for formats where zeros may be black pixels."""
-    if not is_whole:
-        return Completeness.CUT
-    return Completeness.WHOLE if any(tail) else Completeness.ZERO_TAILED
-
-
-def _ends_with(file: BinaryIO, size: int, end: bytes) -> bool:
-    file.seek(max(size - len(end), 0))
-    return file.read(len(end)) == end
-
-
-def _bmp_bytes(head: bytes) -> int:
-    """Least length of the BMP: by its pixels where they are not compressed, else as its header claims."""
-    if len(head) < BMP_HEADER.size:
-        return BMP_HEADER.size
-    _, claimed, _, _, offset, header, width, height, _, bits, compression = BMP_HEADER.unpack_from(head)
-    if header < BMP_INFO_HEADER_BYTES or compression not in BMP_UNCOMPRESSED:
-        return int(claimed)
-    stride = (abs(width) * bits + 31) // 32 * 4
-    return int(offset + stride * abs(height))
-
-
-def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
-    try:
-        pixels = tiff_pixels(file, size)
-    except EOFError:
-        return Completeness.CUT
-    if pixels is None:
-        return Completeness.UNKNOWN
-    return _whole_if(pixels.are_within, tail) if pixels.are_raw else _whole_if(pixels.are_within and any(tail))

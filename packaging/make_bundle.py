@@ -33,7 +33,10 @@ CPU_INDEX = (
 CUDA_WHEELS = re.compile(r"(nvidia|cuda|triton)[_-]")
 OWN = {"coserve", "opencv-python"}  # built from this checkout
 # What install.sh tries.
-IMPORTS = ("torch", "torchvision", "cv2", "av", "onnxruntime", "grpc", "agent.web.monitoring", "agent.service.serve")
+IMPORTS = (
+    "torch", "torchvision", "cv2", "av", "simplejpeg", "onnxruntime", "grpc", "agent.web.monitoring",
+    "agent.service.serve",
+)  # fmt: skip
 # What coserve's wheel is built from: everything but the proof, which no line needs, and the tests.
 BUNDLED = ("agent", "docs", "experts", "packaging", "profiler", "systemd", "coserve.py", "LICENSE",
            "README.md", "pyproject.toml")  # fmt: skip

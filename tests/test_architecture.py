@@ -39,6 +39,7 @@ RUNTIME_FENCE = (
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS = {
+    "experts.image_files": ("experts.errors", "experts.expert"),
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",

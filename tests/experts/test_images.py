@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
+from experts.image_files.completeness import Completeness, completeness
 from experts.images import (
     ENDINGS,
     FORMATS,
-    Completeness,
-    completeness,
     decode_image,
     read_image,
     reduction,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from experts.images import Completeness, completeness
-from experts.tiff import LARGEST_DIRECTORY, LARGEST_TABLE
+from experts.image_files.completeness import Completeness, completeness
+from experts.image_files.tiff import LARGEST_DIRECTORY, LARGEST_TABLE
 
 PIXELS = np.random.default_rng(7).integers(1, 255, (64, 64, 3), dtype=np.uint8)
 LONG, SHORT, BYTE = 4, 3, 1

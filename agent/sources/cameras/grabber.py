@@ -183,7 +183,7 @@ class Grabber:
 def encode(picture: Picture, max_pixels: int) -> bytes | None:
     """The image file; None for a JPEG that cannot be decoded. Raises CameraFailed for more than ``max_pixels``."""
     if isinstance(picture, bytes):
-        return None if decoded_jpeg(picture, max_pixels, cv2.IMREAD_UNCHANGED) is None else picture
+        return None if decoded_jpeg(picture, max_pixels) is None else picture
     _check_size(picture, max_pixels)
     pixels = picture if isinstance(picture, np.ndarray) else picture.to_ndarray(format="bgr24")
     is_encoded, content = cv2.imencode(".png", pixels)

@@ -12,12 +12,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import av
-import cv2
+import numpy as np
 from av.error import FFmpegError, InvalidDataError
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
 from agent.sources.cameras.pictures.size import check_size, decoded_jpeg
 from agent.sources.cameras.pictures.source import Snapshot
+from experts.image_files.jpeg import START, picture_end
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg numbers the frames instead
 PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end at the start of the next packet
-JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
+JPEG_TABLES = b"\xff\xc4"
 
 
 class Capture:
@@ -105,11 +106,11 @@ class Capture:
 
 
 def whole_jpeg(packet: bytes, max_pixels: int) -> Picture | None:
-    """Frame of motion JPEG: the file itself, or its pixels if the file lacks its tables; None for a cut file. Raises
-    CameraFailed for more than ``max_pixels``."""
-    content = packet.rstrip(b"\0")
-    if not (content.startswith(JPEG_START) and content.endswith(JPEG_END)):
+    """Frame of motion JPEG: the file itself, or its pixels, BGR, if the file lacks its tables; None for a cut file.
+    Raises CameraFailed for more than ``max_pixels``."""
+    if not packet.startswith(START) or (end := picture_end(packet)) is None:
         return None
-    if JPEG_TABLES in content:
-        return content
-    return decoded_jpeg(content, max_pixels, cv2.IMREAD_COLOR)
+    if JPEG_TABLES in packet:
+        return packet[:end]
+    pixels = decoded_jpeg(packet, max_pixels)
+    return None if pixels is None else np.ascontiguousarray(pixels[:, :, ::-1])

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import cv2
-import numpy as np
+from typing import TYPE_CHECKING
 
 from experts.errors import CameraFailed, ImageTooLarge, ImageUnreadable
-from experts.images import stored_size
+from experts.images import read_image
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 ADVICE = "raise max_pixels:, or lower the camera's resolution"
 
 
-def decoded_jpeg(content: bytes, max_pixels: int, how: int) -> NDArray[Any] | None:
-    """Pixels, ``how`` OpenCV reads them; None for a broken one. Raises CameraFailed for more than ``max_pixels``."""
+def decoded_jpeg(content: bytes, max_pixels: int) -> NDArray[np.uint8] | None:
+    """Pixels, RGB; None for a damaged frame. Raises CameraFailed for more than ``max_pixels``."""
     try:
-        stored_size(content, "its frame", max_pixels)
+        return read_image(content, "its frame", max_pixels)
     except ImageTooLarge as error:
         raise CameraFailed(f"{error} - {ADVICE}") from None
     except ImageUnreadable:
         return None
-    return cv2.imdecode(np.frombuffer(content, np.uint8), how)
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:

@@ -45,7 +45,7 @@ from agent.sources.folder.files.selection import MARKER, FileSelection
 from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.sources.folder.files.sidecar import sidecar_beside, sidecar_of, spellings
 from experts.filesystem import open_folder, unlink_below, whole_file
-from experts.images import completeness
+from experts.image_files.completeness import completeness
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
-from experts.images import Completeness
+from experts.image_files.completeness import Completeness
 
 CLOSED_SETTLE_S = 0.2  # after an observed close
 UNSEEN_SETTLE_S = 2.0  # without an observed close

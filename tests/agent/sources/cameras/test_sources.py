@@ -217,6 +217,16 @@ class TestMotionJpeg:
         assert whole_jpeg(whole + bytes(5), 10**7) == whole
         assert [whole_jpeg(cut, 10**7) for cut in (whole[:-2], whole[2:], b"")] == [None] * 3
 
+    def test_a_damaged_frame_is_none(self):
+        whole = cv2.imencode(".jpg", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8))[1].tobytes()
+        assert encode(whole, 10**7) == whole
+        assert encode(whole[: len(whole) // 2] + whole[-2:], 10**7) is None
+        assert whole_jpeg(without_tables(whole[:-900] + whole[-2:]), 10**7) is None
+
+    def test_a_camera_s_trailer_is_no_part_of_its_frame(self):
+        whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
+        assert whole_jpeg(whole + b"dhav\x59\x19\x01\x00", 10**7) == whole
+
     def test_one_without_its_tables_is_decoded(self):
         whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
         bare = without_tables(whole)

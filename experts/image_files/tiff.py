@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from experts.errors import ImageUnreadable
+from experts.image_files.jpeg import END, START, jpeg_pixels
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -21,7 +24,8 @@ TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 LARGEST_DIRECTORY = 4096  # entries; images have about thirty
 LARGEST_TABLE = 1 << 20  # strips or tiles, more than Pillow opens
 TABLES = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
-COMPRESSION = 259
+COMPRESSION, JPEG_TABLES = 259, 347
+JPEG = 7  # a compression: each strip or tile is a JPEG file, less its tables
 LAST_STANDARD = 532  # later tags are extensions: wrong ones do not keep a file from decoding
 ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets and counts
@@ -29,10 +33,11 @@ UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets an
 
 @dataclass(frozen=True, slots=True)
 class TiffPixels:
-    """Verdict on a TIFF's pixels: within the file, and stored raw."""
+    """Verdict on a TIFF's pixels: within the file, and stored raw. ``end``: place behind the last of them."""
 
     are_within: bool
     are_raw: bool
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +136,32 @@ def tiff_pixels(file: BinaryIO, size: int) -> TiffPixels | None:
     if any(tag.count > LARGEST_TABLE for table in tables for tag in table):
         return None
     is_raw = COMPRESSION not in tags or tags[COMPRESSION].type not in UNSIGNED or _is_one(tiff, tags[COMPRESSION])
-    return TiffPixels(all(_are_within(tiff, *table) for table in tables), is_raw)
+    ends = [_end_within(tiff, *table) for table in tables]
+    return TiffPixels(None not in ends, is_raw, max(end or 0 for end in ends))
 
 
-def _are_within(tiff: _TiffFile, offsets: _Tag, counts: _Tag) -> bool:
+def _end_within(tiff: _TiffFile, offsets: _Tag, counts: _Tag) -> int | None:
+    """Place behind a table's last byte; None if it is beyond the file."""
     length = min(offsets.count, counts.count)
     starts, sizes = tiff.numbers(offsets)[:length], tiff.numbers(counts)[:length]
     end = np.uint64(tiff.size)
-    return bool((starts <= end).all() and (sizes <= end - starts).all())  # in this order nothing can overflow
+    is_within = (starts <= end).all() and (sizes <= end - starts).all()  # in this order nothing can overflow
+    return int((starts + sizes).max()) if is_within else None
 
 
 def _is_one(tiff: _TiffFile, tag: _Tag) -> bool:
     return tag.count == 1 and int(tiff.numbers(tag)[0]) == 1
+
+
+def jpeg_damage(content: bytes, tags: Mapping[int, Any], is_cmyk: bool) -> str | None:
+    """Where the first damaged strip or tile of JPEG data is; None without one. libtiff fills it with grey."""
+    if tags.get(COMPRESSION) != JPEG:
+        return None
+    offsets, counts = next((tags[starts], tags[sizes]) for starts, sizes in TABLES if starts in tags)
+    tables = tags.get(JPEG_TABLES, START + END)
+    for number, (start, size) in enumerate(zip(offsets, counts, strict=True)):
+        try:
+            jpeg_pixels(tables[: -len(END)] + content[start + len(START) : start + size], "", is_cmyk)
+        except ImageUnreadable as error:
+            return f"in part {number + 1} of {len(offsets)}: {error.message.removeprefix('is damaged: ')}"
+    return None

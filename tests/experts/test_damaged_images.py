@@ -1,0 +1,176 @@
+"""Damaged files, as cameras and networks leave them: refused with the place where they stop; sound ones are read."""
+
+import io
+import re
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from experts.errors import ImageUnreadable
+from experts.image_files.completeness import Completeness, completeness
+from experts.images import decode_image, read_image
+
+SIDE = 160
+COARSE = np.random.default_rng(3).integers(0, 255, (12, 12, 3), dtype=np.uint8)
+PICTURE = Image.fromarray(COARSE).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+END = b"\xff\xd9"
+
+
+def encoded(image_format, picture=PICTURE, **options):
+    buffer = io.BytesIO()
+    picture.save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+BASELINE = encoded("JPEG", quality=92)
+PROGRESSIVE = encoded("JPEG", quality=92, progressive=True)
+RESTARTS = encoded("JPEG", quality=92, restart_marker_rows=1)
+GREY = encoded("JPEG", PICTURE.convert("L"), quality=92)
+CMYK = encoded("JPEG", PICTURE.convert("CMYK"), quality=92)
+PNG = encoded("PNG")
+
+
+def scans(content):
+    return [found.start() for found in re.finditer(b"\xff\xda", content)]
+
+
+def middle(content):
+    begun = scans(content)[0]
+    return begun + (len(content) - begun) // 2
+
+
+def half_lost(content):
+    return content[: middle(content)] + END
+
+
+def packet_lost(content, size=900):
+    return content[: middle(content)] + content[middle(content) + size :]
+
+
+def zeroed(content, size=500):
+    return content[: middle(content)] + bytes(size) + content[middle(content) + size :]
+
+
+def png_of(*parts):
+    chunks = (
+        len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big") for name, data in parts
+    )
+    return PNG[:33] + b"".join(chunks)
+
+
+ROWS = zlib.decompress(b"".join(PNG[at + 4 : at + 4 + int.from_bytes(PNG[at - 4 : at], "big")] for at in [37]))
+SECOND_SCAN_ONLY = PROGRESSIVE[: scans(PROGRESSIVE)[2]] + PROGRESSIVE[scans(PROGRESSIVE)[4] :]
+AT_ROW = rf"at row \d+ of {SIDE}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (half_lost(BASELINE), AT_ROW), (half_lost(GREY), AT_ROW), (half_lost(RESTARTS), AT_ROW),
+        (half_lost(CMYK), AT_ROW), (packet_lost(BASELINE), AT_ROW), (packet_lost(RESTARTS, 300), AT_ROW),
+        (zeroed(BASELINE), AT_ROW), (packet_lost(PROGRESSIVE), r"at \d+ % of its data"),
+        (SECOND_SCAN_ONLY, r"at \d+ % of its data"),
+        (PROGRESSIVE[: scans(PROGRESSIVE)[1]] + END, "later scans are missing, 0 of 192 coefficients are complete"),
+        (PROGRESSIVE[: scans(PROGRESSIVE)[-1]] + END, r"later scans are missing, \d+ of 192 coefficients"),
+        (BASELINE[: middle(BASELINE)], f"the file is cut: its last bytes are missing, {AT_ROW}"),
+        (BASELINE[:-2] + b"abc" * 7 + END, "extraneous bytes before marker 0xd9"),
+    ],
+    ids=[
+        "half of the scan", "of a grey one", "with restarts", "of a CMYK one", "a packet", "a packet with restarts",
+        "a packet of zeros", "a packet of a progressive one", "scans in the middle", "all scans but one",
+        "the last scan", "the end", "bytes too many",
+    ],
+)  # fmt: skip
+def test_a_jpeg_that_lost_data_is_refused_with_the_place_where_it_stops_though_it_has_its_end(content, reason):
+    for least in (None, (16, 16)):  # also where it is decoded smaller
+        with pytest.raises(ImageUnreadable, match=reason):
+            decode_image(content, "it", least=least)
+
+
+def mpo():
+    return encoded("MPO", save_all=True, append_images=[PICTURE.resize((32, 32))], quality=92)
+
+
+SOS = BASELINE.index(b"\xff\xda")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        BASELINE + b"dhav\x59\x19\x01\x00", BASELINE + bytes(512), BASELINE + b"Image_UTC_DataSEFHj\0SEFT", mpo(),
+        PROGRESSIVE + bytes(16), BASELINE[:-2] + bytes(7) + END,
+        BASELINE[:11] + b"\x03" + BASELINE[12:], BASELINE[: SOS + 11] + b"\x00\x3e\x10" + BASELINE[SOS + 14 :],
+        BASELINE[:20] + b"\xff\xe2\x00\x1aICC_PROFILE\0\x05\x02" + bytes(10) + BASELINE[20:],
+    ],
+    ids=["Dahua", "zeros", "Samsung", "MPO", "zeros progressive", "zeros inside", "revision", "scan", "profile"],
+)  # fmt: skip
+def test_a_sound_jpeg_is_read_whatever_follows_its_picture_or_is_odd_in_its_header(content):
+    assert completeness(io.BytesIO(content)) is Completeness.WHOLE
+    expected = Image.open(io.BytesIO(PROGRESSIVE if content.startswith(PROGRESSIVE) else BASELINE)).convert("RGB")
+    assert np.array_equal(read_image(content, "it"), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"progressive": True}, {"restart_marker_blocks": 3}], ids=str
+)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("smaller", [1, 2, 4, 8])
+def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
+    content = encoded("JPEG", PICTURE.crop((0, 0, 151, 77)).convert(mode), quality=85, **options)
+    with Image.open(io.BytesIO(content)) as image:
+        if smaller > 1:
+            image.draft(None, (151 // smaller, 77 // smaller))
+        assert np.array_equal(
+            decode_image(content, "it", least=(77 // smaller, 151 // smaller)).pixels, np.asarray(image.convert("RGB"))
+        )
+
+
+def test_a_jpeg_of_unusual_sampling_is_read_and_refused_where_its_scan_ends_early():
+    frame = BASELINE.index(b"\xff\xc0")
+    unusual = BASELINE[: frame + 14] + b"\x21" + BASELINE[frame + 15 :]
+    assert read_image(unusual, "it").shape == (SIDE, SIDE, 3)
+    with pytest.raises(ImageUnreadable, match="its data stop before its end"):
+        read_image(half_lost(unusual), "it")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (PNG[: len(PNG) // 2] + bytes(9) + PNG[len(PNG) // 2 + 9 :], r"between 0 and 9\d % of its data: a checksum"),
+        (png_of((b"IDAT", zlib.compress(ROWS)[:9000]), (b"IEND", b"")), AT_ROW),
+        (png_of((b"IDAT", zlib.compress(ROWS[: len(ROWS) // 2])), (b"IEND", b"")), f"stop at row 80 of {SIDE}"),
+        (PNG[: len(PNG) // 2], "the file is cut"),
+        (PNG[: len(PNG) // 2] + bytes(len(PNG) // 2), "the file is cut"),
+    ],
+    ids=["a wrong checksum", "data missing", "too few rows", "cut", "its end not written yet"],
+)
+def test_a_damaged_png_is_refused_with_the_place_where_it_stops(content, reason):
+    with pytest.raises(ImageUnreadable, match=reason):
+        read_image(content, "it")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        PNG + bytes(300),
+        PNG + b"junk",
+        encoded("WEBP", lossless=True) + bytes(5000),
+        encoded("PNG", Image.new("L", (9, 9))),
+    ],
+    ids=["PNG and zeros", "PNG and bytes", "WebP and zeros", "black rows"],
+)
+def test_bytes_behind_the_end_and_black_rows_are_no_damage(content):
+    assert completeness(io.BytesIO(content)) is Completeness.WHOLE
+    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    assert np.array_equal(read_image(content, "it"), expected)
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "jpeg", "packbits"])
+def test_a_damaged_tiff_is_refused_and_zeros_behind_one_are_not(compression):
+    content = encoded("TIFF", compression=compression)
+    assert completeness(io.BytesIO(content + bytes(5000))) is Completeness.WHOLE
+    assert np.array_equal(read_image(content + bytes(5000), "it"), read_image(content, "it"))
+    with pytest.raises(ImageUnreadable, match="is damaged in"):
+        read_image(content[:3000] + bytes(1500) + content[4500:], "it")
