@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agent.commands.experts import packed_bytes
 from agent.commands.judged_images import JudgedImage, judged_rows
 from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
-from agent.deployment.packed_copies import packed_manifests
+from agent.deployment.packed_copies import doubts_of, packed_manifests, unproven_copies
 from agent.records.database import refuse_root_beside_another, state_held
 from experts.errors import AlreadyRunning, ConfigError, ExpertError
 from experts.packed.manifests import ManifestFolder
@@ -105,7 +105,8 @@ def _judged(
         for image in images:
             requests.submit(image, component=component)
         ended = requests.collect(partial(progress, "inspect"))
-    return [_judged_image(each.outcome, each.at_s - each.submitted_s) for each in ended]
+        doubts = doubts_of(config, unproven_copies(config, agent.served))
+    return [_judged_image(doubts.applied(each.outcome), each.at_s - each.submitted_s) for each in ended]
 
 
 def _judged_image(outcome: Outcome, seconds: float) -> JudgedImage:

@@ -27,6 +27,9 @@ def print_status(status: StatusView) -> None:
             console.print()
             console.print(table)
     troubles = [f"alarm: {alarm}" for alarm in status.alarms]
+    if unproven := sorted(status.unproven):
+        more = f" and {len(unproven) - EXPERTS_SHOWN} more" if len(unproven) > EXPERTS_SHOWN else ""
+        troubles.append(f"unproven: {', '.join(unproven[:EXPERTS_SHOWN])}{more}: `coserve experts verify` proves them")
     troubles += [f"expert {expert} gets no requests: {why}" for expert, why in sorted(status.standing.items())]
     if troubles:
         console.print()

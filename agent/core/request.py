@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from experts.expert import Verdict
+
 if TYPE_CHECKING:
-    from experts.expert import Prediction, Verdict
+    from collections.abc import Mapping
+
+    from experts.expert import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,22 @@ class Outcome:
     score: float | None
     steps: tuple[StepResult, ...]
     reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Doubts:
+    """Experts that are not trusted, with reasons: no verdict may rest on ``any``, and no OK on ``passing``."""
+
+    any: Mapping[str, str] = field(default_factory=dict)
+    passing: Mapping[str, str] = field(default_factory=dict)
+
+    def applied(self, outcome: Outcome) -> Outcome:
+        """UNKNOWN instead of a verdict that rests on a doubted expert: an OK rests on all steps, an NG on the last."""
+        is_ok = outcome.verdict is Verdict.OK
+        doubted = {**self.passing, **self.any} if is_ok else self.any
+        steps = outcome.steps if is_ok else outcome.steps[-1:] if outcome.verdict is Verdict.NG else ()
+        reason = next((doubted[step.expert] for step in steps if step.expert in doubted), None)
+        return outcome if reason is None else replace(outcome, verdict=Verdict.UNKNOWN, reason=reason)
 
 
 class Portion(NamedTuple):

@@ -101,6 +101,12 @@ class Agent:
     def expert(self, name: str) -> str:
         return self.experts.get(name, name)
 
+    @property
+    def served(self) -> list[PackedExpert]:
+        """Packed weights of the experts that the line has now, in each form that serves."""
+        names = {self.expert(name) for name in self.config.catalog.experts}
+        return [packed for copy, packed in self.packed.items() if copy.rpartition("@")[0] in names]
+
     def start(self) -> None:
         self.loop.start()
         for expert, reason in self.setup.broken.items():

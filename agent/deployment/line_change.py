@@ -19,7 +19,7 @@ from agent.core.performance import HOST, PerformanceMatrix
 from agent.deployment.build import AgentOptions, all_alarms, groundwork_of, line_parts, line_times
 from agent.deployment.engine_setup import Given
 from agent.deployment.memory_split import pinned_experts
-from agent.deployment.packed_copies import copy_name
+from agent.deployment.packed_copies import GENERATION, copy_name
 from agent.deployment.performance_matrix import with_families
 from agent.deployment.ranked_experts import ranked_experts, worker_name
 from agent.runtime.expert_copy import prepared_form
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
-GENERATION = "+"
 BUSY_S = 10.0  # an unknown kind waits for a moment without requests: arbitrary
 LIVE_KEYS = ("experts", "routes", "boards", "require_proof", "golden")
 LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # of other sections

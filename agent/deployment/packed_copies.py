@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
+from agent.line_file.proofs import Proof, kept_proofs, proof_identity, save_proof, unproven
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.sources import is_there, sha256_of, stamp_of
+from experts.proving.comparing import GOOD_LABELS
 from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
@@ -18,8 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.line_file.proofs import Lack
     from experts.packed.manifests import Manifest
     from experts.packed.weights import PackedExpert
+    from experts.proving.comparing import Comparison
+
+# in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
+GENERATION = "+"
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
 
@@ -59,6 +68,49 @@ def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list
     """Experts whose threshold belongs to other weights or another input."""
     experts = config.catalog.experts
     return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
+
+
+def unproven_copies(config: LineConfig, served: Iterable[PackedExpert]) -> dict[str, Lack]:
+    """Experts without a proof in each form that they are served in, and why."""
+    forms: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+    for each in served:
+        forms[each.expert].add((each.precision, each.source_sha256))
+    return unproven(config.catalog.experts.values(), forms, kept_proofs(config.state), config.packed_folder)
+
+
+def keep_proof(
+    config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
+) -> Proof:
+    """Keep what a comparison shows of an expert of the line. ``served``: its form, and the sha256 of its weights.
+    ``by``: who made it, and why the expert is trusted even if it disagrees, or nothing. Raises OSError."""
+    form, sha256 = served
+    steps = [step for route in config.catalog.components.values() for step in route if step.expert == expert]
+    passing = comparison.count_of({label for step in steps for label in step.passing} or GOOD_LABELS)
+    proof = Proof(
+        expert=expert, form=form,
+        identity=proof_identity(config.catalog.experts[expert], sha256, form, config.packed_folder),
+        images=comparison.images, passing=passing, others=comparison.images - passing, agreed=comparison.agreed,
+        difference=comparison.largest_difference, at=datetime.now(UTC).isoformat(timespec="seconds"), by=by[0],
+        why="" if comparison.is_proof else by[1], blind=comparison.blind,
+    )  # fmt: skip
+    save_proof(config.state, proof)
+    return proof
+
+
+def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
+    """Experts on which no verdict, or no OK, may rest, as the line file wants it. ``lacks``: by the Engine's names."""
+
+    def told(expert: str, lack: Lack) -> str:
+        name = expert.partition(GENERATION)[0]
+        known = config.catalog.experts.get(name)
+        answers = "" if known is None or known.check else " --check DATA"
+        verify = f"`coserve experts verify {config.document.file} {name}{answers}`"
+        return f"{name} is unproven: {lack.why} - run {verify}"
+
+    stops = config.golden is not None and config.golden.on_difference == "stop"
+    reasons = {name: told(name, lack) for name, lack in lacks.items()}
+    passing = {name: reasons[name] for name, lack in lacks.items() if lack.differs and stops}
+    return Doubts(reasons if config.require_proof else {}, passing)
 
 
 def copy_name(expert: str, precision: Precision) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -42,7 +42,7 @@ KEPT = 16  # of each expert: forms, and versions that may serve again
 class Proof(BaseModel):
     """One comparison of an expert with known answers. ``identity``: ``proof_identity`` then; ``images``: compared,
     of which ``passing`` have a label of a good part and ``others`` another one. ``difference``: largest one of a score.
-    ``why``: reason of a person to trust the expert all the same."""
+    ``why``: reason of a person to trust the expert all the same; ``blind``: why it seems not to see its images."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,15 +57,23 @@ class Proof(BaseModel):
     at: str
     by: str
     why: str = ""
+    blind: str = ""
 
     @property
     def holds(self) -> bool:
-        return 0 < self.images == self.agreed or bool(self.why)
+        return (0 < self.images == self.agreed and not self.blind) or bool(self.why)
 
     @property
     def text(self) -> str:
-        found = f"{self.agreed} of {self.images} known answers are the same in {self.form}"
+        found = self.blind or f"{self.agreed} of {self.images} known answers are the same in {self.form}"
         return f"{found}, trusted by {self.by}: {self.why}" if self.why else found
+
+
+class Lack(NamedTuple):
+    """Why an expert is unproven. ``differs``: it was compared as it is now, and answered otherwise."""
+
+    why: str
+    differs: bool = False
 
 
 _PROOFS = TypeAdapter(tuple[Proof, ...])
@@ -76,8 +84,11 @@ def proof_identity(expert: Expert, weights_sha256: str, form: str, packed: Path)
     entry = entry_text(replace(expert, id="", threshold_of=None))
     calibrated = form_of(form).needs_calibration
     calibration = digest_of(CalibrationFolder.beside(packed).path(expert.id)) if calibrated else ""
-    parts = [entry, weights_sha256, str(form), form_of(form).recipe(), calibration, _versions()]
+    parts = [entry, weights_sha256, str(form), _recipe(form), calibration, _versions()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+_recipe = cache(lambda form: form_of(form).recipe())
 
 
 @cache
@@ -139,7 +150,7 @@ def unproven(
     forms: Mapping[str, Iterable[tuple[Precision | str, str]]],
     proofs: Iterable[Proof],
     packed: Path,
-) -> dict[str, str]:
+) -> dict[str, Lack]:
     """Experts of images without a proof that holds, and why. ``forms``: by expert, each with its weights' sha256."""
     known = {each.identity: each for each in proofs}
     proven_once = {each.expert for each in known.values()}
@@ -150,9 +161,9 @@ def unproven(
         found = [known.get(proof_identity(expert, sha256, form, packed)) for form, sha256 in forms.get(expert.id, ())]
         failed = next((each for each in found if each is not None and not each.holds), None)
         if failed is not None:
-            reasons[expert.id] = failed.text
+            reasons[expert.id] = Lack(failed.text, differs=True)
         elif not found or None in found:
-            reasons[expert.id] = _lack(expert, expert.id in proven_once)
+            reasons[expert.id] = Lack(_lack(expert, expert.id in proven_once))
     return reasons
 
 

@@ -153,6 +153,7 @@ class LineMetrics:
             *_metrics_of(TRANSFERS, loop.transfers),
             *_loads(loop),
             *_shadows(line.inspector.shadow_counts()),
+            self._proven(),
             *_moe_experts(loop),
             *self._workers(),
             Metric(GAUGE, "executor_info", "Processor of an executor.", places, ("executor", "processor")),
@@ -178,6 +179,13 @@ class LineMetrics:
         yield Metric(GAUGE, "build_info", words, {tuple(about.values()): 1.0}, tuple(about))
         yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
         yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._line.alarms())})
+
+    def _proven(self) -> Metric:
+        inspector = self._line.inspector
+        lacks, experts = inspector.trust.lacks, inspector.agent.config.catalog.experts
+        proven: dict[Labels, float] = {(name,): name not in lacks for name in experts if not experts[name].takes_texts}
+        words = "1 for an expert that is proven by known answers, as it is served."
+        return Metric(GAUGE, "expert_proven", words, proven, ("expert",))
 
     def _workers(self) -> Iterator[Metric]:
         """One row for each worker; none without."""

@@ -130,6 +130,7 @@ class LineService:
         self._housekeeper = Housekeeper(
             {
                 "boards": self.boards.expire,
+                "proofs": self.inspector.trust.step,
                 "drift": self._warn_of_drift,
                 "sources": self._report_hangs,
                 "texts": self._texts.end_overdue,

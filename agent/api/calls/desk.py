@@ -302,7 +302,8 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """Snapshot of the agent. ``standing``: expert -> reason to take no requests now."""
+    """Snapshot of the agent. ``standing``: expert -> reason to take no requests now; ``unproven``:
+    expert -> what its proof lacks."""
 
     line: str
     version: str
@@ -322,6 +323,7 @@ class StatusView:
     alarms: tuple[str, ...] = ()
     texts: TextsView = TextsView()
     shadows: ShadowsView = ShadowsView()
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

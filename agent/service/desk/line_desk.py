@@ -198,6 +198,7 @@ class LineDesk:
             alarms=tuple(alarm.message for alarm in self._line.alarms()),
             texts=_texts_view(self._line.texts.statistics(), statistics.executors),
             shadows=self._line.inspector.shadow_counts(),
+            unproven={name: lack.why for name, lack in self._line.inspector.trust.lacks.items()},
         )
 
     def explanation(self, subject: str) -> Explanation:

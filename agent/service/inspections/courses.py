@@ -21,7 +21,7 @@ class Course:
     """Seconds before the first batch and in batches. ``models``: sha256 of the weights file of each step.
 
     ``steps``: the flight record's course, to store with the result; None for a quick OK. ``config_sha256``: of the line
-    file that judged; empty for an image that was not judged.
+    file that judged; empty for an image that was not judged. ``unproven``: which steps are of unproven experts.
     """
 
     queue_s: float = 0.0
@@ -29,6 +29,7 @@ class Course:
     models: tuple[str, ...] = ()
     steps: Mapping[str, Any] | None = None
     config_sha256: str = ""
+    unproven: tuple[bool, ...] = ()
 
 
 UNJUDGED = Course()

@@ -24,6 +24,7 @@ from agent.runtime.loop import BatchWatch
 from agent.runtime.texts import TextSource
 from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift
+from agent.service.inspections.trust import Trust
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
 
@@ -132,6 +133,7 @@ class Inspector:
         self._guard = threading.Lock()  # guards _submissions: a request may end before its number is known here
         self._stopping = threading.Event()
         self.agent: Agent = build_agent(config, self._judged, progress)
+        self.trust = Trust(self.agent)
         self._models = models_of(self.agent)  # also of earlier lines' experts: their requests may be in flight
         self._drift_guard = threading.Lock()  # the loop's thread takes this lock: compute nothing under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
@@ -217,6 +219,7 @@ class Inspector:
         """Serve another line; accepted requests finish under the earlier one."""
         models = self._models | models_of(change.agent)
         self._models = models  # both lines' experts may answer now
+        self.trust.turn_to(change.agent)
         self.agent.loop.change_line(change.event, change.copies, self._turning_to(change.agent))
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
@@ -294,6 +297,7 @@ class Inspector:
             submission = self._submissions.pop(number)
         self.watch.judged(submission, outcome)
         models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
+        outcome, unproven = self.trust.judged(outcome)
         steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
         outcome = replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
         if submission.precedence is Precedence.LINE:
@@ -304,7 +308,8 @@ class Inspector:
         seconds = time.monotonic() - submission.let_in_s
         queue_s = seconds if submission.queue_s is None else submission.queue_s
         taken = self._course_to_store(submission, outcome, seconds)
-        submission.ended(outcome, Course(queue_s, submission.compute_s, models, taken, submission.config_sha256))
+        course = Course(queue_s, submission.compute_s, models, taken, submission.config_sha256, unproven)
+        submission.ended(outcome, course)
 
     def _course_to_store(self, submission: Submission, outcome: Outcome, seconds: float) -> dict[str, Any] | None:
         """Course of an image that is not OK, or slow."""

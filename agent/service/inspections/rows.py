@@ -44,7 +44,8 @@ def judged_result(
             "model_sha256": model,
         }
         | _of_its_task(step.prediction)
-        for step, model in zip_longest(outcome.steps, course.models)
+        | ({"unproven": True} if is_unproven else {})
+        for step, model, is_unproven in zip_longest(outcome.steps, course.models, course.unproven)
     ]
     box = {} if subject.box is None else {"box": list(subject.box)}
     taken = {} if course.steps is None else {"course": course.steps}

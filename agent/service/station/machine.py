@@ -122,7 +122,7 @@ class Machine:
             loads[line_name(expert)] += count
         for expert, count in agent.loop.record.evicted_counts().items():
             evictions[line_name(expert)] += count
-        reviews = self._reviewed()
+        reviews, lacks = self._reviewed(), self._line.inspector.trust.lacks
         routes = [*config.catalog.components, *config.catalog.texts]
         reached = {route: graph.experts_of(route) for route in config.catalog.components}
         reached |= {route: texts.experts for route, texts in config.catalog.texts.items()}
@@ -139,6 +139,7 @@ class Machine:
                 "loads": loads[name],
                 "evictions": evictions[name],
                 "standing": standing.get(name),
+                "unproven": lacks[name].why if name in lacks else None,
                 "false_calls": reviews[name].findings[Finding.FALSE_CALL] if name in reviews else 0,
                 "reviewed_ng": reviews[name].machine_ng if name in reviews else 0,
             }

@@ -38,6 +38,7 @@ def values_of(listed: ListedResult, config: LineConfig) -> dict[str, Any]:
         "score": result.score,
         "reason": result.reason,
         "experts": result.experts,
+        "unproven": any(step.get("unproven") for step in result.detail.get("steps", ())),
         "arrived_at": subject.arrived_at,
         "finished_at": result.finished_at,
         "seconds": round(result.seconds, 6),
@@ -59,6 +60,7 @@ def steps_of(result: Result, mapped: Collection[int]) -> tuple[StepView, ...]:
             if "anomaly" in step
             else None,
             tuple(OutputView(**output) for output in step.get("outputs", ())),
+            step.get("unproven", False),
         )
         for number, step in enumerate(result.detail.get("steps", ()))
     )

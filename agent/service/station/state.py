@@ -86,6 +86,7 @@ class LineState:
             loads=self._loads(loop, now_s),
             texts=self._texts(recent),
             standing=tuple(views.StandingView(*each) for each in standing_of(agent, loop.engine).items()),
+            unproven=tuple(line.inspector.trust.lacks),
         )  # fmt: skip
 
     def _judging(self, loop: LoopStatistics, figures: LiveFigures) -> views.JudgingView:

@@ -83,7 +83,7 @@ class BoardTile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultView:
     """A stored result. ``ref``: place on the board; ``image``: name of its file or frame. ``file``: identity of the
-    results file that numbers are of."""
+    results file that numbers are of. ``unproven``: an expert of it was."""
 
     seq: int
     file: str
@@ -98,6 +98,7 @@ class ResultView:
     score: float | None
     reason: str | None
     experts: tuple[str, ...]
+    unproven: bool
     arrived_at: datetime
     finished_at: datetime
     seconds: float
@@ -180,7 +181,8 @@ class StandingView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """The line now. ``phase``: why it takes no work, if that is intended; ``cases``: newest NG and UNKNOWN results."""
+    """The line now. ``phase``: why it takes no work, if that is intended; ``cases``: newest NG and UNKNOWN results;
+    ``unproven``: experts without proof."""
 
     line: str
     version: str
@@ -198,6 +200,7 @@ class StateView:
     loads: LoadsView
     texts: WritingView | None
     standing: tuple[StandingView, ...]
+    unproven: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ class StepView:
     boxes: tuple[BoundingBox, ...]
     anomaly: MeasuredView | None
     outputs: tuple[OutputView, ...]
+    unproven: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,8 +301,8 @@ class ReviewsDocument:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
     """``sha256``: of the weights that it serves; ``shadow``: the expert in its shadow. ``usage_profiled``,
-    ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes no requests now.
-    ``false_calls``: among its ``reviewed_ng``, the NG answers that people reviewed."""
+    ``usage_seen``: its share of steps, as expected and as counted; ``standing``: why it takes no requests now;
+    ``unproven``: why it is. ``false_calls``: among its ``reviewed_ng``, the NG answers that people reviewed."""
 
     id: str
     sha256: str
@@ -311,6 +315,7 @@ class ExpertView:
     loads: int
     evictions: int
     standing: str | None
+    unproven: str | None
     false_calls: int
     reviewed_ng: int
 

@@ -246,6 +246,8 @@ const badge = (verdict, size = "") => h("span.badge", {class: `${verdict ?? "OPE
 const bar = (part, kind = "", at = null) => h("span.bar", {class: `${kind} ${at === null ? "" : "at"}`, ...MUTE,
   style: {"--part": `${100 * Math.min(Math.max(part || 0, 0), 1)}%`, "--at": `${100 * at}%`}});
 
+const doubt = (each) => each.unproven && h("small.warn", "unproven");
+
 const expertLink = (id) => id ? h("a.expert", {href: `/expert/${id.split("/").map(encodeURIComponent).join("/")}`}, id) : "–";
 const partOf = (result) => [result.component ?? "no component", result.ref].filter(Boolean).join(" ");
 const query = (values) => {
@@ -403,7 +405,7 @@ function caseView(result, cases, title = "Newest NG and UNKNOWN") {
   const at = cases.indexOf(result);
   return panel(title, {class: `case ${result.verdict}`},
     h("div.caption", badge(result.verdict, "large"),
-      h("div.what", h("b", result.label ?? "no label", h("small", result.score === null ? "" : fixed(result.score, 3))),
+      h("div.what", h("b", result.label ?? "no label", h("small", result.score === null ? "" : fixed(result.score, 3)), " ", doubt(result)),
         h("span", `${partOf(result)} · `, boardLink(result), ` · ${clock(result.finished_at)}`)),
       h("div.turn", location.pathname === "/" && chosen.seq !== null && at > 0 && button(`${at} newer`, () => choose(null), {class: "quiet"}),
         button("‹", () => step(-1), {label: "newer case", disabled: at <= 0}), h("span", `${at + 1}/${cases.length}`),
@@ -446,7 +448,7 @@ const toggle = (name, key) => button(name, () => {
 
 const chain = (result, answer) => h("div.chain", {key: "chain", tabindex: 0, label: "chain of experts"}, result.reason && h("p.reason", result.reason),
   missing(answer) ?? h("ol", answer.value.steps.map((each, index, all) => h("li", {class: index === all.length - 1 ? result.verdict : "passed"},
-    expertLink(each.expert), h("b", each.label), h("span", fixed(each.score, 3)), h("div.measured", measured(each))))));
+    expertLink(each.expert), h("b", each.label, " ", doubt(each)), h("span", fixed(each.score, 3)), h("div.measured", measured(each))))));
 
 function measured({anomaly, outputs, score}) {
   if (anomaly) return [`anomaly ${fixed(anomaly.score, 3)}, threshold ${fixed(anomaly.threshold, 3)}`,
@@ -513,7 +515,7 @@ function board() {
 function boardPicture({size, frame, serial, parts}, part) {
   const boxed = parts.filter((each) => each.box);
   if (!size || frame === null || !boxed.length) return h("ol.grid", parts.map((each) => h("li", {key: each.seq}, h("button", {type: "button", class: each.verdict,
-    "aria-pressed": each === part, onclick: () => choose(each.seq)}, thumbnail(each), h("span", mark(each.verdict), h("b", each.ref ?? each.component)), h("small", each.label ?? each.verdict)))));
+    "aria-pressed": each === part, onclick: () => choose(each.seq)}, thumbnail(each), h("span", mark(each.verdict), h("b", each.ref ?? each.component)), h("small", each.label ?? each.verdict, " ", doubt(each))))));
   return h("div.frame", h("img", {src: `/api/results/${frame}/frame?width=1280`, alt: `picture of board ${serial}`}), h("svg.over", {viewBox: `0 0 ${size[1]} ${size[0]}`}, boxed.map((each) => {
     const [left, top, right, bottom] = each.box;
     return h("g.part", {key: each.seq, class: `${each.verdict} ${each === part ? "chosen" : ""}`, onclick: () => choose(each.seq)}, h("title", `${partOf(each)}: ${each.verdict} ${each.label ?? ""}`),
@@ -542,7 +544,7 @@ function expert() {
   if (!value) return missing(answer);
   const most = Math.max(value.usage_profiled, value.usage_seen, 1e-9);
   return h("div.page", h("div.caption", h("div.what", h("h1", value.id), h("span", [value.task, value.architecture, value.components.join(", ")].filter(Boolean).join(" · "))),
-    h("span", {class: value.standing ? "bad" : "good"}, value.standing ?? "takes requests")),
+    h("span", {class: value.standing ? "bad" : "good"}, value.standing ?? "takes requests"), value.unproven && h("span.warn", "unproven: ", value.unproven)),
   h("div.figures", figure("images", fixed(value.seen?.images)), figure("p50", seconds(value.seen?.p50_s)), figure("p99", seconds(value.seen?.p99_s)),
     figure("loads", value.loads), figure("evictions", value.evictions), figure("in memory", value.memories.join(", ") || "no"),
     h("a.figure", {href: `/review${query({expert: value.id, finding: "false_call"})}`, class: value.false_calls ? "warn" : ""}, h("span", "false calls"), h("b", `${value.false_calls} of ${value.reviewed_ng}`))),
@@ -572,7 +574,7 @@ function engine() {
   h("div.cards", memories(value.memories), known.state && executors(known.state)),
   panel("Experts", null, missing(experts) ?? table(["expert", "components", "in memory", "#profiled", "#seen", "#loads", "#evictions", "#false calls", "standing"],
     experts.value.experts.map((each) => ({key: each.id, attrs: {class: each.standing ? "bad" : ""}, cells: [expertLink(each.id), each.components.join(", "), each.memories.join(", "),
-      percent(each.usage_profiled), percent(each.usage_seen), each.loads, each.evictions, `${each.false_calls} of ${each.reviewed_ng}`, each.standing ?? "takes requests"]})), "no expert")));
+      percent(each.usage_profiled), percent(each.usage_seen), each.loads, each.evictions, `${each.false_calls} of ${each.reviewed_ng}`, each.standing ?? (each.unproven ? "unproven" : "takes requests")]})), "no expert")));
 }
 
 function paint(canvas, spans, spanS) {
@@ -619,7 +621,7 @@ function review() {
     values ? h("select", filter(name), ["", ...values].map((value) => h("option", {value, selected: (given[name] ?? "") === value}, WORDS[value] ?? value)))
       : h("input", {...filter(name), value: given[name] ?? ""})))),
   missing(answer) ?? table(["verdict", "part", "label", "second verdict"], results.map((each) => ({key: each.seq, attrs: {"aria-selected": each === shown, onclick: () => choose(each.seq)},
-    cells: [[badge(each.verdict), h("small", clock(each.finished_at))], [partOf(each), h("small", each.board ?? each.image)], [each.label ?? each.reason, h("small", fixed(each.score, 3))],
+    cells: [[badge(each.verdict), h("small", clock(each.finished_at)), " ", doubt(each)], [partOf(each), h("small", each.board ?? each.image)], [each.label ?? each.reason, h("small", fixed(each.score, 3))],
       each.review ? [FINDINGS[each.review.finding], h("small", each.review.who)] : "–"]})), "no such result"),
   h("div.choices", given.before && h("a.choice", {href: `/review${query({...given, before: null})}`}, "Newest"), next && h("a.choice", {href: `/review${query({...given, before: next})}`}, "Older"))),
   caseView(shown, results, "Result"));

@@ -28,7 +28,8 @@ def proof(of=None, expert="cls/a", images=20, agreed=20, **more):
 
 
 def reasons(*proofs, expert=EXPERT, forms=((Precision.FP32, SHA),)):
-    return unproven([expert], {expert.id: forms}, proofs, PACKED).get(expert.id)
+    lack = unproven([expert], {expert.id: forms}, proofs, PACKED).get(expert.id)
+    return None if lack is None else lack.why
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,10 @@ def test_a_promoted_version_keeps_its_proof():
 def test_a_comparison_that_disagreed_proves_nothing_unless_a_person_trusts_it():
     assert reasons(proof(agreed=17)) == "17 of 20 known answers are the same in fp32"
     assert reasons(proof(images=0, agreed=0))
+    assert (
+        reasons(proof(blind="its answer is the same on all of 20 images"))
+        == "its answer is the same on all of 20 images"
+    )
     assert reasons(proof(agreed=17, why="the labels of 3 images are wrong")) is None
 
 

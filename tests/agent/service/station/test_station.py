@@ -115,6 +115,8 @@ def test_the_state_tells_what_the_line_judges_and_with_what(busy):
     assert now["memories"][0]["experts"] == 2
     assert now["loads"]["wait_p99_s"] > 0
     assert (now["texts"], now["standing"], now["alarms"]) == (None, [], [])
+    assert now["unproven"] == ["cls/f0", "cls/f1"]
+    assert {case["unproven"] for case in now["cases"]} == {True}
     assert datetime.fromisoformat(document["ages"]["at"]).utcoffset() is not None
     assert document["ages"]["uptime_s"] > 0
     assert 0 <= int(web("/api/state")[1]["age"]) <= PATIENCE_S, "seconds since the state was made"

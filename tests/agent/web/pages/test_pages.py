@@ -67,6 +67,16 @@ class TestEachPage:
         assert opened.wrong == []
         assert opened.elsewhere() == []
 
+    def test_a_verdict_of_an_unproven_expert_carries_a_mark_in_each_list(self, opened):
+        page = opened.go("/review")
+        shown = page.locator("tbody tr").first
+        is_unproven = max(opened.station.results) % 2 == 1
+        expect(shown.get_by_text("unproven")).to_have_count(int(is_unproven))
+        expect(page.locator("tbody tr").nth(1).get_by_text("unproven")).to_have_count(int(not is_unproven))
+        page.locator("tbody tr", has_text="unproven").first.click()
+        expect(page.locator(".case .what").get_by_text("unproven")).to_have_count(1)
+        expect(page.locator(".case .chain").get_by_text("unproven")).to_have_count(1)
+
     @pytest.mark.slow
     def test_shows_whatever_the_contract_allows(self, opened):
         def answer(asked):
