@@ -39,11 +39,13 @@ from experts.expert import (
     NOTHING_FOUND,
     ONE_LABEL,
     OVERLAP_MAXIMUM,
+    RESAMPLERS,
     Expert,
     Fit,
     InputSpec,
     Normalization,
     Orientation,
+    Padding,
     Precision,
     Task,
     named_normalization,
@@ -164,6 +166,7 @@ Labels = Annotated[
 Sample = Annotated[int, Field(strict=True, ge=0, le=0xFFFF)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Channel = Annotated[int, Field(strict=True, ge=0, le=255)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
@@ -207,17 +210,53 @@ def _side_or_sides(value: object) -> object:
 
 
 class FitSection(Section):
-    """Scaling of an image, and the cut from its middle."""
+    """Scaling of an image: stretched without `resize` and `pad`, else cut from its middle, or padded."""
 
-    resize: Annotated[int | tuple[int, int], BeforeValidator(_side_or_sides)] = Field(
-        description="length of the shorter side before the cut, or [height, width]; not less than the size"
+    resize: Annotated[int | tuple[int, int] | None, BeforeValidator(_side_or_sides)] = Field(
+        None,
+        description="length of the shorter side before the cut, or [height, width]; not less than the size; default: "
+        "not cut, the whole image is stretched to the size",
     )
     crop: Annotated[int | tuple[int, int] | None, BeforeValidator(_side_or_sides)] = Field(
         None, description="what is cut from the middle: as `size` says; default that"
     )
-    interpolation: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = Field(
-        "bilinear", description="how pixels are scaled, antialiased as Pillow does it; default bilinear"
+    pad: Literal["center", "top-left", "right"] | None = Field(
+        None,
+        description="instead of resize: the whole image in its proportions, placed center, top-left, or, padded on the "
+        "right alone, right; default: not padded",
     )
+    color: Channel | tuple[Channel, Channel, Channel] | Literal["mean"] = Field(
+        0, description="of the padding: 0 to 255, [red, green, blue], or mean (0 once normalised); default 0"
+    )
+    rounding: Literal["nearest", "down", "up"] | None = Field(
+        None,
+        description="of the cut's place where half a pixel is left, and of a padded image's size; default nearest",
+    )
+    interpolation: Literal[RESAMPLERS] = Field(  # type: ignore[valid-type]
+        "bilinear",
+        description="how pixels are scaled: Pillow's nearest, box, bilinear, hamming, bicubic or lanczos, or the "
+        "function of another library, such as opencv-linear or torch-bilinear; default bilinear",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FitSection:
+        if self.pad is None and "color" in self.model_fields_set:
+            raise ValueError("color is of the padding - write `pad:` beside it, or remove it")
+        if self.pad is not None and (self.resize or self.crop):
+            raise ValueError("an image is either cut or padded - remove `pad`, or `resize` and `crop`")
+        if self.resize is None and self.crop is not None:
+            raise ValueError("crop is cut from a scaled image - write `resize:` beside it, or remove it")
+        return self
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        return None if self.resize is None else _sides(self.resize)
+
+    def applied(self, spec: InputSpec) -> InputSpec:
+        spec = replace(spec, interpolation=self.interpolation, rounding=self.rounding)
+        if self.pad is not None:
+            return replace(spec, fit=Fit.PADDED, padding=Padding(self.pad, self.color))
+        return spec if self.resize is None else replace(spec, fit=Fit.CROPPED, resize=self.resize)
 
 
 class PreparationSection(Section):
@@ -242,8 +281,8 @@ class PreparationSection(Section):
         ),
     ] = Field(
         None,
-        description="{resize: 256, crop: 224, interpolation: bicubic} cuts the middle of the scaled image; not of "
-        "detectors; default stretched: the whole image, its proportions not kept",
+        description="{resize: 256, crop: 224, interpolation: bicubic} cuts the middle of the scaled image; {pad: "
+        "center} keeps its proportions; not of detectors; default stretched: the whole image, proportions not kept",
     )
 
 
@@ -283,7 +322,7 @@ class InputSection(PreparationSection):
         crop, resize, size = self.fit.crop, self.fit.resize, self.size
         if crop is not None and _sides(crop) != size:
             raise ValueError(f"fit.crop {crop} is not the size {list(size)} - make them the same")
-        pairs = [(resize, min(size))] if isinstance(resize, int) else zip(resize, size, strict=True)
+        pairs = [(resize, min(size))] if isinstance(resize, int) else zip(resize or size, size, strict=True)
         if any(scaled < seen for scaled, seen in pairs):
             raise ValueError(f"fit.resize {resize} is less than the size {list(size)} - raise it")
         return self
@@ -454,8 +493,10 @@ class ExpertSection(Section):
         return self
 
     def _consistent_input(self, kind: str, wanted: InputSection) -> None:
-        if self.task == "anomaly" and wanted.fit and _sides(wanted.fit.resize) != wanted.size:
-            raise ValueError("fit is not for task anomaly, whose map lies over the whole image - remove it")
+        if self.task == "anomaly" and wanted.fit and (wanted.fit.pad or wanted.fit.sides not in {None, wanted.size}):
+            raise ValueError(
+                "fit is not for task anomaly, whose map lies over the whole image - remove it, but for `interpolation`"
+            )
         if kind != "detector":
             return
         if wanted.fit or isinstance(wanted.named, Normalization):
@@ -620,9 +661,7 @@ def _input(section: InputSection, architecture: str) -> InputSpec:
         *section.size, section.named or normalize, orientation=section.orientation or orientation, bits=section.bits,
         window=section.window,
     )  # fmt: skip
-    if section.fit is None:
-        return spec
-    return replace(spec, fit=Fit.CROPPED, resize=section.fit.resize, interpolation=section.fit.interpolation)
+    return spec if section.fit is None else section.fit.applied(spec)
 
 
 def _route_problems(

@@ -58,12 +58,14 @@ class Fit(StrEnum):
 
     ``STRETCHED``: smoothed, proportions not kept. ``LETTERBOXED``: proportions kept, grey beside them (ultralytics).
     ``FILLED``: not kept (ultralytics' RT-DETR). ``CROPPED``: scaled, then cut from the middle (torchvision, timm).
+    ``PADDED``: proportions kept, the rest filled as ``Padding`` says, by the spec's own resampler.
     """
 
     STRETCHED = "stretched"
     LETTERBOXED = "letterboxed"
     FILLED = "filled"
     CROPPED = "cropped"
+    PADDED = "padded"
 
 
 class Orientation(StrEnum):
@@ -97,7 +99,31 @@ def named_normalization(normalization: Normalization) -> str | Normalization:
     return next((name for name, known in NAMED.items() if known == normalization), normalization)
 
 
-LATER = ("bits", "window")  # keys of an InputSpec that came after thresholds and calibrations were bound to its text
+LATER = (
+    "bits",
+    "window",
+    "padding",
+    "rounding",
+)  # keys of an InputSpec that came after digests of its text were stored
+PILLOW = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # all but the first are antialiased
+RESAMPLERS = (
+    *PILLOW,
+    *("opencv-linear", "opencv-area", "opencv-cubic", "opencv-nearest", "opencv-lanczos4"),
+    *("torch-bilinear", "torch-bicubic", "torch-nearest", "torch-bilinear-antialias", "torch-bicubic-antialias"),
+    *("torch-float-bilinear", "torch-float-bicubic", "torch-float-bilinear-antialias", "torch-float-bicubic-antialias"),
+    *("keras-bilinear", "keras-nearest"),
+)  # by library, and Pillow's without a word before: see experts.backends.resampling
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Padding of a PADDED image. ``at``: place of the image; "right": padding on the right alone, as PaddleOCR pads.
+
+    ``color``: 0 to 255, of all channels or of red, green and blue; "mean": 0 in the normalised image.
+    """
+
+    at: Literal["center", "top-left", "right"] = "center"
+    color: int | tuple[int, int, int] | Literal["mean"] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +132,8 @@ class InputSpec:
 
     ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or explicit numbers. ``fit``: unused
     for ultralytics' detectors, whose backend defines it. ``resize``, of CROPPED: shorter side, or both, before the cut.
+    ``interpolation``: one of RESAMPLERS. ``rounding``: nearest, down or up, of a cut's place and of a PADDED image's
+    size; None: nearest.
     ``bits``, or ``window``: what becomes 0 to 255 of images of more than 8 bits (experts.image_files.depth).
     """
 
@@ -118,6 +146,13 @@ class InputSpec:
     orientation: Orientation = Orientation.STORED
     bits: int | None = None
     window: tuple[int, int] | None = None
+    padding: Padding | None = None
+    rounding: str | None = None
+
+    @property
+    def is_antialiased(self) -> bool:
+        """False where scaling skips pixels: a JPEG that was decoded smaller would be another image."""
+        return self.interpolation in PILLOW[1:]
 
     @property
     def size(self) -> tuple[int, int]:

@@ -79,14 +79,16 @@ def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm |
         return None
     pixels = expert.pixels
     fit = Fit.LETTERBOXED if family(expert.architecture) == "detector" else pixels.fit
-    is_scaled_by_spec = fit in {Fit.STRETCHED, Fit.CROPPED}
+    is_scaled_by_spec = fit in {Fit.STRETCHED, Fit.CROPPED, Fit.PADDED}
     name = f"{fit} {pixels.height}x{pixels.width} {pixels.normalize if is_scaled_by_spec else 'unit'}"
     if is_scaled_by_spec and (pixels.resize, pixels.interpolation) != (None, "bilinear"):
         name += f" resize={pixels.resize} {pixels.interpolation}"
+    if is_scaled_by_spec and (pixels.padding or pixels.rounding):
+        name += f" {pixels.padding} {pixels.rounding}"
     if pixels.orientation is Orientation.EXIF:
         name += f" {pixels.orientation}"
     name += f" bits={pixels.bits}" if pixels.bits else f" window={pixels.window}" if pixels.window else ""
-    if is_reduced:
+    if is_reduced and pixels.is_antialiased:
         name += " reduced"
     return PreparedForm(name, pixels.height * pixels.width * PREPARED_BYTES_PER_PIXEL)
 

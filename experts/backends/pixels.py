@@ -1,45 +1,69 @@
-"""Pixels in experts' input form: scaled with antialiasing, normalised, channels first."""
+"""Pixels in experts' input form: scaled, normalised, channels first."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 
 from experts.backends.base import Prepared
-from experts.expert import NAMED, Fit, Normalization
+from experts.backends.resampling import resampled
+from experts.expert import NAMED, Fit, Normalization, Padding
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from experts.expert import InputSpec
 
+ROUNDED: dict[str, Callable[[float], int]] = {"nearest": round, "down": math.floor, "up": math.ceil}
+
 
 def fitted(image: np.ndarray, spec: InputSpec) -> Prepared:
-    return cropped(image, spec) if spec.fit is Fit.CROPPED else stretched(image, spec)
+    return _FITTED.get(spec.fit, stretched)(image, spec)
 
 
 def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
     """The whole image, scaled to the expert's size without keeping its proportions."""
     require_rgb(image)
     height, width = image.shape[:2]
-    if (height, width) != (spec.height, spec.width):
-        image = np.asarray(_scaled(image, spec.height, spec.width, spec.interpolation))
-    return Prepared(normalized(image, spec.normalize), image_height=height, image_width=width)
+    scaled = resampled(image, spec.height, spec.width, spec.interpolation)
+    return Prepared(normalized(scaled, spec.normalize), height, width, spec.width / width, spec.height / height)
 
 
 def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """Crop as torchvision's Resize and CenterCrop do with a PIL image, with black beyond the scaled image."""
+    """Crop as torchvision's Resize and CenterCrop do, with black beyond the scaled image."""
     require_rgb(image)
     height, width = image.shape[:2]
     scaled_height, scaled_width = _resized(height, width, spec.resize)
-    scaled = _scaled(image, scaled_height, scaled_width, spec.interpolation)
-    left, top = _before(scaled_width, spec.width), _before(scaled_height, spec.height)
-    middle = np.asarray(scaled.crop((left, top, left + spec.width, top + spec.height)))
+    scaled = resampled(image, scaled_height, scaled_width, spec.interpolation)
+    left = _before(scaled_width, spec.width, spec.rounding)
+    top = _before(scaled_height, spec.height, spec.rounding)
+    middle = _cut(scaled, top, left, spec)
     scales = scaled_width / width, scaled_height / height
     return Prepared(normalized(middle, spec.normalize), height, width, *scales, pad_left=-left, pad_top=-top)
+
+
+def padded(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The whole image in its proportions, with the padding's colour beside it."""
+    require_rgb(image)
+    height, width = image.shape[:2]
+    padding, rounded = spec.padding or Padding(), ROUNDED[spec.rounding or "nearest"]
+    scale = spec.height / height if padding.at == "right" else min(spec.height / height, spec.width / width)
+    extents = ((height, spec.height), (width, spec.width))
+    inner_height, inner_width = (min(max(int(rounded(extent * scale)), 1), most) for extent, most in extents)
+    room = (spec.height - inner_height, spec.width - inner_width)
+    top, left = (each // 2 for each in room) if padding.at == "center" else (0, 0)
+    pixels = normalized(resampled(image, inner_height, inner_width, spec.interpolation), spec.normalize)
+    canvas = _canvas(padding, spec)
+    canvas[:, top : top + inner_height, left : left + inner_width] = pixels
+    return Prepared(canvas, height, width, inner_width / width, inner_height / height, pad_left=left, pad_top=top)
+
+
+_FITTED = {Fit.CROPPED: cropped, Fit.PADDED: padded}
 
 
 def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
@@ -61,8 +85,21 @@ def require_rgb(image: np.ndarray) -> None:
         raise ValueError(f"an image is uint8 (height, width, 3), not {image.dtype} {image.shape}")
 
 
-def _scaled(image: np.ndarray, height: int, width: int, interpolation: str) -> Image.Image:
-    return Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
+def _canvas(padding: Padding, spec: InputSpec) -> Tensor:
+    if padding.color == "mean":
+        return torch.zeros((3, spec.height, spec.width))
+    pixel = np.broadcast_to(np.array(padding.color, np.uint8), (1, 1, 3))
+    return normalized(pixel, spec.normalize).expand(3, spec.height, spec.width).contiguous()
+
+
+def _cut(scaled: np.ndarray, top: int, left: int, spec: InputSpec) -> np.ndarray:
+    height, width = scaled.shape[:2]
+    inner = scaled[max(top, 0) : top + spec.height, max(left, 0) : left + spec.width]
+    if inner.shape[:2] == spec.size:
+        return inner
+    middle = np.zeros((*spec.size, 3), scaled.dtype)
+    middle[max(-top, 0) : height - top, max(-left, 0) : width - left] = inner
+    return middle
 
 
 def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -72,5 +109,7 @@ def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> t
     return (wanted, int(wanted * width / height)) if height <= width else (int(wanted * height / width), wanted)
 
 
-def _before(scaled: int, wanted: int) -> int:
-    return round((scaled - wanted) / 2) if scaled >= wanted else -((wanted - scaled) // 2)  # as torchvision rounds
+def _before(scaled: int, wanted: int, rounding: str | None) -> int:
+    if scaled < wanted:
+        return -((wanted - scaled) // 2)
+    return ROUNDED[rounding or "nearest"]((scaled - wanted) / 2)  # torchvision: nearest, others down

@@ -11,7 +11,7 @@ from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import CatalogSections, build_catalog, catalog_problems
 from experts.document import read_document
 from experts.errors import ConfigError
-from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Precision, Task
+from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Padding, Precision, Task
 
 GOOD = """\
 experts:
@@ -321,6 +321,17 @@ def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path):
     assert catalog_of(tmp_path, with_input("fit: stretched")).experts["cls/r"].pixels == InputSpec(64, 48)
 
 
+def test_an_image_may_be_padded_or_stretched_by_the_function_of_a_named_library(tmp_path):
+    told = "fit: {pad: top-left, color: [1, 2, 3], rounding: down, interpolation: opencv-linear}"
+    expected = InputSpec(
+        64, 48, fit=Fit.PADDED, interpolation="opencv-linear", padding=Padding("top-left", (1, 2, 3)), rounding="down"
+    )
+    assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels == expected
+    stretched = catalog_of(tmp_path, with_input("fit: {interpolation: torch-bilinear}")).experts["cls/r"].pixels
+    assert stretched == InputSpec(64, 48, interpolation="torch-bilinear")
+    assert expected.text != stretched.text != InputSpec(64, 48).text
+
+
 @pytest.mark.parametrize(
     ("told", "key", "reason"),
     [
@@ -331,11 +342,14 @@ def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path):
         ("normalize: {mean: [0.5, 0.5], std: [1, 1, 1]}", "normalize.mean[2]", "is missing"),
         ("normalize: {mean: [124, 116, 104], std: [58, 57, 57]}", "normalize", "not of pixels from 0 to 1 - write `sc"),
         ("normalize: {mean: [0, 0, 0], std: [1, 1, 1], scael: 255}", "normalize.scael", "did you mean 'scale'?"),
-        ("fit: {crop: 64}", "fit.resize", "is missing"),
+        ("fit: {crop: [64, 48]}", "fit", "crop is cut from a scaled image - write `resize:` beside it, or remove it"),
+        ("fit: {pad: center, resize: 72}", "fit", "an image is either cut or padded - remove `pad`, or `resize` and"),
+        ("fit: {color: 114}", "fit", "color is of the padding - write `pad:` beside it, or remove it"),
+        ("fit: {pad: left}", "fit.pad", "'center', 'top-left' or 'right'"),
         ("fit: {resize: 72, crop: 64}", "input", "fit.crop 64 is not the size [64, 48] - make them the same"),
         ("fit: {resize: [72, 40]}", "input", "fit.resize (72, 40) is less than the size [64, 48] - raise it"),
         ("fit: {resize: 0}", "fit.resize", "0 is neither pixels nor [height, width] - write 1 to 8192"),
-        ("fit: {resize: 72, interpolation: cubic}", "fit.interpolation", "'bicubic'"),
+        ("fit: {resize: 72, interpolation: cubic}", "fit.interpolation", "'opencv-cubic'"),
         ("orientation: up", "orientation", "'stored' or 'exif'"),
         ("bits: 8", "bits", "greater than or equal to 9"),
         ("window: [4095, 0]", "input", "window [4095, 0] is empty - write [low, high], the lower value first"),

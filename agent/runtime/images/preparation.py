@@ -318,9 +318,11 @@ class Preparation:
             image.pixels = None
 
 
-def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Smallest sufficient height and width of a JPEG for an expert."""
+def least_pixels(expert: Expert) -> tuple[int, int] | None:
+    """Smallest sufficient height and width of a JPEG for an expert; None where only all pixels are."""
     pixels = expert.pixels
+    if not pixels.is_antialiased:
+        return None
     resize = pixels.resize or (pixels.height, pixels.width)
     height, width = (resize, resize) if isinstance(resize, int) else resize
     if pixels.orientation is Orientation.EXIF:  # an orientation tag may swap height and width

@@ -53,7 +53,7 @@ TYPES: dict[str, Any] = {ARRAY: _array, "Path": Path, "dict": dict, "frozenset":
         PackedExpert, Segment, TensorSpec, Blocks, Box, MemorySize, Probed, WorkerStatistics, TransferStatistics,
         SlotStatistics, ExecutorStatistics, MoeStatistics, PackedFile, nouns.Expert, nouns.InputSpec,
         nouns.Normalization, nouns.Prediction, nouns.BoundingBox, nouns.LabelScore, nouns.Anomaly, nouns.AnomalyMap,
-        nouns.Precision, nouns.Task, nouns.Fit, nouns.Orientation,
+        nouns.Precision, nouns.Task, nouns.Fit, nouns.Orientation, nouns.Padding,
     )
 }  # fmt: skip
 FIELDS = {each: tuple(field.name for field in fields(each)) for each in TYPES.values() if is_dataclass(each)}

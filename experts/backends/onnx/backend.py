@@ -36,7 +36,7 @@ from experts.backends.onnx.pruning import keep_outputs, propagate_nan, take_batc
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.outputs import await_writes, is_finite
-from experts.backends.pixels import cropped, stretched
+from experts.backends.pixels import fitted
 from experts.backends.weight_files import read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Fit, Precision, Task
@@ -62,7 +62,7 @@ QUANTISED_READERS = frozenset(  # operators and the place of their weights of fe
     | {("ConvInteger", 1), ("MatMulInteger", 1)}
 )
 SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
-_FITTED = {Fit.STRETCHED: stretched, Fit.CROPPED: cropped, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
+_OF_DETECTORS = {Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
 NOISY = slice(2, 4)  # of the synthetic images: those with the most varied boxes
 NUMPY_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
@@ -154,7 +154,7 @@ class OnnxBackend:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return _FITTED[expert.pixels.fit](image, expert.pixels)
+        return _OF_DETECTORS.get(expert.pixels.fit, fitted)(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         if expert.task is Task.ANOMALY:
