@@ -620,6 +620,12 @@ def is_llm(section: ExpertSection) -> bool:
     return family(section.architecture) == LLM
 
 
+def expert_of(name: str, entry: Mapping[str, object], folder: Path) -> Expert:
+    """An expert of one entry, without its line. Raises ValueError for values that no entry has."""
+    section = ExpertSection.model_validate(entry, context={"folder": folder})
+    return _expert(name, section, KeptImageFacts(None))
+
+
 def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
     as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou", "check")
     expert = Expert(

@@ -53,8 +53,8 @@ ROOMS = {
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
     ),
     "experts.proving": (
-        "experts.backends", "experts.document", "experts.errors", "experts.expert", "experts.filesystem",
-        "experts.images",
+        "experts.backends", "experts.catalog", "experts.document", "experts.errors", "experts.expert",
+        "experts.filesystem", "experts.images", "experts.labels",
     ),
     "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
     "experts.packed": (

@@ -19,17 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agent.commands.checking import checked, known_answers, opened, table_lines, who
 from agent.config import line_of
+from agent.deployment.packed_copies import keep_proof
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
 from agent.runtime.images.sources import decoded
 from experts.document import parse_document, read_document
-from experts.errors import ConfigError, LoadError, WeightsUnclear
-from experts.filesystem import file_sha256, whole_file
+from experts.errors import ConfigError, LoadError, WeightsRefused, WeightsUnclear
+from experts.expert import Precision
+from experts.filesystem import file_sha256, is_taken, whole_file
 from experts.images import decode_image
 from experts.labels import moved, renamed
 from experts.model_files.description import FIT_OPTIONS
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.packed.image_facts import KeptImageFacts
+from experts.proving.answers import keep_answers
 from experts.proving.judging import Judge
 from experts.thresholds.binding import threshold_of
 
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from agent.commands.checking import Check, Checked
+    from agent.commands.progress import Report
+    from agent.config import LineConfig
     from experts.expert import Expert, Prediction
     from experts.model_files.description import Kind, ModelDescription
 
@@ -58,6 +65,8 @@ KEYS = (
 )  # order of their lines
 ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
 COMMENT_WIDTH = 100
+CHECKS = "checks"  # folder of known answers beside the line file
+TRIAL = ": that shows only that it runs"
 LABELS_SHOWN = 8
 LABELS_OF_FILE = 100  # of a file, if the line has other names
 
@@ -68,8 +77,8 @@ class Wishes:
 
     ``names``: the file's words for ``labels``, one by one. ``task``: "multiclass" or "multilabel"; for the latter
     ``otherwise`` is the label if none holds. ``components``: their routes get the expert; ``passing``: labels with
-    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``prints``: write
-    nothing.
+    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``check``: its
+    trainer's answers; ``anyway``: why it is added even if they differ. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -89,6 +98,8 @@ class Wishes:
     min_score: float | None = None
     threshold: float | None = None
     image: Path | None = None
+    check: Path | None = None
+    anyway: str | None = None
     prints: bool = False
 
 
@@ -116,6 +127,7 @@ class Added:
     weights: Path | None
     sha256: str
     tried: Tried
+    checked: Checked | None = None
 
     @property
     def judges(self) -> bool:
@@ -135,31 +147,40 @@ class Added:
                 "outputs": [output.as_json() for output in prediction.outputs],
                 "seconds": round(self.tried.seconds, 6),
             },
+            "checked": None if self.checked is None else self.checked.as_json(),
         }
 
 
-def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
+def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda *_: None) -> Added:
     """Add a model's file to a line. After an error, no new file is left. Raises ConfigError, ImageError, WeightsError;
     WeightsUnclear names the missing facts."""
     content = content_of(line)
-    described = describe_file(file, wishes.architecture, wishes.kind)
+    described, check = describe_file(file, wishes.architecture, wishes.kind), None
+    if wishes.check is not None:
+        others = parse_document(line, content).values.get("routes") or {}
+        check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
+        described, check = opened(described, lambda key: getattr(wishes, key, None), check)
     settled = _Settled.of(line, described, wishes, content)
     text = content.decode("utf-8")
     settled.edited(text)  # its errors come before weights are read
     with _weights_for_trial(described, settled) as weights:
+        compared = None if check is None else _compared(settled, weights, check, wishes.anyway, progress)
+        settled = settled if compared is None else settled.having(compared, is_kept=not wishes.prints)
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
         expert, sha256 = on_trial.catalog.experts[settled.expert], file_sha256(weights)
         tried = _tried(expert, wishes.image)
         settled = settled.bound(threshold_of(expert, sha256))
         if not wishes.prints:
-            with _put_in_place(weights, settled), created(line, content):
+            with _put_in_place(weights, settled), _answers_in_place(settled, check), created(line, content):
                 edit_file(line, settled.edited)
             config = line_of(read_document(line))
             KeptImageFacts(config.packed_folder).keep(config.catalog.experts.values())
+            if compared is not None:
+                _keep_proof(config, settled.expert, sha256, compared)
     return Added(
         settled.expert, str(described.kind), settled.entry, settled.edited(""),
         wishes.components, settled.sure, settled.said,
-        None if wishes.prints else settled.weights, sha256, tried,
+        None if wishes.prints else settled.weights, sha256, tried, compared,
     )  # fmt: skip
 
 
@@ -208,6 +229,12 @@ class _Settled:
         sure = _evidence(described, wishes)
         said = (*described.said, *_renamed(described, wishes))
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, described.file.name, said)
+
+    def having(self, compared: Checked, *, is_kept: bool) -> _Settled:
+        """The expert with what its known answers decided. ``is_kept``: they are kept beside the line."""
+        kept = {"check": f"{CHECKS}/{self.expert}"} if is_kept else {}
+        entry = {**compared.entry, "weights": self.entry["weights"], **kept}
+        return replace(self, entry=entry, sure={**self.sure, **compared.found, "check": compared.text})
 
     def bound(self, evidence: str) -> _Settled:
         """The expert with the ``evidence`` of weights and input after its threshold."""
@@ -381,6 +408,39 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
         raise
 
 
+def _compared(settled: _Settled, weights: Path, check: Check, anyway: str | None, progress: Report) -> Checked:
+    found = checked(settled.expert, {**settled.entry, "weights": str(weights)}, settled.sure, check, progress)
+    if found.refusal and anyway is None:
+        raise WeightsRefused(settled.expert, found.refusal)
+    return replace(found, trusted=(who(), str(anyway))) if found.refusal else found
+
+
+def _keep_proof(config: LineConfig, expert: str, sha256: str, compared: Checked) -> None:
+    try:
+        keep_proof(config, expert, (Precision.FP32, sha256), compared.comparison, compared.trusted or (who(), ""))
+    except OSError as error:
+        place = error.filename or config.state
+        advice = f"{expert} is added; run `coserve experts verify {config.document.file} {expert}` as the agent's user"
+        raise ConfigError(f"{place}: {error.strerror} - {advice}") from error
+
+
+@contextmanager
+def _answers_in_place(settled: _Settled, check: Check | None) -> Iterator[None]:
+    """Known answers beside the line file; removed after an error."""
+    if check is None:
+        yield
+        return
+    folder = settled.line.absolute().parent / CHECKS / settled.expert
+    if is_taken(folder):
+        raise ConfigError(f"{folder} exists already: choose another --id, or remove that folder")
+    try:
+        keep_answers(check.known, folder)
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def _tried(expert: Expert, file: Path | None) -> Tried:
     pixels = expert.pixels
     if file is None:
@@ -403,7 +463,7 @@ def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
 
 def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
-    values = {"task": "multiclass", **entry, **entry["input"]}
+    values = {"task": "multiclass", "fit": "stretched", **entry, **entry["input"]}
     if "window" in values:
         values["window"] = " to ".join(map(str, values["window"]))
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"
@@ -414,7 +474,9 @@ def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     answer = f"{prediction.label} {prediction.score:.3f}" if added.judges else "it answers,"
     if prediction.outputs:
         answer += f" ({', '.join(f'{each.label} {each.score:.3f}' for each in prediction.outputs)})"
-    lines.append(f"tried on {added.tried.image}: {answer} in {added.tried.seconds:.3f} s")
+    lines.append(f"tried on {added.tried.image}: {answer} in {added.tried.seconds:.3f} s{TRIAL}")
+    if added.checked is not None:
+        lines += [added.checked.heading, *(f"  {each}" for each in table_lines(added.checked.comparison))]
     where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
     if added.weights is None:
         return [*lines, f"nothing was written; {line} would get {where}:"]

@@ -85,12 +85,20 @@ def draw_judged(images: Sequence[Path], ends: Sequence[JudgedImage], folder: Pat
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [_drawn(*each) for each in zip(images, ends, targets, strict=True)]
+        return [_saved(drawn(image, end), target) for image, end, target in zip(images, ends, targets, strict=True)]
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror or error} - name a folder that can be written") from error
 
 
-def _drawn(image: Path, shown: JudgedImage, target: Path) -> Path | None:
+def _saved(picture: Image.Image | None, target: Path) -> Path | None:
+    if picture is None:
+        return None
+    picture.save(target)
+    return target
+
+
+def drawn(image: Path, shown: JudgedImage) -> Image.Image | None:
+    """An image with its boxes, maps and words; None: it is unreadable."""
     try:
         pixels = decode_image(image, str(image)).turned(Orientation.EXIF)
     except ImageError:
@@ -100,8 +108,7 @@ def _drawn(image: Path, shown: JudgedImage, target: Path) -> Path | None:
     picture = Image.fromarray(pixels).resize(image_size, Image.Resampling.NEAREST)
     for _, anomaly in shown.anomalies:
         picture = drawn_over(picture, anomaly)
-    _with_words(picture, shown, times).save(target)
-    return target
+    return _with_words(picture, shown, times)
 
 
 def _with_words(picture: Image.Image, shown: JudgedImage, times: int) -> Image.Image:

@@ -7,11 +7,12 @@ nothing beside them. Boxes without scores are a person's, for which OVERLAP_OF_P
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Task
+from experts.labels import folded
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -84,13 +85,32 @@ class Comparison:
 
 
 def compare(expert: Expert, known: Sequence[KnownAnswer], predictions: Sequence[Prediction]) -> Comparison:
-    rows = tuple(_compared(expert, *each) for each in zip(known, predictions, strict=True))
+    rows = tuple(_compared(expert, *each) for each in zip(in_words_of(expert, known), predictions, strict=True))
     return Comparison(rows, _blindness(expert, rows))
+
+
+def in_words_of(expert: Expert, known: Sequence[KnownAnswer]) -> tuple[KnownAnswer, ...]:
+    """The answers with the expert's labels for the file's, and for words that differ in case alone."""
+    names = expert.names or expert.labels
+    words = dict(zip(folded(names), expert.labels, strict=True)) | {label: label for label in expert.answers}
+
+    def word(label: str) -> str:
+        return words.get(label) or words.get(folded([label])[0], label)
+
+    return tuple(
+        replace(
+            each,
+            label=each.label and word(each.label),
+            scores=tuple((word(name), score) for name, score in each.scores),
+            boxes=None if each.boxes is None else tuple(replace(box, label=word(box.label)) for box in each.boxes),
+        )
+        for each in known
+    )
 
 
 def require_comparable(expert: Expert, known: Sequence[KnownAnswer], named: str) -> None:
     """Raises ConfigError for answers that say nothing of this expert, or have labels that it lacks."""
-    for each in known:
+    for each in in_words_of(expert, known):
         if expert.task is Task.ANOMALY:
             if each.anomaly is None and each.score is None and (each.label is None or expert.threshold is None):
                 needs = "needs `anomaly`, its score" + ("" if expert.threshold is None else ", or a label")

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experts.errors import ImageError, ImageUnreadable
+from experts.expert import Orientation
 from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image, read_image_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
     RoomFor = Callable[[int], AbstractContextManager[object]]
 
@@ -65,7 +68,7 @@ class Frame:
         self.image = image
         self.size = size
         self._lock = threading.Lock()
-        self._decoded: Decoded | None = None
+        self._pixels: NDArray[np.uint8] | None = None
         self._error: ImageError | None = None
 
     @property
@@ -74,30 +77,30 @@ class Frame:
 
     @property
     def stored_bytes(self) -> int:
-        return len(self.image.content) if self._decoded is None else 0
+        return len(self.image.content) if self._pixels is None else 0
 
-    def decoded(self, room_for: RoomFor) -> Decoded:
-        """Upright. Raises ImageError, the same object each time."""
+    def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
+        """uint8 RGB, (height, width, 3). Raises ImageError, the same object each time."""
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._decoded is None:
+            if self._pixels is None:
                 try:
-                    self._decoded = self._decode(room_for)
+                    self._pixels = self._decoded(room_for)
                 except ImageError as error:
                     self._error = error
                     raise
-            return self._decoded
+            return self._pixels
 
-    def _decode(self, room_for: RoomFor) -> Decoded:
+    def _decoded(self, room_for: RoomFor) -> NDArray[np.uint8]:
         image = self.image
-        found = decode_image(image.content, image.name, image.max_pixels, room_for).upright()
-        if self.size is not None and (found.height, found.width) != self.size:
-            (height, width), (wanted_height, wanted_width) = (found.height, found.width), self.size
+        pixels = decode_image(image.content, image.name, image.max_pixels, room_for).turned(Orientation.EXIF)
+        if self.size is not None and pixels.shape[:2] != self.size:
+            (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self.size
             raise ImageUnreadable(
                 image.name, f"it is {width} x {height} pixels, and its layout is for {wanted_width} x {wanted_height}"
             )
-        return found
+        return pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ def decoded(
     if isinstance(image, np.ndarray):
         return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse these
     if isinstance(image, FramePart):
-        return _cut(image, room_for)
+        pixels = _cut(image, room_for)
+        return Decoded(pixels, *pixels.shape[:2])
     if isinstance(image, EncodedImage):
         return decode_image(image.content, name, image.max_pixels, room_for, least)
     if isinstance(image, ImageFile):
@@ -128,15 +132,14 @@ def decoded(
     return decode_image(image, name, DEFAULT_MAX_PIXELS, room_for, least)
 
 
-def _cut(part: FramePart, room_for: RoomFor) -> Decoded:
+def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
     """Raises ImageUnreadable for a box that leaves the frame."""
     left, top, right, bottom = part.box
-    whole = part.frame.decoded(room_for)
-    if right > whole.width or bottom > whole.height:
-        size = f"{whole.width} x {whole.height}"
-        raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {size}")
-    pixels = np.ascontiguousarray(whole.pixels[top:bottom, left:right])
-    return Decoded(pixels, bottom - top, right - left, bits=whole.bits, name=part.name)
+    pixels = part.frame.pixels(room_for)
+    height, width = pixels.shape[:2]
+    if right > width or bottom > height:
+        raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {width} x {height} pixels")
+    return np.ascontiguousarray(pixels[top:bottom, left:right])
 
 
 def stored_bytes(image: ImageSource) -> int | None:

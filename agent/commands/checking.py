@@ -1,0 +1,292 @@
+"""`coserve experts add --check DATA`: an expert is compared with its trainer's own answers before it is added.
+
+Guarantees: what differs refuses the expert, with the key that would explain the answers, if any that is served does.
+A key without a source is taken from the answers only if they decide it, and is written with this evidence.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from agent.commands.judged_images import GROUND, JudgedImage, drawn
+from agent.line_file.editing import rendered
+from experts.catalog import expert_of
+from experts.errors import ConfigError, ExpertError, WeightsUnclear
+from experts.expert import Verdict
+from experts.images import decode_image
+from experts.proving.answers import read_answers
+from experts.proving.comparing import compare, require_comparable
+from experts.proving.judging import Judge
+from experts.proving.search import MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from experts.expert import Expert
+    from experts.images import Decoded
+    from experts.model_files.description import ModelDescription
+    from experts.proving.answers import KnownAnswer
+    from experts.proving.comparing import Compared, Comparison
+
+    Entry = dict[str, Any]
+
+WORST = 6  # images in words and in the picture
+HELD_PIXELS = 64_000_000  # of decoded images, for entries that are tried one after another
+JUDGES = 2  # models in memory
+PICTURE_COLUMNS, TILE_PX = 2, 1200
+START: dict[str, Any] = {  # where the search begins
+    "normalize": "imagenet", "fit": None, "task": "multiclass", "variant": "plain",
+}  # fmt: skip
+EVERY_RULE = "every {} that can be served was tried: is the file the model that gave the answers, with their softmax?"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Known answers for one expert. ``asked``: by key the questions that they must decide."""
+
+    named: str
+    known: tuple[KnownAnswer, ...]
+    asked: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """An entry beside its answers. ``found``: evidence by key that the answers decided. ``refusal``: why it is not
+    added; ``trusted``: who adds it all the same, and why."""
+
+    named: str
+    entry: Entry
+    comparison: Comparison
+    found: Mapping[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    trusted: tuple[str, str] | None = None
+
+    @property
+    def heading(self) -> str:
+        return f"compared with {self.named}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        who = "" if self.trusted is None else f"; trusted by {self.trusted[0]}: {self.trusted[1]}"
+        return f"{_counted(self.comparison)}{who}"
+
+    def as_json(self) -> dict[str, Any]:
+        rows = self.comparison.worst(WORST)
+        return {
+            "images": self.comparison.images,
+            "agreed": self.comparison.agreed,
+            "largest_difference": self.comparison.largest_difference,
+            "found": dict(self.found),
+            "trusted": None if self.trusted is None else {"by": self.trusted[0], "why": self.trusted[1]},
+            "worst": [{"image": str(row.known.image), "why": row.why} for row in rows],
+        }
+
+
+def known_answers(
+    data: Path, components: Collection[str], line_components: Collection[str], labels: Sequence[str] | None
+) -> Check:
+    """Answers for an expert of these components; those of others are left out. Raises ConfigError."""
+    known = read_answers(data, {*components, *line_components}, labels or ())
+    own = tuple(each for each in known if each.component is None or each.component in components)
+    if not own:
+        raise ConfigError(f"{data}: has answers of other components alone - name theirs with --component")
+    return Check(data.name, own)
+
+
+def opened(described: ModelDescription, given: Callable[[str], object], check: Check) -> tuple[ModelDescription, Check]:
+    """The description with a value to begin with for each missing fact that answers may decide."""
+    names = sorted({name for each in check.known for name in _names(each)})
+    start = START | ({"labels": tuple(names)} if len(names) == described.label_count else {})
+    asked = {key: why for key, why in described.missing.items() if key in {*start, *searchable_keys()}}
+    asked = {key: why for key, why in asked.items() if given(key) is None and (key in start or hasattr(described, key))}
+    values = {key: start.get(key, getattr(described, key)) for key in asked}
+    missing = {key: why for key, why in described.missing.items() if key not in asked}
+    return replace(described, **values, missing=missing), replace(check, asked=asked)
+
+
+def _names(answer: KnownAnswer) -> list[str]:
+    if answer.boxes is not None:
+        return [box.label for box in answer.boxes]
+    return [*(name for name, _ in answer.scores), *filter(None, [answer.label])]
+
+
+def checked(
+    name: str, entry: Entry, sure: Collection[str], check: Check, progress: Callable[[str, int, int], None]
+) -> Checked:
+    """Compare an entry, whose ``weights`` are absolute. ``sure``: keys that its file or an option states.
+
+    Raises as packing does, ImageError, and WeightsUnclear for keys that the answers do not decide.
+    """
+    asker = _Asker(name, progress)
+    expert = expert_of(name, entry, Path())
+    require_comparable(expert, check.known, check.named)
+    first = compare(expert, check.known, asker.answers(expert, entry, check.known))
+    if first.is_proof and not check.asked:
+        return Checked(check.named, entry, first)
+    keys = [key for key in searchable_keys() if key in check.asked]
+    found = explain(entry, keys, keys, check.known, asker) if keys else Explanation()
+    if found.best is None:
+        tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
+        found = explain(entry, tried, keys, check.known, asker)
+    return _taken(name, entry, {*sure} - {*keys}, check, first, found)
+
+
+def _taken(
+    name: str, entry: Entry, sure: Collection[str], check: Check, first: Comparison, found: Explanation
+) -> Checked:
+    if found.best is not None and found.alike is not None and (keys := {*found.open} & {*check.asked}):
+        one, other = (_options(found.open, each.entry) for each in (found.best, found.alike))
+        why = f"{_counted(found.best.comparison)} of {check.named} with {one}, and as well with {other}"
+        ask = "add images that tell them apart, or give it"
+        raise WeightsUnclear(name, {key: f"{why}; {ask}: {check.asked[key]}" for key in sorted(keys)})
+    if found.best is None and check.asked:
+        raise WeightsUnclear(name, {**check.asked, "check": f"no value that is served explains {check.named}"})
+    changed = [] if found.best is None else _changed(entry, found.best.entry)
+    if found.best is None or {*sure} & {*changed} or found.open:
+        return Checked(check.named, entry, first, refusal=_refusal(check, first, found, changed))
+    evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
+    return Checked(check.named, found.best.entry, found.best.comparison, evidence)
+
+
+def _changed(entry: Entry, other: Entry) -> list[str]:
+    return [key for key in searchable_keys() if value_of(entry, key) != value_of(other, key)]
+
+
+def _evidence(found: Explanation, key: str) -> str:
+    assert found.best is not None, "evidence is of what was found"
+    text = f"found by --check: {_counted(found.best.comparison)}"
+    rival = found.rivals.get(key)
+    if rival is None:
+        return text
+    nearest = f"{text}; next best {_shown(value_of(rival.entry, key))}, {rival.comparison.agreed}"
+    if rival.comparison.agreed < rival.comparison.images:
+        return nearest
+    return f"{nearest}, with a mean difference of {rival.distance:.1g} instead of {found.best.distance:.1g}"
+
+
+def _refusal(check: Check, first: Comparison, found: Explanation, changed: Sequence[str]) -> str:
+    lines = [f"{check.named}: {_counted(first)}", *table_lines(first)]
+    if first.blind:
+        lines.append(f"the model is blind: {first.blind}")
+    if (picture := draw_worst(first.worst(WORST))) is not None:
+        lines.append(f"the worst of them are drawn in {picture}")
+    if found.best is None:
+        lines.append(EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task")))
+    elif found.alike is not None:
+        ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
+        lines.append(f"all answers agree with {' and as well with '.join(ways)}: give what the trainer did")
+    else:
+        way = _options(changed, found.best.entry)
+        lines.append(f"give {way}: {_evidence(found, changed[0]).removeprefix('found by --check: ')}")
+    return "\n  ".join([*lines, "--anyway REASON adds it all the same, and records who did and why"])
+
+
+def _options(keys: Collection[str], entry: Entry) -> str:
+    return " ".join(as_option(key, value_of(entry, key)) for key in searchable_keys() if key in keys)
+
+
+def as_option(key: str, value: object) -> str:
+    if isinstance(value, list) and key == "labels":
+        return f"--labels {','.join(value)}"
+    shown = _shown(value)
+    return f"--{key} {shown}" if " " not in shown else f"--{key} '{shown}'"
+
+
+def _shown(value: object) -> str:
+    return "plain" if value is None else rendered(value)  # type: ignore[arg-type]
+
+
+def _counted(comparison: Comparison) -> str:
+    agree = "answers agree" if comparison.images != 1 else "answer agrees"
+    return f"{comparison.agreed} of {comparison.images} {agree}"
+
+
+def table_lines(comparison: Comparison) -> list[str]:
+    """Images by label, and the worst of those that differ."""
+    images, agreed = (
+        Counter(row.label or "-" for row in comparison.rows if row.agrees or every) for every in (True, False)
+    )
+    width = max(len(label) for label in images)
+    lines = [f"{label:<{width}} {agreed[label]:>5} of {count}" for label, count in sorted(images.items())]
+    lines.append(f"largest difference of a score, where labels agree: {comparison.largest_difference:.4f}")
+    return lines + [f"{row.known.image.name}: {row.why}" for row in comparison.worst(WORST)]
+
+
+def draw_worst(rows: Sequence[Compared], file: Path | None = None) -> Path | None:
+    """One picture of these images and what differs; of none, None. ``file``: default in a new temporary folder."""
+    judged = (
+        (row.known.image, JudgedImage(Verdict.UNKNOWN, reason=row.why, boxes=row.prediction.boxes)) for row in rows
+    )
+    tiles = [tile for tile in (drawn(*each) for each in judged) if tile is not None]
+    if not tiles:
+        return None
+    for tile in tiles:
+        tile.thumbnail((TILE_PX, TILE_PX))
+    width = max(tile.width for tile in tiles)
+    height = max(tile.height for tile in tiles)
+    columns = min(PICTURE_COLUMNS, len(tiles))
+    sheet = Image.new("RGB", (columns * width, -(-len(tiles) // columns) * height), GROUND)
+    for number, tile in enumerate(tiles):
+        sheet.paste(tile, (number % columns * width, number // columns * height))
+    file = file or Path(tempfile.mkdtemp(prefix="coserve-check-")) / "worst.png"
+    sheet.save(file)
+    return file
+
+
+def who() -> str:
+    """Name of this user of the machine."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+class _Asker:
+    """Answers of entries: models of the latest ones and decoded images are held."""
+
+    def __init__(self, name: str, progress: Callable[[str, int, int], None]) -> None:
+        self._name = name
+        self._progress = progress
+        self._judges: dict[str, Judge] = {}
+        self._images: dict[Path, Decoded] = {}
+        self._held_pixels = 0
+        self._tried = 0
+
+    def __call__(self, entry: Entry, known: Sequence[KnownAnswer]) -> Asked | None:
+        try:
+            expert = expert_of(self._name, entry, Path())
+            return Asked(expert, self.answers(expert, entry, known))
+        except (ValueError, ExpertError):
+            return None
+
+    def answers(self, expert: Expert, entry: Entry, known: Sequence[KnownAnswer]) -> tuple[Any, ...]:
+        """Raises as packing does, and ImageError."""
+        judge = self._judge(expert, entry)
+        self._tried += 1
+        self._progress("compare with answers", self._tried, max(self._tried, MOST_TRIED))
+        return tuple(judge.answer(self._image(each.image), expert) for each in known)
+
+    def _judge(self, expert: Expert, entry: Entry) -> Judge:
+        inner = rendered({key: value for key, value in entry.items() if key not in {"input", "labels"}})
+        if inner not in self._judges:
+            while len(self._judges) >= JUDGES:
+                del self._judges[next(iter(self._judges))]
+            self._judges[inner] = Judge(expert)
+        return self._judges[inner]
+
+    def _image(self, path: Path) -> Decoded:
+        if path in self._images:
+            return self._images[path]
+        image = decode_image(path, str(path))
+        if self._held_pixels + image.pixels.size <= HELD_PIXELS * 3:
+            self._images[path] = image
+            self._held_pixels += image.pixels.size
+        return image

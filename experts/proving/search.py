@@ -1,0 +1,300 @@
+"""Search for the input that explains known answers: which values of open keys make an expert answer as its trainer.
+
+An entry is an expert's keys as a line file has them. The values of a key come from the sections of the line file, so
+that new resamplers, fits and variants of architectures join by themselves; only numbers have a table here. A beam of
+the nearest entries changes one key at a time, on few images; the best of them, and the best with another value of each
+key, are then compared on all images.
+
+Guarantees: another order of labels is found from the answers themselves. What explains the answers as well as the best,
+and differs in a key that decides, is told and never chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from experts.catalog import ExpertSection, FitSection, InputSection
+from experts.expert import NAMED
+from experts.proving.comparing import compare, overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from experts.expert import Expert, Prediction
+    from experts.proving.answers import KnownAnswer
+    from experts.proving.comparing import Comparison
+
+    Entry = dict[str, Any]
+    Ask = Callable[["Entry", Sequence[KnownAnswer]], "Asked | None"]  # None: no such expert
+
+CLOSED = frozenset({"precision", "pin", "normalize", "fit"})  # no choices of a section, or choices that decide nothing
+CROPS = (1.0, 0.875, 0.9, 0.95, 0.96, 224 / 232)  # size by shorter side: torchvision's and timm's
+MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of pixels up to 255 as Caffe's
+    {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+    {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]},
+    {"mean": [0, 0, 0], "std": [1, 1, 1], "scale": 255},
+    {"mean": [123.675, 116.28, 103.53], "std": [1, 1, 1], "scale": 255},
+)
+NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
+APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit that a key excludes
+FEW = 6  # images on which all entries are tried
+BEAM, ROUNDS, MOST_TRIED = 3, 4, 500
+CLEARLY, NEGLIGIBLE = 3.0, 1e-4  # a rival is no worse up to so many times the distance, or within rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An entry as an expert, and its answers."""
+
+    expert: Expert
+    predictions: tuple[Prediction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    entry: Entry
+    comparison: Comparison
+
+    @property
+    def distance(self) -> float:
+        return self.comparison.distance
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The entry that explains the answers, or None. ``rivals``: by key the best with another value of it.
+
+    ``alike``: another that explains them as well; ``open``: keys in which it differs, and that decide.
+    """
+
+    best: Candidate | None = None
+    rivals: Mapping[str, Candidate] = field(default_factory=dict)
+    alike: Candidate | None = None
+    open: tuple[str, ...] = ()
+
+
+def value_of(entry: Entry, key: str) -> object:
+    """``fit`` is stretched where it is not there."""
+    found = entry.get("input", {}).get(key) if key in InputSection.model_fields else entry.get(key)
+    return "stretched" if key == "fit" and found is None else found
+
+
+def with_value(entry: Entry, key: str, value: object) -> Entry:
+    """None, or the default fit: without the key."""
+    is_input = key in InputSection.model_fields
+    keys = dict(entry["input"] if is_input else entry)
+    keys.pop(key, None)
+    if value is not None and (key, value) != ("fit", "stretched"):
+        keys[key] = value
+    return {**entry, "input": keys} if is_input else keys
+
+
+def searchable_keys() -> tuple[str, ...]:
+    choosing = (
+        name
+        for section in (ExpertSection, InputSection)
+        for name, info in section.model_fields.items()
+        if name not in CLOSED and _choices(info.annotation)
+    )
+    return ("labels", "normalize", "fit", *choosing)
+
+
+def explain(
+    start: Entry, keys: Collection[str], asked: Collection[str], known: Sequence[KnownAnswer], ask: Ask
+) -> Explanation:
+    """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide."""
+    few = _few(start, known, ask)
+    tried: dict[str, Candidate] = {}
+    beam, expanded = [start], set[str]()
+    for _ in range(ROUNDS):
+        new = [entry for each in beam for entry in (each, *_neighbours(each, keys)) if _text(entry) not in tried]
+        expanded |= {_text(entry) for entry in beam}
+        for entry in {_text(entry): entry for entry in new}.values():
+            if len(tried) < MOST_TRIED and (candidate := _candidate(entry, keys, few, ask)) is not None:
+                tried[_text(entry)] = candidate
+        ranked = sorted(tried.values(), key=lambda each: (each.distance, _changes(start, each.entry, keys)))
+        beam = [each.entry for each in ranked[:BEAM]]
+        if not ranked or (_text(beam[0]) in expanded and ranked[0].comparison.agreed == len(few)):
+            break
+    chosen = {_text(each.entry): each.entry for each in ranked[:BEAM]}
+    for key in keys:
+        others = [each for each in ranked if value_of(each.entry, key) != value_of(beam[0], key)]
+        worse = [each for each in others if each.distance > _limit(ranked[:1])]
+        chosen |= {_text(each.entry): each.entry for each in (*others[:1], *worse[:1])}
+    whole = [_candidate(entry, keys, known, ask) for entry in chosen.values()]
+    return _decided(start, keys, asked, [each for each in whole if each is not None])
+
+
+def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate]) -> Explanation:
+    explaining = [each for each in whole if each.comparison.is_proof]
+    if not explaining:
+        return Explanation()
+    near = [each for each in explaining if each.distance <= _limit(explaining)]
+    best = min(near, key=lambda each: (_changes(start, each.entry, keys), each.distance))
+    rivals = {}
+    for key in keys:
+        others = [each for each in whole if value_of(each.entry, key) != value_of(best.entry, key)]
+        if others:
+            rivals[key] = max(others, key=lambda each: (each not in near, each.comparison.agreed, -each.distance))
+    for other in (each for each in near if each is not best):
+        apart = [key for key in keys if value_of(other.entry, key) != value_of(best.entry, key)]
+        decisive = [key for key in apart if key in asked or _is_rival(key, start, best.entry, other.entry)]
+        if decisive:
+            return Explanation(best, rivals, other, tuple(decisive))
+    return Explanation(best, rivals)
+
+
+def _limit(candidates: Sequence[Candidate]) -> float:
+    """Distance up to which another explains the answers as well."""
+    return CLEARLY * min(each.distance for each in candidates) + NEGLIGIBLE
+
+
+def _is_rival(key: str, start: Entry, best: Entry, other: Entry) -> bool:
+    """False where the best has the value that was there before, or the other one only adds to its keys."""
+    own, another = value_of(best, key), value_of(other, key)
+    adds = isinstance(own, dict) and isinstance(another, dict) and own.items() <= another.items()
+    return own != value_of(start, key) and not adds
+
+
+def _few(start: Entry, known: Sequence[KnownAnswer], ask: Ask) -> list[KnownAnswer]:
+    """Images of every label, those first on which the entry differs most."""
+    asked = ask(start, known)
+    if asked is None:
+        return list(known[:FEW])
+    rows = sorted(compare(asked.expert, known, asked.predictions).rows, key=lambda row: -row.distance)
+    seen: Counter[str | None] = Counter()
+    turns: list[tuple[int, int, KnownAnswer]] = []
+    for row in rows:
+        turns.append((seen[row.label], len(turns), row.known))
+        seen[row.label] += 1
+    return [each for _, _, each in sorted(turns, key=lambda turn: turn[:2])[:FEW]]
+
+
+def _candidate(entry: Entry, keys: Collection[str], known: Sequence[KnownAnswer], ask: Ask) -> Candidate | None:
+    asked = ask(entry, known)
+    if asked is None:
+        return None
+    found = Candidate(entry, compare(asked.expert, known, asked.predictions))
+    order = _order(asked, known) if "labels" in keys and isinstance(entry.get("labels"), list) else None
+    if order is None:
+        return found
+    predictions = [_relabelled(each, order) for each in asked.predictions]
+    labels = [order[label] for label in asked.expert.labels]
+    expert = replace(asked.expert, labels=tuple(labels))
+    other = Candidate({**entry, "labels": labels}, compare(expert, known, predictions))
+    return min(found, other, key=lambda each: each.distance)
+
+
+def _order(asked: Asked, known: Sequence[KnownAnswer]) -> dict[str, str] | None:
+    """Which label each label would be, if the answers tell another order; else None."""
+    votes: Counter[tuple[str, str]] = Counter()
+    for answer, prediction in zip(known, asked.predictions, strict=True):
+        votes.update(_votes(answer, prediction))
+    order: dict[str, str] = {}
+    for (own, label), _ in votes.most_common():
+        if own not in order and label not in order.values() and label in asked.expert.labels:
+            order[own] = label
+    left = [label for label in asked.expert.labels if label not in order.values()]
+    for own in (label for label in asked.expert.labels if label not in order):
+        order[own] = own if own in left else left[0]
+        left.remove(order[own])
+    is_other = any(own != label for own, label in order.items())
+    return order if is_other and set(order) == {*asked.expert.labels} else None
+
+
+def _votes(answer: KnownAnswer, prediction: Prediction) -> Iterator[tuple[str, str]]:
+    if answer.boxes is not None:
+        yield from (
+            (box.label, each.label) for box in prediction.boxes for each in answer.boxes if overlap(each, box) > 0.5
+        )
+    elif prediction.outputs and answer.scores:
+        for output in prediction.outputs:
+            yield output.label, min(answer.scores, key=lambda pair: abs(pair[1] - output.score))[0]
+    elif label := answer.label or max(answer.scores, key=lambda pair: pair[1], default=("", 0.0))[0]:
+        yield prediction.label, label
+
+
+def _relabelled(prediction: Prediction, order: dict[str, str]) -> Prediction:
+    return replace(
+        prediction,
+        label=order.get(prediction.label, prediction.label),
+        boxes=tuple(replace(box, label=order[box.label]) for box in prediction.boxes),
+        outputs=tuple(replace(output, label=order[output.label]) for output in prediction.outputs),
+    )
+
+
+def _neighbours(entry: Entry, keys: Collection[str]) -> Iterator[Entry]:
+    """Entries that differ in one key."""
+    for key in keys:
+        for value in _values(entry, key):
+            if value != value_of(entry, key):
+                yield with_value(entry, key, value)
+
+
+def _values(entry: Entry, key: str) -> Iterator[Any]:
+    if key == "labels":
+        return
+    if key == "normalize":
+        yield from _normalizations()
+    elif key == "fit":
+        yield from _fits(entry)
+    else:
+        section = InputSection if key in InputSection.model_fields else ExpertSection
+        yield from _choices(section.model_fields[key].annotation)
+
+
+def _normalizations() -> Iterator[Any]:
+    for name, known in NAMED.items():
+        yield name
+        yield {"mean": list(known.mean), "std": list(known.std), "channels": "bgr"}
+    for numbers in MEANS:
+        yield numbers
+        yield {**numbers, "channels": "bgr"}
+
+
+def _fits(entry: Entry) -> Iterator[Any]:
+    """Stretched; cut from a scaled image; and the present one with another choice of each of its keys."""
+    present = entry["input"].get("fit")
+    present = present if isinstance(present, dict) else {}
+    yield "stretched"
+    for share in CROPS:
+        yield _fit(present, "resize", math.floor(min(entry["input"]["size"]) / share + 1e-6))
+    for name, info in FitSection.model_fields.items():
+        for value in (*_choices(info.annotation), *NUMBERS.get(name, ())):
+            yield _fit(present, name, value)
+
+
+def _fit(present: dict[str, Any], name: str, value: object) -> object:
+    """The fit with another value, without keys that exclude it or that are defaults."""
+    keys = {key: kept for key, kept in present.items() if key not in APART.get(name, ())} | {name: value}
+    keys = {key: kept for key, kept in keys.items() if kept != FitSection.model_fields[key].default}
+    return keys or "stretched"
+
+
+def _choices(annotation: Any) -> list[Any]:  # noqa: ANN401  # a type expression
+    """Values of a type that has few; None is one where it stands for a default."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _choices(get_args(annotation)[0])
+    if origin in {Union, UnionType}:
+        found = [value for each in get_args(annotation) if each is not NoneType for value in _choices(each)]
+        return [None, *found] if found and NoneType in get_args(annotation) else found
+    if origin is Literal:
+        return list(get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return [each.value for each in annotation]
+    return [False, True] if annotation is bool else []
+
+
+def _changes(start: Entry, entry: Entry, keys: Collection[str]) -> int:
+    return sum(value_of(entry, key) != value_of(start, key) for key in keys)
+
+
+def _text(entry: Entry) -> str:
+    return json.dumps(entry, sort_keys=True, default=str)

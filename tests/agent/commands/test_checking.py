@@ -1,0 +1,166 @@
+"""A model is added only if it answers as its trainer's own pipeline did; answers decide what its file leaves open."""
+
+import getpass
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime import InferenceSession
+from PIL import Image
+from typer.testing import CliRunner
+
+from agent.commands.adding import Wishes, add_model
+from agent.config import read_line
+from agent.line_file.proofs import kept_proofs
+from coserve import app
+from experts.errors import ConfigError, WeightsRefused, WeightsUnclear
+from experts.expert import NAMED
+from experts.proving.answers import read_answers
+from tests.experts.conftest import onnx_classifier
+from tests.experts.onnx_text import add_behind, model_of
+
+BEGUN = "line: mine\nstate: ./state\n"
+LABELS = ("ok", "bent", "gone")
+WISHES = Wishes(components=("coil",), task="multiclass", labels=LABELS, normalize="imagenet", fit="stretched")
+
+
+def seen(image):
+    """As the trainer sees an image: bicubic, RGB, ImageNet's numbers."""
+    pixels = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC), np.float32) / 255
+    pixels = (pixels - np.float32(NAMED["imagenet"].mean)) / np.float32(NAMED["imagenet"].std)
+    return pixels.transpose(2, 0, 1)[None]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A graph, photographs, and its trainer's answers by ONNX Runtime itself, of every label."""
+    folder, random = tmp_path_factory.mktemp("trained"), np.random.default_rng(0)
+    images = []
+    for number in range(10):
+        pixels = random.integers(0, 256, (20, 30, 3)) * random.random(3) * (0.3 + number / 15)
+        images.append(Image.fromarray(pixels.astype(np.uint8)))
+        images[-1].save(folder / f"{number}.png")
+    graph = onnx_classifier(3, 3, 16, "n")
+    raw = InferenceSession(graph.SerializeToString())
+    middle = np.mean([raw.run(None, {"image": seen(image)})[0][0] for image in images], axis=0)
+    add_behind(graph.graph, "logits = Sub(raw, middle)", middle=middle.astype(np.float32))
+    onnx.save(graph, folder / "graph.onnx")
+    session, rows = InferenceSession(folder / "graph.onnx"), []
+    for number, image in enumerate(images):
+        odds = np.exp(session.run(None, {"image": seen(image)})[0][0])
+        rows.append({"file": f"{number}.png", "scores": dict(zip(LABELS, (odds / odds.sum()).tolist(), strict=True))})
+    (folder / "answers.json").write_text(json.dumps(rows))
+    return folder
+
+
+RIGHT = replace(WISHES, fit={"interpolation": "bicubic"})
+
+
+@pytest.fixture
+def line(tmp_path):
+    file = tmp_path / "line.yaml"
+    file.write_text(BEGUN)
+    return file
+
+
+def files_of(line):
+    return {str(file.relative_to(line.parent)) for file in line.parent.rglob("*") if file.is_file()}
+
+
+def adding(line, trained, wishes, answers="answers.json"):
+    return add_model(line, trained / "graph.onnx", replace(wishes, check=trained / answers))
+
+
+def test_a_model_with_its_trainer_s_answers_is_added_and_they_are_kept(line, trained):
+    added = adding(line, trained, RIGHT)
+    assert (added.checked.comparison.agreed, added.checked.comparison.images) == (10, 10)
+    assert added.checked.comparison.largest_difference < 1e-4
+    expert = read_line(line, {}).catalog.experts["cls/graph"]
+    assert expert.check == line.parent / "checks" / "cls" / "graph"
+    assert len(read_answers(expert.check)) == 10
+    assert "# check: 10 of 10 answers agree" in line.read_text()
+    (proof,) = kept_proofs(line.parent / "state")
+    assert (proof.expert, proof.form, proof.holds) == ("cls/graph", "fp32", True)
+    assert added.as_json()["checked"]["agreed"] == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"fit": "stretched"}, "give --fit '{interpolation: bicubic}': 10 of 10"),
+        ({"labels": ("gone", "ok", "bent")}, "give --labels ok,bent,gone: 10 of 10"),
+    ],
+)
+def test_what_disagrees_is_refused_with_the_key_that_agrees(line, trained, changes, sentence):
+    with pytest.raises(WeightsRefused, match=r"answers.json: . of 10 answers agree") as caught:
+        adding(line, trained, replace(RIGHT, **changes))
+    assert sentence in str(caught.value)
+    assert "worst.png" in str(caught.value)
+    assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
+
+
+def test_a_person_who_adds_it_all_the_same_is_recorded_with_the_reason(line, trained):
+    wishes = replace(RIGHT, labels=("gone", "ok", "bent"), anyway="the labels are from an older set")
+    added = adding(line, trained, wishes)
+    assert added.checked.trusted == (getpass.getuser(), "the labels are from an older set")
+    assert f"trusted by {getpass.getuser()}: the labels are from" in line.read_text()
+    (proof,) = kept_proofs(line.parent / "state")
+    assert (proof.by, proof.why, proof.holds) == (getpass.getuser(), "the labels are from an older set", True)
+
+
+def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
+    added = adding(line, trained, replace(RIGHT, normalize=None, labels=None, passing=("ok",)))
+    assert added.entry["labels"] == list(LABELS)
+    assert added.entry["input"]["normalize"] == "imagenet"
+    assert added.sure["normalize"].startswith("found by --check: 10 of 10 answers agree; next best ")
+    assert "# normalize: found by --check: 10 of 10" in line.read_text()
+
+
+def test_answers_that_do_not_decide_are_asked_for(line, trained, tmp_path):
+    folder = tmp_path / "grey"
+    folder.mkdir()
+    Image.new("RGB", (30, 20), (124, 116, 104)).save(folder / "0.png")
+    (folder / "answers.json").write_text(json.dumps([{"file": "0.png", "label": "ok"}]))
+    with pytest.raises(WeightsUnclear, match=r"1 of 1 answers? agrees? .*and as well with .*tell them apart"):
+        add_model(line, trained / "graph.onnx", replace(RIGHT, normalize=None, check=folder))
+    assert files_of(line) == {"line.yaml", "grey/0.png", "grey/answers.json"}
+
+
+def test_answers_that_nothing_explains_refuse_it(line, trained):
+    rows = json.loads((trained / "answers.json").read_text())
+    moved = [{**row, "scores": other["scores"]} for row, other in zip(rows, rows[5:] + rows[:5], strict=True)]
+    (trained / "moved.json").write_text(json.dumps(moved))
+    with pytest.raises(WeightsRefused, match=r"every labels, normalize, fit, .* that can be served was tried"):
+        adding(line, trained, RIGHT, "moved.json")
+
+
+def test_a_blind_model_is_refused(line, trained, tmp_path):
+    text = "blind (float[n,3,16,16] image) => (float[n,3] logits) { p = GlobalAveragePool(image)\n f = Flatten(p)\n"
+    onnx.save(
+        model_of(text + 'z = Mul(f, "zero")\n logits = Add(z, "bias")}', zero=[0.0], bias=[2.0, 0, 1]),
+        tmp_path / "b.onnx",
+    )
+    (tmp_path / "x.csv").write_text("file,label\n" + "".join(f"{trained}/{number}.png,ok\n" for number in range(4)))
+    with pytest.raises(WeightsRefused, match=r"the model is blind: its answer is the same on all of 4 images: ok 0.66"):
+        add_model(line, tmp_path / "b.onnx", replace(WISHES, check=tmp_path / "x.csv"))
+
+
+def test_labels_of_other_components_are_left_out_and_unknown_ones_refused(line, trained, tmp_path):
+    (tmp_path / "x.csv").write_text(f"file,label,component\n{trained}/0.png,ok,plate\n")
+    with pytest.raises(ConfigError, match="answers of other components alone"):
+        add_model(line, trained / "graph.onnx", replace(RIGHT, check=tmp_path / "x.csv"))
+    (tmp_path / "x.csv").write_text(f"file,label\n{trained}/0.png,fine\n")
+    with pytest.raises(ConfigError, match=r"0.png has the label fine, and cls/graph has ok, bent, gone"):
+        add_model(line, trained / "graph.onnx", replace(RIGHT, check=tmp_path / "x.csv"))
+
+
+def test_without_answers_the_trial_is_called_what_it_is_and_anyway_is_usage(line, trained):
+    words = ["experts", "add", str(line), str(trained / "graph.onnx"), "--component", "coil", "--task", "multiclass"]
+    words += ["--labels", ",".join(LABELS), "--normalize", "imagenet", "--fit", "stretched"]
+    done = CliRunner().invoke(app, [*words, "--print"])
+    assert "s: that shows only that it runs\n" in done.stderr
+    assert CliRunner().invoke(app, [*words, "--anyway", "because"]).exit_code == 2
+    done = CliRunner().invoke(app, [*words[:-1], "{interpolation: bicubic}", "--check", str(trained / "answers.json")])
+    assert "compared with answers.json: 10 of 10 answers agree\n  bent " in done.stdout
