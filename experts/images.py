@@ -4,7 +4,8 @@ A file without the end that its format declares (`experts.image_files.completene
 damaged before: its decoder warns, or a checksum is wrong. What follows the first picture's end does not count.
 
 Pixels are returned as stored, with their EXIF orientation: ultralytics' loader applies it, most others drop it, so each
-expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. 16-bit grey is scaled from its full range.
+expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. Of more than 8 bits each expert's input, or the file,
+states what becomes 0 to 255 (`experts.image_files.depth`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from stat import S_ISREG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -24,6 +25,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from experts.errors import ImageTooLarge, ImageUnreadable
 from experts.expert import Orientation
 from experts.image_files.completeness import Completeness, completeness
+from experts.image_files.depth import as_rgb, deep_samples, eight_bits, shown
 from experts.image_files.jpeg import CUT, START, as_if_it_went_on, jpeg_pixels
 from experts.image_files.png import png_damage, png_stop
 from experts.image_files.tiff import jpeg_damage
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from experts.expert import AnomalyMap
+    from experts.expert import AnomalyMap, Expert
 
 JPEG = frozenset({"JPEG", "MPO"})  # MPO: several pictures, of which a phone shows the first
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
@@ -62,18 +64,41 @@ BROKEN = (  # exceptions of Pillow on hostile bytes; Warning where warnings are 
 class Decoded:
     """One image: uint8 RGB, (height, width, 3), each side a ``reduction``-th of the file's where that is not 1.
 
-    Pixels, height and width are as stored; ``orientation`` says how they are turned to be seen upright.
+    Pixels, height and width are as stored; ``orientation`` says how they are turned to be seen upright. Of more than 8
+    bits: uint16, (height, width, 1 or 3), of which ``bits`` count by the file. ``name``: of a file; empty: no file.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: NDArray[Any]
     height: int  # of the file's image
     width: int
     reduction: int = 1
     is_jpeg: bool = False
     orientation: int = UPRIGHT
+    bits: int | None = None
+    name: str = ""
 
     def turned(self, wanted: Orientation) -> NDArray[np.uint8]:
-        return upright(self.pixels, self.orientation) if wanted is Orientation.EXIF else self.pixels
+        """Pixels for people, and for whatever knows no expert."""
+        return self._turned(self.pixels if self.pixels.dtype == np.uint8 else shown(self.pixels, self.bits), wanted)
+
+    def seen_by(self, expert: Expert) -> NDArray[np.uint8]:
+        """Pixels as the expert's input wants them. Raises ImageUnreadable where nothing says what becomes 0 to 255."""
+        spec, pixels = expert.pixels, self.pixels
+        try:
+            if pixels.dtype == np.uint16:
+                pixels = eight_bits(pixels, self.bits, spec)
+            elif self.name and spec.window is not None:
+                raise ValueError(f"8 bits, of which `window: {list(spec.window)}` says nothing: send the camera's own,")
+        except ValueError as error:
+            raise ImageUnreadable(self.name, f"{error} at experts.{expert.id}.input") from None
+        return self._turned(pixels, spec.orientation)
+
+    def upright(self) -> Decoded:
+        pixels = upright(self.pixels, self.orientation)
+        return replace(self, pixels=pixels, height=pixels.shape[0], width=pixels.shape[1], orientation=UPRIGHT)
+
+    def _turned(self, pixels: NDArray[np.uint8], wanted: Orientation) -> NDArray[np.uint8]:
+        return upright(pixels, self.orientation) if wanted is Orientation.EXIF else pixels
 
     def serves(self, least: tuple[int, int] | None) -> bool:
         """True where decoding the file for ``least`` would give these pixels."""
@@ -94,7 +119,7 @@ def read_image(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     room_for: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> NDArray[np.uint8]:
-    return decode_image(source, name, max_pixels, room_for).pixels
+    return decode_image(source, name, max_pixels, room_for).turned(Orientation.STORED)
 
 
 def decode_image(
@@ -128,8 +153,11 @@ def decode_image(
                 raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
             smaller = reduction(height, width, least) if is_jpeg else 1
             with room_for(width * height // smaller**2 * DECODED_BYTES_PER_PIXEL):
-                pixels = _of_jpeg(image, content, name, smaller) if is_jpeg else _loaded(image, content, name)
-                return Decoded(pixels, height, width, smaller, is_jpeg, _orientation(image))
+                if is_jpeg:
+                    pixels, bits = _of_jpeg(image, content, name, smaller), None
+                else:
+                    pixels, bits = _loaded(image, content, name)
+                return Decoded(pixels, height, width, smaller, is_jpeg, _orientation(image), bits, name)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
     except UnidentifiedImageError as error:
@@ -238,7 +266,7 @@ def _of_jpeg(image: Image.Image, content: bytes, name: str, smaller: int) -> NDA
     return shown
 
 
-def _loaded(image: Image.Image, content: bytes, name: str) -> NDArray[np.uint8]:
+def _loaded(image: Image.Image, content: bytes, name: str) -> tuple[NDArray[Any], int | None]:
     damage = png_damage(content) if image.format == "PNG" else None
     if isinstance(image, TiffImageFile):
         damage = jpeg_damage(content, image.tag_v2, image.mode == "CMYK")
@@ -253,7 +281,7 @@ def _loaded(image: Image.Image, content: bytes, name: str) -> NDArray[np.uint8]:
         raise ImageUnreadable(name, f"is damaged {stop or 'in its data'} ({error or type(error).__name__})") from error
     if image.format == "PNG" and not _ends_with_pixels(image) and (stop := png_stop(content)):
         raise ImageUnreadable(name, f"is damaged: its data stop {stop}")
-    return _rgb(image, name)
+    return deep_samples(image, content, name) or (_rgb(image, name), None)
 
 
 def _ends_with_pixels(image: Image.Image) -> bool:
@@ -263,11 +291,8 @@ def _ends_with_pixels(image: Image.Image) -> bool:
 
 
 def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:
-    if image.mode.startswith("I"):  # I;16, I;16B, and I: 16-bit grey in a wider container
-        grey = np.asarray(image)
-        if grey.min() < 0 or grey.max() > 0xFFFF:
-            raise ImageUnreadable(name, "32-bit pixels: export the image with 8 or 16 bits")
-        return np.repeat((grey >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode.startswith("I"):  # 16 bits of which at most 8 count
+        return as_rgb(np.asarray(image)[:, :, None] >> 8)
     if image.mode == "F":
         raise ImageUnreadable(name, "floating-point pixels: export the image with 8 or 16 bits")
     if image.mode in {"P", "PA"}:

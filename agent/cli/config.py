@@ -61,9 +61,15 @@ def check_config(
         _refuse(as_json, [{"message": text} for text in silent], "\n".join(silent), FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
     text = f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found"
+    from agent.commands.proving import told_unproven, unproven_line
+
+    unproven = told_unproven(config, lacks := unproven_line(config))
     promotions = [each.text for each in config.promotions]
     row = {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}
-    say(as_json, row | {"promotions": promotions}, [text, *promotions])
+    row |= {"promotions": promotions, "unproven": {name: lack.why for name, lack in lacks.items()}}
+    say(as_json, row, [text, *promotions])
+    if unproven is not None and not as_json:
+        sys.stderr.write(f"warning: {unproven} - `coserve experts verify {line}` proves them\n")
 
 
 @config_app.command("schema")

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +15,9 @@ from agent.cli.distilling import distil
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
 from agent.cli.rejudging import judging, lines_of
 from agent.cli.reviews import escape_warnings, truth_lines
+
+if TYPE_CHECKING:
+    from agent.config import LineConfig
 
 NEXT = "Name it as `weights:` of an expert in the line file."
 ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the serving expert, kind/name", show_default=False)]
@@ -32,7 +35,14 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     from agent.config import read_line
 
     with explained():
-        rows = expert_rows(read_line(line))
+        config = read_line(line)
+        from agent.commands.proving import unproven_line
+
+        lacks = unproven_line(config)
+        rows = [
+            row | {"unproven": lacks[name].why if (name := row["expert"]) in lacks else None}
+            for row in expert_rows(config)
+        ]
     if as_json:
         print(json.dumps({"experts": rows}))
     else:
@@ -274,10 +284,21 @@ def add_expert(
 
 
 @experts_app.command("verify")
-def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
-    """Hash every packed byte of a line and compare with the recorded digests; exit code 1 if any differs.
+def verify(
+    line: LineFile,
+    names: Annotated[list[str] | None, typer.Argument(metavar="ID", help="default: all", show_default=False)] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DATA", help="give one expert its trainer's answers: a .csv or .json, or labelled folders"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hash the packed bytes of experts, and prove the experts that have known answers; exit code 1 if any differs.
 
-    Changes nothing, also beside a running agent. An expert that is not packed yet is reported, and is no failure.
+    Each expert answers the images of its `check` in each form that the agent would run. Proofs are kept in the state,
+    also beside a running agent. An expert that is not packed yet, or has no known answers, is reported and no failure.
     """
     from agent.commands.inspection import verify_line
     from agent.commands.progress import progress_on_stderr
@@ -285,12 +306,42 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
 
     with explained():
         config = read_line(line)
+        wanted = _known(config, names)
         with progress_on_stderr() as progress:
-            rows = verify_line(config, progress)
-    lines = [f"{VERIFIED[row['ok']]} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}" for row in rows]
+            rows = verify_line(config, progress, wanted)
+            from agent.commands.proving import give_answers, unproven_line, verify_experts  # loads torch
+
+            if check is not None:
+                if len(wanted) != 1:
+                    raise typer.BadParameter("--check is for one expert - name its ID")
+                give_answers(line, config, wanted[0], check)
+                config = read_line(line)
+            found = dict(verify_experts(config, wanted, progress))
+            lacks = unproven_line(config)
+    lines = []
+    for row in rows:
+        verified, name = found.get(row["expert"], []), row["expert"]
+        row |= {"proofs": [each.as_json() for each in verified], "unproven": lacks[name].why if name in lacks else None}
+        is_bad = row["ok"] is False or not all(each.proof.holds for each in verified)
+        told = "" if row["ok"] else f": {row['reason']}"
+        lines.append(f"{'BAD' if is_bad else VERIFIED[row['ok']]} {name}{told}")
+        lines += [f"    {text}" for each in verified for text in each.lines]
+        lines += [f"    unproven: {row['unproven']}"] if row["unproven"] and not verified else []
     say(as_json, {"experts": rows}, lines)
-    if any(row["ok"] is False for row in rows):
+    if any(each.startswith("BAD") for each in lines):
         raise typer.Exit(FAILED)
+
+
+def _known(config: LineConfig, names: list[str] | None) -> list[str]:
+    """Experts by their ids; all of them without any. Raises ConfigError for an unknown one."""
+    from experts.document import suggestion
+    from experts.errors import ConfigError
+
+    experts = config.catalog.experts
+    for name in names or ():
+        if name not in experts:
+            raise ConfigError(f"no expert {name!r} - {suggestion(name, experts)}")
+    return list(dict.fromkeys(names or experts))
 
 
 def _import_folder(

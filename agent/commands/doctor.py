@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from agent.commands.proving import told_unproven, unproven_line
 from agent.config import read_secret
 from agent.core.performance import HOST
 from agent.deployment.build import detect_box, doubts
@@ -155,6 +156,12 @@ def _weights(config: LineConfig) -> Iterator[Check]:
             yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
     for problem in weights_problems(config):
         yield Check("weights", str(problem), "correct the file, or its entry in the line file")
+    if lacks := unproven_line(config):
+        verify = f"coserve experts verify {config.document.file}"
+        is_needed = config.require_proof or any(lack.differs or experts[name].check for name, lack in lacks.items())
+        yield Check("proof", str(told_unproven(config, lacks)), verify if is_needed else None)
+    else:
+        yield Check("proof", "every expert of images is proven by known answers")
     yield Check("experts", f"{len(experts)} on the line, {packed} packed; `coserve experts verify` hashes them all")
 
 

@@ -16,6 +16,7 @@ from agent.promotion import shadow_of
 from agent.records.shadow_answers import answer_row, read_comparison, read_verdicts
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import before_and_after, reviewed_results
+from experts.backends import LLM
 from experts.errors import ConfigError, LoadError
 from experts.packed.sources import is_there, sha256_of, size_bytes_of
 from experts.sizes import mib
@@ -69,7 +70,8 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
 
 
 def print_experts(rows: list[dict[str, Any]]) -> None:
-    table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
+    titles = ("expert", "architecture", "packed", "usage", "proof", "labels", "routes")
+    table = Table(*titles, box=None, header_style="bold")
     for row in rows:
         size = "not yet" if row["size_bytes"] is None else mib(row["size_bytes"])
         size += ", weights MISSING" if row["weights_bytes"] is None else ""
@@ -77,7 +79,9 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
         shadow = f", {row['shadow']} in its shadow" if row["shadow"] else ""
         shadow += ", JPEGs decoded smaller" if row["scaled_decoding"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
-        table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes + shadow)
+        proof = "" if row["architecture"] == LLM else "unproven" if row["unproven"] else "proven"
+        usage = f"{row['usage']:.4f}"
+        table.add_row(row["expert"] + pin, row["architecture"], size, usage, proof, labels, routes + shadow)
     console_page().print(table)
 
 

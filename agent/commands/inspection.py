@@ -18,7 +18,7 @@ from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -50,13 +50,17 @@ def inspect_images(
     return judged_rows(images, component, judged, pictures)
 
 
-def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    """Hash all packed weights, change nothing. ``ok`` is None for an expert that is not packed yet."""
+def verify_line(
+    config: LineConfig, progress: Callable[[str, int, int], None], names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Hash the packed weights of these experts, default all of them. ``ok`` is None for one that is not packed yet."""
     rows = []
     folder = ManifestFolder(config.packed_folder / "manifests")
+    wanted = config.catalog.experts if names is None else names
+    packed = {name: manifests for name, manifests in packed_manifests(config).items() if name in wanted}
     with closing(SegmentStore(config.packed_folder)) as segments:
-        for number, (name, manifests) in enumerate(packed_manifests(config).items(), start=1):
-            progress("verify", number, len(config.catalog.experts))
+        for number, (name, manifests) in enumerate(packed.items(), start=1):
+            progress("verify", number, len(packed))
             damage = [found for found in (_damage(manifest, folder, segments) for manifest in manifests) if found]
             rows.append(
                 {

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "proofs.json"  # in the state folder
 LIBRARIES = ("coserve", "torch", "torchvision", "ultralytics", "onnxruntime", "Pillow", "numpy")
+NAMED = 3  # experts of one reason
 KEPT = 16  # of each expert: forms, and versions that may serve again
 
 
@@ -165,6 +167,15 @@ def unproven(
         elif not found or None in found:
             reasons[expert.id] = Lack(_lack(expert, expert.id in proven_once))
     return reasons
+
+
+def told_lacks(lacks: Mapping[str, Lack]) -> str:
+    """Each reason with the experts that it is of, some of them by name."""
+    named: defaultdict[str, list[str]] = defaultdict(list)
+    for expert, lack in lacks.items():
+        named[lack.why].append(expert)
+    more = {why: f" and {len(names) - NAMED} more" if len(names) > NAMED else "" for why, names in named.items()}
+    return "; ".join(f"{', '.join(names[:NAMED])}{more[why]}: {why}" for why, names in named.items())
 
 
 def _lack(expert: Expert, was_proven: bool) -> str:

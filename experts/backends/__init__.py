@@ -69,7 +69,7 @@ def prepare(expert: Expert, image: Decoded) -> Prepared:
     """Prepare an image for its expert, as the agent does; its scales map back to the file's pixels."""
     from experts.images import SWAPPED, UPRIGHT
 
-    pixels = image.turned(expert.pixels.orientation)
+    pixels = image.seen_by(expert)
     left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
     prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)
     if image.reduction == 1:

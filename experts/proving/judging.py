@@ -1,7 +1,7 @@
-"""An expert outside its line: packed and bound on the CPU in fp32, asked through the agent's own path.
+"""An expert outside its line: packed and bound in one form, asked through the agent's own path.
 
-Guarantees: an answer equals the agent's in fp32; of an anomaly expert also without a threshold, whose label then means
-nothing.
+Guarantees: an answer equals the agent's in this form; of an anomaly expert also without a threshold, whose label then
+means nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ANY_THRESHOLD = 0.0  # scores do not depend on it
 
 
 class Judge:
-    """The constructor raises as packing does."""
+    """``device``: torch's. The constructor raises as packing does."""
 
-    def __init__(self, expert: Expert) -> None:
+    def __init__(self, expert: Expert, form: Precision = Precision.FP32, device: str = "cpu") -> None:
         backend = backend_for(expert.architecture)
-        packable = backend.pack(expert, Precision.FP32)
+        packable = backend.pack(expert, form)
         self._expert = expert
-        self._skeleton = backend.skeleton(expert, Precision.FP32, packable.program, "cpu")
-        self._skeleton.bind(packable.tensors)
+        self._skeleton = backend.skeleton(expert, form, packable.program, device)
+        self._skeleton.bind({name: tensor.to(device) for name, tensor in packable.tensors.items()})
 
     def answer(self, image: Decoded, expert: Expert | None = None) -> Prediction:
         """``expert``: the same with another input or other labels. Raises OutputInvalid for NaN or infinity."""

@@ -116,7 +116,7 @@ def _image(sample: Sample | ArchivedImage, expert: Expert, frames: dict[str, Fra
         image = decode_image(sample.path, str(sample.path), sample.max_pixels)
     else:
         image = pixels_of(sample, frames)
-    return image.turned(expert.pixels.orientation)
+    return image.seen_by(expert)
 
 
 def _reviewed(config: LineConfig, expert: Expert) -> LabelledSamples:

@@ -103,11 +103,11 @@ class _Export:
         row = review_row(reviewed)
         self._rows.append(row)
         image = self._image(reviewed.row.result)
-        if isinstance(image, str):
-            self.left_out[image] += 1
-            row["left_out"] = image
+        why = image if isinstance(image, str) else self._add_crop(reviewed, image, row)
+        if isinstance(image, str) or why is not None:
+            self.left_out[str(why)] += 1
+            row["left_out"] = why
             return
-        self._add_crop(reviewed, image, row)
         for step in reviewed.row.result.detail.get("steps", ()):
             if finds_boxes(step):
                 self._add_boxes(reviewed, step, image)
@@ -133,10 +133,14 @@ class _Export:
         except ImageError as error:
             return f"the image cannot be used: {error.message}"
 
-    def _add_crop(self, reviewed: ReviewedResult, image: Decoded, row: Row) -> None:
+    def _add_crop(self, reviewed: ReviewedResult, image: Decoded, row: Row) -> str | None:
+        """Why there is none; None if there is."""
         result = reviewed.row.result
         last = self._experts.get(result.experts[-1]) if result.experts else None
-        png = _png(image.turned(Orientation.EXIF if last is None else last.pixels.orientation))
+        try:
+            png = _png(image.turned(Orientation.EXIF) if last is None else image.seen_by(last))
+        except ImageError as error:
+            return f"the image cannot be used: {error.message}"
         component, label = str(result.subject.component), crop_label(reviewed, self._config.catalog.graph)
         place = f"{folder_name(component)}/{folder_name(label)}/{reviewed.row.seq:08}"
         self._write(f"crops/{place}.png", png)
@@ -145,13 +149,17 @@ class _Export:
         for kept in self._reader.maps(reviewed.row.seq):
             self._write(f"maps/{place}-{kept.step}.png", kept.png)
             self.maps += 1
+        return None
 
     def _add_boxes(self, reviewed: ReviewedResult, step: Mapping[str, Any], image: Decoded) -> None:
-        boxes = true_boxes(self._config, reviewed, step)
+        name, boxes = step["expert"], true_boxes(self._config, reviewed, step)
+        try:
+            pixels = image.upright().seen_by(self._experts[name])
+        except ImageError as error:
+            boxes = f"the image cannot be used: {error.message}"
         if isinstance(boxes, str):
             self.left_out_of_yolo[boxes] += 1
             return
-        name, pixels = step["expert"], image.turned(Orientation.EXIF)
         self._write(f"yolo/{name}/images/{reviewed.row.seq:08}.png", _png(pixels))
         text = yolo_lines(boxes, self._experts[name].labels, pixels.shape[:2])
         self._write(f"yolo/{name}/labels/{reviewed.row.seq:08}.txt", text.encode())

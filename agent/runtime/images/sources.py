@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experts.errors import ImageError, ImageUnreadable
-from experts.expert import Orientation
 from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image, read_image_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
 
     RoomFor = Callable[[int], AbstractContextManager[object]]
 
@@ -68,7 +65,7 @@ class Frame:
         self.image = image
         self.size = size
         self._lock = threading.Lock()
-        self._pixels: NDArray[np.uint8] | None = None
+        self._decoded: Decoded | None = None
         self._error: ImageError | None = None
 
     @property
@@ -77,30 +74,30 @@ class Frame:
 
     @property
     def stored_bytes(self) -> int:
-        return len(self.image.content) if self._pixels is None else 0
+        return len(self.image.content) if self._decoded is None else 0
 
-    def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
-        """uint8 RGB, (height, width, 3). Raises ImageError, the same object each time."""
+    def decoded(self, room_for: RoomFor) -> Decoded:
+        """Upright. Raises ImageError, the same object each time."""
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._pixels is None:
+            if self._decoded is None:
                 try:
-                    self._pixels = self._decoded(room_for)
+                    self._decoded = self._decode(room_for)
                 except ImageError as error:
                     self._error = error
                     raise
-            return self._pixels
+            return self._decoded
 
-    def _decoded(self, room_for: RoomFor) -> NDArray[np.uint8]:
+    def _decode(self, room_for: RoomFor) -> Decoded:
         image = self.image
-        pixels = decode_image(image.content, image.name, image.max_pixels, room_for).turned(Orientation.EXIF)
-        if self.size is not None and pixels.shape[:2] != self.size:
-            (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self.size
+        found = decode_image(image.content, image.name, image.max_pixels, room_for).upright()
+        if self.size is not None and (found.height, found.width) != self.size:
+            (height, width), (wanted_height, wanted_width) = (found.height, found.width), self.size
             raise ImageUnreadable(
                 image.name, f"it is {width} x {height} pixels, and its layout is for {wanted_width} x {wanted_height}"
             )
-        return pixels
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +120,7 @@ def decoded(
     if isinstance(image, np.ndarray):
         return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse these
     if isinstance(image, FramePart):
-        pixels = _cut(image, room_for)
-        return Decoded(pixels, *pixels.shape[:2])
+        return _cut(image, room_for)
     if isinstance(image, EncodedImage):
         return decode_image(image.content, name, image.max_pixels, room_for, least)
     if isinstance(image, ImageFile):
@@ -132,14 +128,15 @@ def decoded(
     return decode_image(image, name, DEFAULT_MAX_PIXELS, room_for, least)
 
 
-def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
+def _cut(part: FramePart, room_for: RoomFor) -> Decoded:
     """Raises ImageUnreadable for a box that leaves the frame."""
     left, top, right, bottom = part.box
-    pixels = part.frame.pixels(room_for)
-    height, width = pixels.shape[:2]
-    if right > width or bottom > height:
-        raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {width} x {height} pixels")
-    return np.ascontiguousarray(pixels[top:bottom, left:right])
+    whole = part.frame.decoded(room_for)
+    if right > whole.width or bottom > whole.height:
+        size = f"{whole.width} x {whole.height}"
+        raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {size}")
+    pixels = np.ascontiguousarray(whole.pixels[top:bottom, left:right])
+    return Decoded(pixels, bottom - top, right - left, bits=whole.bits, name=part.name)
 
 
 def stored_bytes(image: ImageSource) -> int | None:

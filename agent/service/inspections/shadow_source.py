@@ -28,6 +28,7 @@ from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, dec
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import JudgedWatch, Submission
 from experts.expert import Verdict
+from experts.image_files.depth import deep_png
 
 if TYPE_CHECKING:
     from agent.core.request import Batch, Outcome
@@ -129,7 +130,7 @@ class ShadowSource:
 
     def _keep(self, subject: Subject, source: ImageSource, expert: str, side: Side) -> None:
         """Keep an image; of a frame only the part: the frame may be a hundred times as large."""
-        image = decoded(source, source.name).pixels if isinstance(source, FramePart) else source
+        image = _part(source) if isinstance(source, FramePart) else source
         self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, self._graph.shadows[expert], side))
         self._waiting_bytes += self._waiting[-1].size_bytes
         while len(self._waiting) > WAITING_MAXIMUM or self._waiting_bytes > MOST_BYTES:
@@ -214,6 +215,14 @@ class ShadowSource:
 
 def _nothing(_: Outcome, __: Course) -> None:
     """Ignore the ending: the judged watch has the outcome with the Engine's names."""
+
+
+def _part(source: FramePart) -> ImageSource:
+    part = decoded(source, source.name)
+    if part.pixels.dtype == np.uint8:
+        return part.pixels
+    values = part.pixels[:, :, 0] if part.pixels.shape[2] == 1 else part.pixels
+    return EncodedImage(deep_png(values, part.bits), source.name, part.height * part.width)
 
 
 def _size_bytes(image: ImageSource) -> int:

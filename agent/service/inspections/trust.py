@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import Doubts
 from agent.deployment.packed_copies import doubts_of, unproven_copies
-from agent.line_file.proofs import FILE_NAME
+from agent.line_file.proofs import FILE_NAME, told_lacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from agent.line_file.proofs import Lack
 
 log = logging.getLogger(__name__)
-
-NAMED = 3  # experts in one line of the log
 
 
 class Trust:
@@ -36,9 +34,8 @@ class Trust:
         self._turning = threading.Lock()
         self.turn_to(agent)
         if self.lacks:
-            told = "; ".join(f"{name}: {lack.why}" for name, lack in [*self.lacks.items()][:NAMED])
             again = f"coserve experts verify {agent.config.document.file}"
-            log.warning("experts_unproven count=%d %s - prove them: %s", len(self.lacks), told, again)
+            log.warning("experts_unproven count=%d %s - prove them: %s", len(self.lacks), told_lacks(self.lacks), again)
 
     def step(self) -> None:
         """Read the proofs anew if they were written."""

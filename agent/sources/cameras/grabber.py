@@ -20,7 +20,9 @@ import numpy as np
 
 from agent.sources.cameras import wire
 from agent.sources.cameras.pictures.size import check_size, decoded_jpeg
+from agent.sources.cameras.pictures.source import DeepPixels
 from experts.errors import CameraFailed
+from experts.image_files.depth import deep_png
 
 if TYPE_CHECKING:
     import socket
@@ -185,6 +187,8 @@ def encode(picture: Picture, max_pixels: int) -> bytes | None:
     if isinstance(picture, bytes):
         return None if decoded_jpeg(picture, max_pixels) is None else picture
     _check_size(picture, max_pixels)
+    if isinstance(picture, DeepPixels):
+        return deep_png(picture.values, picture.bits)
     pixels = picture if isinstance(picture, np.ndarray) else picture.to_ndarray(format="bgr24")
     is_encoded, content = cv2.imencode(".png", pixels)
     if not is_encoded:
@@ -192,6 +196,6 @@ def encode(picture: Picture, max_pixels: int) -> bytes | None:
     return content.tobytes()
 
 
-def _check_size(picture: NDArray[Any] | VideoFrame, max_pixels: int) -> None:
+def _check_size(picture: NDArray[Any] | DeepPixels | VideoFrame, max_pixels: int) -> None:
     height, width = picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
     check_size(height, width, max_pixels)

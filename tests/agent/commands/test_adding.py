@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -231,8 +232,26 @@ class TestTheCommand:
         assert (row["expert"], row["routes"], row["entry"]["labels"]) == ("cls/graph", ["coil"], ["ok", "bent"])
         assert row["tried"]["label"] in row["entry"]["labels"]
 
+    def test_a_window_or_bits_are_written_with_their_evidence_and_served(self, line, models):
+        deep = line.with_name("deep.png")
+        Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(deep)
+        words = (*self.words, "--image", deep)
+        refused = self.run(line, models / "graph.onnx", *words)
+        assert "write `bits: 12` (if so), or `window: [low, high]`" in " ".join(refused.output.split())
+        done = self.run(line, models / "graph.onnx", *words, "--window", "200,4000")
+        assert "  window       200 to 4000              given by --window\n" in done.stdout
+        assert read_line(line, {}).catalog.experts["cls/graph"].pixels.window == (200, 4000)
+
     @pytest.mark.parametrize(
-        "words", [("--size", "big"), ("--size", "1x2x3"), ("--normalize", "none"), ("--kind", "model")]
+        "words",
+        [
+            ("--window", "4000"),
+            ("--bits", "8"),
+            ("--size", "big"),
+            ("--size", "1x2x3"),
+            ("--normalize", "none"),
+            ("--kind", "model"),
+        ],
     )
     def test_options_that_mean_nothing_are_usage(self, line, models, words):
         assert self.run(line, models / "graph.onnx", *words).exit_code == 2

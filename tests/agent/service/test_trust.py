@@ -51,7 +51,9 @@ def test_a_verdict_of_an_unproven_expert_is_unknown_and_names_the_remedy(strict)
 
 def test_a_proof_that_is_written_beside_the_agent_counts_without_a_restart(strict, caplog):
     with strict.served() as service:
-        assert "experts_unproven count=2 cls/f0: its trainer's answers are not known" in caplog.text
+        assert (
+            "experts_unproven count=2 cls/f0, cls/f1: its trainer's answers are not known - prove them" in caplog.text
+        )
         assert judged(service).verdict is UNKNOWN
         prove(strict)
         service.inspector.trust.step()

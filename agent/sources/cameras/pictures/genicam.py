@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from agent.sources.cameras.pictures.presentation import PresentationClock
-from agent.sources.cameras.pictures.source import Snapshot
+from agent.sources.cameras.pictures.source import DeepPixels, Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def pixels_of(rows: NDArray[Any], data_format: str, width: int) -> Picture:
     """Copy of a buffer's rows as pixels. Raises CameraFailed for an unknown format."""
     if data_format in GREY_BITS:
         bits = GREY_BITS[data_format]
-        return rows.astype(np.uint8) if bits == 8 else (rows.astype(np.uint16) << (16 - bits)).astype(np.uint16)
+        return rows.astype(np.uint8) if bits == 8 else DeepPixels(rows.astype(np.uint16), bits)
     if data_format not in TO_BGR:
         known = ", ".join((*GREY_BITS, *TO_BGR))
         raise CameraFailed(f"it sends {data_format} - set its PixelFormat to one of {known}")

@@ -14,9 +14,25 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from numpy.typing import NDArray
 
-# Pixels (height, width) or (height, width, 3) in the order BGR, uint8 or uint16; a frame as FFmpeg decoded it, which
-# is converted to pixels on demand; or one whole JPEG file, unchanged.
-Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame | bytes"
+# Pixels (height, width) or (height, width, 3) in the order BGR, or of more than 8 bits; a frame as FFmpeg decoded it,
+# which is converted to pixels on demand; or one whole JPEG file, unchanged.
+Picture: TypeAlias = "NDArray[np.uint8] | DeepPixels | VideoFrame | bytes"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeepPixels:
+    """Grey values (height, width) of 9 to 16 bits, as the camera sends them."""
+
+    values: NDArray[np.uint16]
+    bits: int
+
+    @property
+    def height(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.values.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
