@@ -132,8 +132,10 @@ class ModuleSkeleton:
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_images(batch)
         with torch.inference_mode():
-            images = torch.stack([prepared.tensor for prepared in batch]).to(**self._placed)
-            return self._read(expert, output_list(self._module(images), self._outputs), batch)
+            return self._read(expert, self.outputs([prepared.tensor for prepared in batch]), batch)
+
+    def outputs(self, images: Sequence[Tensor]) -> Sequence[Tensor]:
+        return output_list(self._module(torch.stack(list(images)).to(**self._placed)), self._outputs)
 
 
 def _make_template(backend: TorchBackend, structure: Hashable) -> Template:

@@ -1,9 +1,10 @@
 """Form of each expert on each processor (``precision: auto``): the fastest that is proven for the expert.
 
-An expert's own samples prove a form (``agreement``). Forms that are clearly faster than fp32 are tried, fastest first,
-and again once weights, samples, thresholds or routes have changed; experts with too few samples run in fp32. Experts
-that share tensors run in one form, proven for all of them: a second form would hold the tensors twice. A form of the
-line file is taken without proof, as by the agent. A kind that runs in no permitted form is not served on the processor.
+An expert's outputs prove a form in fp32's numbers (``same_numbers``), its own samples any form (``agreement``). Forms
+that are clearly faster than fp32 are tried, fastest first, and again once weights, samples, thresholds or routes have
+changed; experts without a proof run in fp32. Experts that share tensors run in one form, proven for all of them: a
+second form would hold the tensors twice. A form of the line file is taken without proof, as by the agent. A kind that
+runs in no permitted form is not served on the processor.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from agent.runtime.expert_copy import by_kind
 from experts.backends.forms import form_of, runs_as
 from experts.expert import Precision
 from experts.sizes import mib
-from profiler.microbench import agreement
+from profiler.microbench import agreement, same_numbers
 from profiler.microbench.agreement import candidate_precisions, compare, image_s, is_clearly_faster, terms_sha256
+from profiler.microbench.same_numbers import compare_outputs, trial_sha256
 from profiler.microbench.texts import TEXTS_SHA256, compare_texts
 
 if TYPE_CHECKING:
@@ -157,7 +159,8 @@ class PrecisionChoice:
         for form in (Precision(each.precision) for each in faster):
             left = [group for group in _groups(references) if group[0].expert.id not in found]
             asked = [copy for group in left for copy in group]
-            refuted = self._refuted(bench, form, asked, proofs) if asked else {}
+            refuted, proven = self._refuted(bench, form, asked, profiles) if asked else ({}, {})
+            proofs |= proven
             for names in ([copy.expert.id for copy in group] for group in left):
                 reasons = {name: refuted[name] for name in names if name in refuted}
                 if not reasons:
@@ -189,51 +192,74 @@ class PrecisionChoice:
         return (None if exact is None else exact.precision), own
 
     def _refuted(
-        self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], proofs: dict[str, str]
-    ) -> dict[str, str]:
-        """Experts that a form is not proven for, and why; proofs of the others go into ``proofs``."""
-        needs_calibration = form_of(form).needs_calibration
-        if needs_calibration:
+        self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], profiles: Sequence[KindProfile]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Experts that a form is not proven for, and why; and the proofs of the others.
+
+        A form in fp32's numbers is proven by outputs. If it is not, or in other numbers, samples prove it.
+        """
+        if not form_of(form).has_numbers_of_fp32:
+            return self._refuted_by(bench, form, references, None)
+        largest = min((each.max_batch for each in profiles if each.precision in (form, Precision.FP32)), default=1)
+        refuted, proofs = self._refuted_by(bench, form, references, largest)
+        left = [copy for copy in references if copy.expert.id in refuted]
+        unsampled, further = self._refuted_by(bench, form, left, None)
+        return {name: f"{refuted[name]}; {why}" for name, why in unsampled.items()}, proofs | further
+
+    def _refuted_by(
+        self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], outputs: int | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """``outputs``: the largest batch to compare outputs of; None: verdicts on samples are compared."""
+        if form_of(form).needs_calibration:
             bench = replace(bench, samples=bench.samples.held_out())
-        least = agreement.LEAST_IMAGES
         known = {(each.expert, each.processor, each.precision): each for each in self.draft.agreements()}
         refuted: dict[str, str] = {}
-        earlier: list[Agreement] = []
+        found: list[Agreement] = []
         missing: list[ExpertCopy] = []
         for copy in references:
-            name, images = copy.expert.id, len(bench.samples.of(copy.expert.id))
+            name = copy.expert.id
             there = known.get((name, bench.processor, form))
-            terms = TEXTS_SHA256
-            if not copy.expert.takes_texts:
-                terms = terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
-            if not copy.expert.takes_texts and images < least:
-                refuted[name] = f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
-            elif needs_calibration and (reason := self.packing.why_not_calibrated(name, form)) is not None:
+            terms = self._terms(bench, copy, outputs)
+            if outputs is None and (reason := self._too_few(bench, form, copy)) is not None:
                 refuted[name] = reason
-            elif there is not None and there.images and (there.tolerance, there.of_sha256) == (self.tolerance, terms):
-                earlier.append(there)
+            elif there is not None and there.images and (there.tolerance, there.of_sha256) == terms:
+                found.append(there)
             else:
-                refuted[name] = "fp32 itself judges none of its samples"  # unless it is compared below
+                refuted[name] = "fp32 itself judges none of its samples" if outputs is None else "it cannot be compared"
                 missing.append(copy)
         others = self._in_form(bench, form, missing) if missing else []
         lying = {copy.expert.id for copy in others}
         refuted |= {copy.expert.id: "it cannot be packed in it" for copy in missing if copy.expert.id not in lying}
         asked = [copy for copy in missing if copy.expert.id in lying]
-        for each in (*earlier, *self._compared(bench, form, asked, others)):
-            if each.proves:
-                refuted.pop(each.expert, None)
-                proofs[each.expert] = _proof(each)
-            elif each.labels_differ:
-                refuted[each.expert] = f"{each.labels_differ} of {each.images} samples are decided otherwise"
-            elif not each.agrees:
-                refuted[each.expert] = f"its scores differ by {each.largest_score_difference:.3f}"
-            else:
-                seen = f"fp32 passes {each.passing} of its sample images and fails {each.failing}"
-                refuted[each.expert] = f"{seen}, and {each.least} prove it, {each.least_each} of either{GIVE_MORE}"
-        return refuted
+        found += self._compared(bench, form, asked, others, outputs)
+        proven = [each for each in found if each.proves]
+        refuted |= {each.expert: _refutation(each, outputs is not None) for each in found if not each.proves}
+        proofs = _proofs(proven, outputs is not None)
+        return {name: why for name, why in refuted.items() if name not in proofs}, proofs
+
+    def _terms(self, bench: Bench, copy: ExpertCopy, outputs: int | None) -> tuple[float, str]:
+        """Tolerance and digest of a comparison: with others it is made again."""
+        if copy.expert.takes_texts:
+            return self.tolerance, TEXTS_SHA256
+        if outputs is not None:
+            return same_numbers.MOST, trial_sha256(bench.samples, copy.expert)
+        return self.tolerance, terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
+
+    def _too_few(self, bench: Bench, form: Precision, copy: ExpertCopy) -> str | None:
+        """Reason why the expert's samples prove no form."""
+        name, least = copy.expert.id, agreement.LEAST_IMAGES
+        images = len(bench.samples.of(name))
+        if not copy.expert.takes_texts and images < least:
+            return f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
+        return self.packing.why_not_calibrated(name, form) if form_of(form).needs_calibration else None
 
     def _compared(
-        self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], others: Sequence[ExpertCopy]
+        self,
+        bench: Bench,
+        form: Precision,
+        references: Sequence[ExpertCopy],
+        others: Sequence[ExpertCopy],
+        outputs: int | None,
     ) -> list[Agreement]:
         if not references:
             return []
@@ -241,6 +267,8 @@ class PrecisionChoice:
         self.progress(stage, 0, 1)
         if references[0].expert.takes_texts:
             found = self._compare_texts(bench, references, others)
+        elif outputs is not None:
+            found = compare_outputs(bench, references, others, outputs)
         else:
             found = compare(bench, self.config.catalog.graph, references, others, self.tolerance)
         for each in found:
@@ -260,6 +288,27 @@ class PrecisionChoice:
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:
         self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")
+
+
+def _refutation(found: Agreement, is_of_outputs: bool) -> str:
+    if is_of_outputs:
+        what = "are no numbers" if found.labels_differ else f"differ by {found.largest_score_difference:.1e}"
+        return f"its outputs {what}, and {same_numbers.MOST:.0e} is allowed"
+    if found.labels_differ:
+        return f"{found.labels_differ} of {found.images} samples are decided otherwise"
+    if not found.agrees:
+        return f"its scores differ by {found.largest_score_difference:.3f}"
+    seen = f"fp32 passes {found.passing} of its sample images and fails {found.failing}"
+    return f"{seen}, and {found.least} prove it, {found.least_each} of either{GIVE_MORE}"
+
+
+def _proofs(proven: Sequence[Agreement], is_of_outputs: bool) -> dict[str, str]:
+    """Proof of each expert, as text. That of outputs has the largest difference of all, so that they read alike."""
+    if is_of_outputs:
+        largest = max((each.largest_score_difference for each in proven), default=0.0)
+        text = f"in the same numbers, proven by outputs (largest difference {largest:.1e})"
+        return {each.expert: text for each in proven}
+    return {each.expert: _proof(each) for each in proven}
 
 
 def _proof(agreed: Agreement) -> str:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.machine.box import Box
+    from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction
     from experts.llm.model import LanguageModel
     from experts.packed.weights import SegmentStore
@@ -142,9 +143,14 @@ class MeasuringRig:
                 store.evict(name)
 
     @contextmanager
-    def model_of(self, copy: ExpertCopy) -> Iterator[LanguageModel]:
+    def skeleton_of(self, copy: ExpertCopy) -> Iterator[Skeleton]:
         with self._stores[self.target].using(copy.name) as slot:
-            yield model_of(slot.skeleton(self.device))
+            yield slot.skeleton(self.device)
+
+    @contextmanager
+    def model_of(self, copy: ExpertCopy) -> Iterator[LanguageModel]:
+        with self.skeleton_of(copy) as skeleton:
+            yield model_of(skeleton)
 
     def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
         """Prepared images for a copy's expert, each in separate memory. Raises MemoryError."""

@@ -86,6 +86,11 @@ class Form:
     def is_cpu_only(self) -> bool:
         return self.plain is not self.name
 
+    @property
+    def has_numbers_of_fp32(self) -> bool:
+        """True if only the order of sums differs from torch's fp32, so that outputs prove the form."""
+        return self.numbers == "float32" and self.is_cpu_only and not self.needs_calibration
+
     def is_emulated(self) -> bool:
         """True where the CPU lacks instructions for its numbers, and is slower in it than in fp32."""
         return False

@@ -58,9 +58,11 @@ class RuntimeSkeleton:
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_images(batch)
-        images = _as_ort_value(torch.stack([prepared.tensor for prepared in batch]))
-        outputs = self._session.run(self._outputs, {IMAGES: images, **self._weights})
-        return self._answered(expert, [torch.from_numpy(output) for output in outputs], batch)
+        return self._answered(expert, self.outputs([prepared.tensor for prepared in batch]), batch)
+
+    def outputs(self, images: Sequence[Tensor]) -> Sequence[Tensor]:
+        feeds = {IMAGES: _as_ort_value(torch.stack(list(images))), **self._weights}
+        return [torch.from_numpy(output) for output in self._session.run(self._outputs, feeds)]
 
 
 def runtime_form(
