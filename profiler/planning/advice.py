@@ -234,8 +234,8 @@ class Gain:
 class Advice:
     """Advice on one policy with its memory. A remedy is None where none is needed, or none helps by itself.
 
-    ``gains``: of forms and memories, the largest first; ``other_forms``: forms tried for them. ``decoding``: None where
-    not measured.
+    ``gains``: of forms and memories, the largest first; ``other_forms``: forms tried for them. ``proofs``: of
+    the forms that are run. ``decoding``: None where not measured.
     """
 
     policy: str
@@ -250,6 +250,7 @@ class Advice:
     takt: Takt | None
     gains: tuple[Gain, ...] = ()
     other_forms: tuple[str, ...] = ()
+    proofs: tuple[str, ...] = ()
     decoding: DecodingLoad | None = None
 
     def with_decoding(self, load: DecodingLoad | None) -> Advice:
@@ -264,7 +265,7 @@ class Advice:
         if self.other_forms and not any(gain.form for gain in self.gains):
             gains.append(f"No other form that was measured would gain: {', '.join(self.other_forms)}.")
         takt = [] if self.takt is None else [self.takt.sentence]
-        return (first, *_limit_sentences(self), *takt, *gains)
+        return (first, *_limit_sentences(self), *takt, *self.proofs, *gains)
 
 
 def budget_text(budget_bytes: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ to agree with fp32 is marked. Gains below LEAST are not listed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -219,7 +220,17 @@ def with_gains(advice: Advice, case: PlannedCase) -> Advice:
             remark = "; ".join(filter(None, (gain.remark, "decoding is the limit then")))
             worth[place] = replace(gain, remark=remark)
     gains = tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
-    return replace(advice, gains=gains, other_forms=tuple(map(str, forms)))
+    return replace(advice, gains=gains, other_forms=tuple(map(str, forms)), proofs=_proofs(case))
+
+
+def _proofs(case: PlannedCase) -> tuple[str, ...]:
+    """Evidence of the forms that the profile chose, with the number of experts."""
+    chosen = case.profile.forms.values() if case.config.precision is None else ()
+    found = Counter((each.precision, each.why) for each in chosen if each.precision != Precision.FP32)
+    return tuple(
+        f"{count} {'expert runs' if count == 1 else 'experts run'} in {form}: {why}."
+        for (form, why), count in sorted(found.items())
+    )
 
 
 def _form(copy: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from agent.core.performance import Footprint, SharedTensors
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
-from agent.device_profile.records import Agreement, ImageDecoding
+from agent.device_profile.records import Agreement, ExpertForm, ImageDecoding
 from experts.expert import Precision
 from profiler.planning.advice import LEAST
 from profiler.planning.plan import LinePlan
@@ -73,6 +73,13 @@ def test_the_gain_is_what_the_simulator_says_of_that_form_with_what_speaks_again
     assert form.images_per_s == forecast(scenario, line.setup(BF16)).images_per_s > LEAST * advice.images_per_s
     assert (form.form, form.budget_bytes) == ("bf16", None)
     assert form.remark == (f"{line.kind} {remark}" if remark else "")
+
+
+def test_the_plan_states_the_proof_of_a_form_that_the_profile_chose(line):
+    why = "in the same numbers, proven by outputs (largest difference 3.3e-06)"
+    chosen = ExpertForm("cls/f0", "cpu", line.kind, "bf16", why, "sha")
+    advice = line.advice(replace(line.profile, forms={("cls/f0", "cpu"): chosen}))
+    assert f"1 expert runs in bf16: {why}." in advice.sentences
 
 
 def test_a_form_that_is_no_faster_is_not_listed(line):
