@@ -69,6 +69,7 @@ DETECTOR_STRIDE_PX = 32
 OF_IMAGES = (
     "check",
     "confidence",
+    "detector",
     "input",
     "iou",
     "otherwise",
@@ -165,6 +166,10 @@ Labels = Annotated[
 ]  # a dict where the line has other words than the file
 Sample = Annotated[int, Field(strict=True, ge=0, le=0xFFFF)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]
+DetectorName = Literal[
+    "yolov8", "yolov5", "yolo-end2end", "yolo-batched", "yolox", "yolox-decoded", "mmdeploy", "rtdetr-ultralytics",
+    "rtdetr", "rfdetr", "torchvision",
+]  # fmt: skip  # rows of experts.backends.onnx.decoders
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Channel = Annotated[int, Field(strict=True, ge=0, le=255)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -182,8 +187,9 @@ class NormalizeSection(Section):
     mean: tuple[Number, Number, Number] = Field(description="three numbers, one for each channel")
     std: tuple[Positive, Positive, Positive] = Field(description="three numbers over 0, one for each channel")
     scale: Literal[1, 255] = Field(1, description="mean and std are of pixels from 0 to 1 or from 0 to 255; default 1")
-    channels: Literal["rgb", "bgr"] = Field(
-        "rgb", description="order in which the model takes the channels, mean and std; default rgb"
+    channels: Literal["rgb", "bgr", "grey"] = Field(
+        "rgb",
+        description="order in which the model takes the channels, mean and std, or grey: it takes one; default rgb",
     )
 
     @model_validator(mode="after")
@@ -414,6 +420,10 @@ class ExpertSection(Section):
         description="detectors: of two boxes of a label that overlap more, the better counts (intersection over "
         "union), 0 to 1; default 0.45; where a graph suppresses its boxes itself, it has no effect",
     )
+    detector: DetectorName | None = Field(
+        None,
+        description="of onnx: which exporter's boxes the graph answers with; default: as the file itself shows",
+    )
     input: Annotated[InputSection | None, AfterValidator(_for_images)] = Field(
         None,
         validate_default=True,
@@ -477,6 +487,8 @@ class ExpertSection(Section):
         if kind != "detector" and (kind != "onnx" or self.task):
             for key in sorted(self.model_fields_set & {"confidence", "iou"}):
                 raise ValueError(f"{key} is for detectors - remove it")
+        if self.detector is not None and (kind != "onnx" or self.task):
+            raise ValueError("detector is for onnx graphs that answer with boxes - remove it")
         if self.threshold is not None and self.task != "anomaly":
             raise ValueError("threshold is for task anomaly - write `task: anomaly` beside it, or remove it")
         if self.threshold_of is not None and self.threshold is None:
@@ -627,7 +639,18 @@ def expert_of(name: str, entry: Mapping[str, object], folder: Path) -> Expert:
 
 
 def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
-    as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou", "check")
+    as_given = (
+        "architecture",
+        "weights",
+        "pin",
+        "stem",
+        "threshold",
+        "threshold_of",
+        "confidence",
+        "iou",
+        "check",
+        "detector",
+    )
     expert = Expert(
         id=name,
         labels=tuple(section.words or ()),
@@ -648,12 +671,15 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
 def _fitted(expert: Expert, section: ExpertSection, facts: KeptImageFacts) -> Expert:
     """Apply the exporter's preprocessing; packing and ``config check`` report a broken file."""
     try:
-        pixels = facts.of(expert).applied(expert.pixels)
+        found = facts.of(expert)
+        pixels = found.applied(expert.pixels)
     except ExpertError:
         return expert
     given = section.input
-    if given is not None and given.normalize is None and pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}:
-        pixels = replace(pixels, normalize="unit")
+    if given is not None and given.normalize is None and (own := found.normalize) is not None:
+        pixels = replace(pixels, normalize=own)
+    if given is not None and given.fit is None and found.prepared:
+        pixels = FitSection.model_validate(dict(found.prepared)).applied(pixels)
     if given is not None and given.orientation is not None:
         pixels = replace(pixels, orientation=given.orientation)
     return replace(expert, input=pixels)

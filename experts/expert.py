@@ -82,11 +82,11 @@ class Normalization:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     scale: Literal[1, 255] = 1
-    channels: Literal["rgb", "bgr"] = "rgb"
+    channels: Literal["rgb", "bgr", "grey"] = "rgb"  # grey: one channel, weighed as Pillow and OpenCV do
 
     def __str__(self) -> str:
         mean, std = (",".join(str(each) for each in values) for values in (self.mean, self.std))
-        return f"mean={mean}/std={std}/{self.scale}{'' if self.channels == 'rgb' else '/bgr'}"
+        return f"mean={mean}/std={std}/{self.scale}{'' if self.channels == 'rgb' else f'/{self.channels}'}"
 
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -195,6 +195,7 @@ class Expert:
     names: tuple[str, ...] | None = None  # words of the weights file for ``labels``, where the line maps them
     confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes must score higher
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
+    detector: str | None = None  # ONNX graphs without evidence of their exporter: a row of its decoders' table
     calibration: Path | None = None
     is_automatic: bool = False  # language models: the profile chooses, whatever the line's precision
     check: Path | None = field(default=None, repr=False, compare=False)  # folder of known answers: its answers stay

@@ -210,6 +210,10 @@ def add_expert(
     window: Annotated[
         str | None, typer.Option(metavar="LOW,HIGH", help="instead of --bits: the values that become 0 and 255")
     ] = None,
+    detector: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="how a graph's boxes are meant, where it shows no exporter: yolov8, ..."),
+    ] = None,
     kind: Annotated[
         Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default: as the file shows")
     ] = None,
@@ -247,6 +251,7 @@ def add_expert(
         "id": expert,
         "components": tuple(component or ()),
         "kind": kind,
+        "detector": detector,
         "architecture": architecture,
         "task": task,
         "otherwise": otherwise,

@@ -30,7 +30,7 @@ from experts.expert import Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
 from experts.images import decode_image
 from experts.labels import moved, renamed
-from experts.model_files.description import FIT_OPTIONS
+from experts.model_files.description import FIT_OPTIONS, in_grey
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.packed.image_facts import KeptImageFacts
 from experts.proving.answers import keep_answers
@@ -84,6 +84,7 @@ class Wishes:
     id: str | None = None
     components: tuple[str, ...] = ()
     kind: Kind | None = None
+    detector: str | None = None
     architecture: str | None = None
     task: str | None = None
     labels: tuple[str, ...] | None = None
@@ -155,7 +156,7 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
     """Add a model's file to a line. After an error, no new file is left. Raises ConfigError, ImageError, WeightsError;
     WeightsUnclear names the missing facts."""
     content = content_of(line)
-    described, check = describe_file(file, wishes.architecture, wishes.kind), None
+    described, check = describe_file(file, wishes.architecture, wishes.kind, wishes.detector), None
     if wishes.check is not None:
         others = parse_document(line, content).values.get("routes") or {}
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
@@ -274,9 +275,10 @@ class _Settled:
 def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
     fit = described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None
     kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize")
-    return replace(
+    known = replace(
         described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in keys}
     )
+    return replace(known, normalize=in_grey(known.normalize)) if described.is_grey else known
 
 
 def _missing_facts(described: ModelDescription, known: ModelDescription, wishes: Wishes) -> dict[str, str]:
@@ -298,6 +300,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
     entry: dict[str, Any] = {
         "architecture": known.architecture,
         "weights": weights.as_posix(),
+        "detector": wishes.detector,
         "task": None if task == "multiclass" else task,
         "labels": words,
         "otherwise": wishes.otherwise,
@@ -315,7 +318,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
 def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
-    for key in ("task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window"):
+    for key in ("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window"):
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:
             shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL import Image
 
 from experts.backends.base import Prepared
 from experts.backends.resampling import resampled
@@ -70,6 +71,8 @@ def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
     """float32 (3, height, width). ``normalize``: see InputSpec; ValueError for an unknown name."""
     if isinstance(normalize, Normalization) and normalize.channels == "bgr":
         image = image[:, :, ::-1]
+    elif isinstance(normalize, Normalization) and normalize.channels == "grey":
+        image = np.repeat(np.asarray(Image.fromarray(np.ascontiguousarray(image)).convert("L"))[:, :, None], 3, axis=2)
     pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), dtype=np.float32, order="C"))
     if normalize == "unit":
         return pixels.mul_(1 / 255)

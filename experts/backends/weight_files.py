@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 import onnx
@@ -80,10 +81,38 @@ def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelPr
     try:
         if is_scattered(model):
             _gather(expert, path, model, gathers=gathers)
+        sort_nodes(model.graph)
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError) as error:  # ValueError: more than protobuf holds
         raise WeightsCorrupt(expert, f"{path} is not a valid ONNX model: {error}") from error
     return model
+
+
+def sort_nodes(graph: onnx.GraphProto) -> None:
+    """Put nodes behind those that they read, as ONNX Runtime does; exporters leave casts behind them. In place.
+
+    A circle stays for the checker.
+    """
+    makers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    before = {
+        place: {makers[name] for name in read_by(node) if name in makers} for place, node in enumerate(graph.node)
+    }
+    if all(each < place for place, made in before.items() for each in made):
+        return
+    with suppress(CycleError):
+        nodes = [graph.node[place] for place in TopologicalSorter(before).static_order()]
+        graph.ClearField("node")
+        graph.node.extend(nodes)
+
+
+def read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Names of values that a node reads, also inside its branches and bodies."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            yield from (value.name for value in graph.output)
+            for inner in graph.node:
+                yield from read_by(inner)
 
 
 def read_graph(expert: str, path: Path) -> onnx.ModelProto:

@@ -50,10 +50,20 @@ class ModelDescription:
     sure: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     said: tuple[str, ...] = ()
+    detector: str | None = None  # of a graph: a row of DETECTORS
+    is_grey: bool = False  # of a graph: it takes one channel
+    detectors: tuple[str, ...] = ()  # of a graph: rows that its outputs do not contradict
 
     @property
     def is_served_as_it_is(self) -> bool:
         return self.tensors is None and not self.is_scattered
+
+
+def in_grey(normalize: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Normalisation of the one channel that a graph takes; that of three channels is nobody's answer to that."""
+    if normalize == "unit":
+        return {"mean": [0.0] * 3, "std": [1.0] * 3, "channels": "grey"}
+    return {**normalize, "channels": "grey"} if isinstance(normalize, dict) else normalize
 
 
 def unknown_labels(what: str, count: int | None) -> str:

@@ -28,8 +28,10 @@ PROCESSOR, CONFIG = "preprocessor_config.json", "config.json"
 LENGTH_MAXIMUM = 1_000_000
 
 
-def describe_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> ModelDescription:
-    """Describe a model's file. ``architecture`` and ``kind``: given by the user where the file lacks them.
+def describe_file(
+    file: Path, architecture: str | None = None, kind: Kind | None = None, detector: str | None = None
+) -> ModelDescription:
+    """Describe a model's file. ``architecture``, ``kind`` and ``detector``: given by the user.
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """
@@ -39,7 +41,7 @@ def describe_file(file: Path, architecture: str | None = None, kind: Kind | None
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":
-        return with_sidecars(describe_graph(file, kind))
+        return with_sidecars(describe_graph(file, kind, detector))
     if file.suffix == ".safetensors":
         described = describe_state_dict(file, read_tensors(str(file), file), architecture)
         return with_sidecars(replace(described, tensors=None))  # served directly

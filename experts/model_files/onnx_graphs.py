@@ -7,15 +7,21 @@ an unserved task is refused by name. This module finds the kind of model; packin
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
+from experts.backends.onnx.decoders import DETECTORS
+from experts.backends.onnx.evidence import Recognised, Structure, may_be_boxes, recognised
+from experts.backends.onnx.heading import UINT8, read_heading
+from experts.backends.onnx.inputs import form_of
+from experts.backends.onnx.layouts import possible_detectors, shown_shape, unknown_detector
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
 from experts.checkpoints.trainer_facts import FactCollector, add_pixels, labels_of, size_of
 from experts.errors import WeightsRefused
-from experts.expert import ANOMALY_LABELS
+from experts.expert import ANOMALY_LABELS, Normalization
 from experts.model_files.description import (
+    FIT_OPTIONS,
     NORMALIZE_OPTIONS,
     ONE_OUTPUT,
     Kind,
@@ -26,59 +32,73 @@ from experts.model_files.description import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from experts.backends.onnx.heading import Heading, Value
+    from experts.backends.onnx.inputs import InputForm
 
 TASKS: dict[str, Kind] = {"detect": "detector", "segment": "detector", "classify": "classifier"}
 ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_mask"})
 NAMES_LENGTH = 1_000_000  # characters of the metadata entry of labels
-FLOAT, INT64 = 1, 7  # of onnx.TensorProto
-BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, in order, of torchvision's detectors
 
 
-@dataclass(frozen=True, slots=True)
-class _GraphValue:
-    """An input or an output; None: any size."""
-
-    name: str
-    element: int
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join('n' if each is None else str(each) for each in self.shape)})"
-
-
-def describe_graph(file: Path, kind: Kind | None = None) -> ModelDescription:
-    """Describe an .onnx file. ``kind``: given by the user.
+def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = None) -> ModelDescription:
+    """Describe an .onnx file. ``kind`` and ``detector``: given by the user.
 
     Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
     """
     scattered = is_scattered(read_graph(str(file), file))
     model = read_onnx(str(file), file, gathers=True)
-    facts = {entry.key: entry.value for entry in model.metadata_props}
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
-    outputs = [_value(value) for value in model.graph.output]
-    _require_images(file, inputs)
-    return _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model)).described()
+    heading = read_heading(str(file), file)
+    form = form_of(heading.inputs)
+    if form is None:
+        raise WeightsRefused(
+            str(file),
+            f"takes {_listed(heading.inputs)}: only graphs with one input of images are served, (n, 3, height, width), "
+            "of one channel, or with channels last, in float32, float16 or uint8",
+        )
+    named = None if detector is None else Recognised(detector, "given by --detector")
+    found = named or _recognised(file, heading)
+    return _Graph(
+        file, heading, form, "detector" if named else kind, found, scattered, last_operator(model)
+    ).described()
+
+
+def _recognised(file: Path, heading: Heading) -> Recognised | None:
+    names = labels_of(_literal(heading.metadata.get("names")))
+    return recognised(str(file), file, heading, None if names is None else len(names))
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     file: Path
-    facts: Mapping[str, str]
-    images: _GraphValue
-    outputs: tuple[_GraphValue, ...]
+    heading: Heading
+    images: InputForm
     given: Kind | None
+    found: Recognised | None
     is_scattered: bool
     last: str | None
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return self.heading.metadata
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return self.heading.outputs
 
     def described(self) -> ModelDescription:
         kind, why = self._kind()
         sure = {"architecture": f"an ONNX graph, {why}"}
         missing = {}
         if kind is None:
-            missing["kind"] = f"{why}: say with --kind what it answers with, classifier, detector or anomaly"
+            missing["kind"] = (
+                f"{why}: say with --kind what it answers with, classifier or anomaly, or with --detector how its boxes "
+                f"are meant, {', '.join(possible_detectors(self.heading, None)) or 'of which none fits'}"
+            )
+        if kind == "detector" and self.found is None:
+            missing["detector"] = unknown_detector(self.heading, None)
         labels, count = self._labels(kind, sure, missing)
         task = self._task(count, sure, missing) if kind == "classifier" else None
         size = self._size(sure, missing)
@@ -88,6 +108,8 @@ class _Graph:
         return ModelDescription(
             self.file, kind, "onnx", labels, size, normalize, fit, task=task, label_count=count, sure=sure,
             missing=missing, is_scattered=self.is_scattered, said=self._said(),
+            detector=None if kind != "detector" or self.found is None else self.found.detector,
+            is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
         )  # fmt: skip
 
     def _kind(self) -> tuple[Kind | None, str]:
@@ -99,20 +121,23 @@ class _Graph:
                 served = ", ".join(TASKS)
                 raise WeightsRefused(str(self.file), f"is ultralytics' for the task {task}: served are {served}")
             return TASKS[task], f"its metadata says task {task}"
-        first, names = self.outputs[0], {value.name for value in self.outputs}
-        shown = ", ".join(map(str, self.outputs))
+        shown = _listed(self.outputs)
+        if self.found is not None:
+            return "detector", f"that answers as {DETECTORS[self.found.detector].what}: {self.found.why}"
+        first, names = self.outputs[0].shape or (), {value.name for value in self.outputs}
         if found := names & ANOMALY_OUTPUTS:
             return "anomaly", f"it answers with {', '.join(sorted(found))}"
-        rank = len(first.shape)
-        is_flat_map = rank == 3 and None not in first.shape[1:] and first.shape[1:] == self.images.shape[2:]
-        if len(self.outputs) == 1 and (is_flat_map or (rank == 4 and first.shape[1] == 1)):
+        is_flat_map = len(first) == 3 and first[1:] == (self.images.height, self.images.width) and None not in first[1:]
+        if len(self.outputs) == 1 and (is_flat_map or (len(first) == 4 and first[1] == 1)):
             return "anomaly", f"it answers with a map, {shown}"
-        if rank == 2 and len(self.outputs) == 1 and first.shape[1] != 1:
+        if len(first) == 2 and len(self.outputs) == 1 and first[1] != 1 and not self._suppresses():
             return "classifier", f"it answers with {shown}"
-        kinds = tuple(sorted((value.element, len(value.shape)) for value in self.outputs))
-        if rank == 3 or {"boxes", "labels", "scores"} <= names or kinds == BOXES_LABELS_SCORES:
-            return "detector", f"it answers with {shown}"
         return None, f"it answers with {shown}, which may mean several things"
+
+    def _suppresses(self) -> bool:
+        """True for boxes in a row for each, which look like the answers of a classifier."""
+        operators = Structure.read(str(self.file), self.file).operators if may_be_boxes(self.heading) else frozenset()
+        return "NonMaxSuppression" in operators
 
     def _labels(
         self, kind: Kind | None, sure: dict[str, str], missing: dict[str, str]
@@ -122,7 +147,7 @@ class _Graph:
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
         names = labels_of(_literal(self.facts.get("names")))
         names = names if names and all(names) and len(set(names)) == len(names) else None
-        shape = self.outputs[0].shape
+        shape = self.outputs[0].shape or ()
         count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
         if names is not None and count in {None, len(names)}:
             sure["labels"] = "names in its metadata"
@@ -142,15 +167,16 @@ class _Graph:
         return None
 
     def _size(self, sure: dict[str, str], missing: dict[str, str]) -> tuple[int, int] | None:
-        height, width = self.images.shape[2:]
+        height, width = self.images.height, self.images.width
+        shown = _listed(self.heading.inputs[:1])
         if height is not None and width is not None:
-            sure["size"] = f"its input {self.images}"
+            sure["size"] = f"its input {shown}"
             return height, width
         size = size_of(_literal(self.facts.get("imgsz")))
         if size is not None:
             sure["size"] = "imgsz in its metadata"
             return size
-        missing["size"] = f"its input {self.images} takes any: --size HEIGHTxWIDTH, as it was trained"
+        missing["size"] = f"its input {shown} takes any: --size HEIGHTxWIDTH, as it was trained"
         return None
 
     def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> FactCollector:
@@ -158,7 +184,7 @@ class _Graph:
         facts = FactCollector()
         facts.add("size", size, "")
         if kind == "detector":
-            facts.add("normalize", "unit", "detectors take pixels in [0, 1]")
+            self._add_detector(facts, missing)
             return facts
         if "stride" in self.facts and "task" in self.facts:
             facts.add("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
@@ -170,15 +196,39 @@ class _Graph:
         add_pixels(facts, values, "metadata ")
         if facts.lacks("fit"):
             missing["fit"] = unserved_fit(facts.evidence["fit"])
-        if "normalize" not in facts.values:
+        if self.images.element == UINT8:
+            facts.values.pop("normalize", None)
+            missing["normalize"] = (
+                "it takes uint8, pixels as they are, and does not show in which order: --normalize '{mean: [0, 0, 0], "
+                "std: [1, 1, 1], scale: 255}', and with `channels: bgr` if blue comes first"
+            )
+        elif "normalize" not in facts.values:
             missing["normalize"] = (
                 f"a graph does not show how its images were scaled: {NORMALIZE_OPTIONS}; unit, as a rule, where the "
                 "graph normalises by itself"
             )
         return facts
 
+    def _add_detector(self, facts: FactCollector, missing: dict[str, str]) -> None:
+        """What a detector's trainer does with images; asked where its files differ."""
+        row = None if self.found is None else DETECTORS[self.found.detector]
+        if row is None:
+            return
+        why = f"{row.what}: as its own code prepares images"
+        if isinstance(row.normalize, Normalization):
+            facts.add("normalize", asdict(row.normalize), why)
+        elif row.normalize is not None:
+            facts.add("normalize", row.normalize, why)
+        else:
+            missing["normalize"] = f"models of {row.what} differ in it: {NORMALIZE_OPTIONS}"
+        facts.add("fit", dict(row.prepared) if row.prepared else None, why)
+        if row.fit is None and row.prepared is None:
+            missing["fit"] = f"models of {row.what} differ in it: {FIT_OPTIONS}"
+
     def _said(self) -> tuple[str, ...]:
         said = []
+        if self.images.channels == 1:
+            said.append("it takes one channel: images become grey as Pillow and OpenCV make them")
         if self.facts.get("task") == "segment":
             said.append("a segmentation model: it is served as a detector of its boxes, without their masks")
         if self.is_scattered:
@@ -186,20 +236,8 @@ class _Graph:
         return tuple(said)
 
 
-def _value(value: Any) -> _GraphValue:  # noqa: ANN401  # onnx has no types
-    kind = value.type.tensor_type
-    return _GraphValue(value.name, kind.elem_type, tuple(each.dim_value or None for each in kind.shape.dim))
-
-
-def _require_images(file: Path, inputs: list[_GraphValue]) -> None:
-    shown = ", ".join(map(str, inputs)) or "nothing"
-    if len(inputs) != 1:
-        raise WeightsRefused(str(file), f"takes {shown}: only graphs with one input, the images, are served")
-    images = inputs[0]
-    if len(images.shape) != 4 or images.shape[1] not in {3, None}:
-        raise WeightsRefused(str(file), f"takes {shown}: only colour images (n, 3, height, width) are served")
-    if images.element != FLOAT:
-        raise WeightsRefused(str(file), f"takes {images.name} in another type than float32: export it in float32")
+def _listed(values: Sequence[Value]) -> str:
+    return ", ".join(f"{value.name} {shown_shape(value.shape or ())}" for value in values) or "nothing"
 
 
 def _literal(text: str | None, otherwise: str | None = None) -> Any:  # noqa: ANN401  # of any of Python's literals

@@ -39,9 +39,8 @@ class KeptImageFacts:
         with suppress(OSError, KeyError, ValueError, TypeError):
             kept = self._kept[expert.id]
             if kept["source"] == _source(expert):
-                return ImageFacts(
-                    None if kept["fit"] is None else Fit(kept["fit"]), Orientation(str(kept["orientation"]))
-                )
+                fit = None if kept["fit"] is None else Fit(kept["fit"])
+                return ImageFacts(fit, Orientation(str(kept["orientation"])), kept.get("detector"))
         return image_facts(expert)
 
     def keep(self, experts: Iterable[Expert]) -> None:
@@ -53,6 +52,7 @@ class KeptImageFacts:
                     facts = self.of(expert)
                     kept[expert.id] = {
                         "source": _source(expert), "fit": facts.fit, "orientation": facts.orientation,
+                        "detector": facts.detector,
                     }  # fmt: skip
         if kept != self._kept and self._file is not None:
             with suppress(OSError), whole_file(self._file, has_rivals=True) as file:
@@ -63,4 +63,5 @@ class KeptImageFacts:
 def _source(expert: Expert) -> str:
     status = expert.weights.stat()
     times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-    return f"{expert.weights} {status.st_size} {times} {status.st_ino} {json.dumps(expert.labels)}"
+    named = "" if expert.detector is None else f" {expert.detector}"
+    return f"{expert.weights} {status.st_size} {times} {status.st_ino} {json.dumps(expert.labels)}{named}"

@@ -287,11 +287,11 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expec
     (tmp_path / "b.onnx").write_bytes(b"broken")
     text = "experts:\n" + "".join(
         f"  det/{name}: {{architecture: onnx, weights: {name}.onnx, labels: [ok, bad], "
-        f"input: {{size: [64, 64]{normalize}}}}}\n"
+        f"{'detector: yolov8, ' * (name == 'a')}input: {{size: [64, 64]{normalize}}}}}\n"
         for name in "abcd"
     )
     experts = catalog_of(tmp_path, text + "routes:\n  r: [{expert: det/a, pass: [ok]}]\n").experts
-    assert experts["det/a"].input == InputSpec(64, 64, expected, Fit.LETTERBOXED)
+    assert experts["det/a"].input == InputSpec(64, 64, expected, Fit.LETTERBOXED, orientation=Orientation.EXIF)
     for other in "bcd":
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
 

@@ -1,8 +1,8 @@
 """ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts of any exporter.
 
-Inputs and outputs are float32; between them a graph may compute in eight bits. Building a
-session takes most of a second, too long for a switch. So packing folds constants and BatchNorm with ONNX Runtime, then
-lifts the weights out: they become inputs. The rest is the program: experts of one program share a session. Outputs: see
+Inputs are the agent's images, see ``inputs``; behind them a graph may compute in eight bits. Building a session takes
+most of a second, too long for a switch. So packing folds constants and BatchNorm with ONNX Runtime, then lifts the
+weights out: they become inputs. The rest is the program: experts of one program share a session. Outputs: see
 ``answers`` (classifiers), ``detections`` and ``anomaly``.
 """
 
@@ -23,16 +23,11 @@ from onnxruntime import GraphOptimizationLevel
 from experts.backends.base import Packable, require_images
 from experts.backends.boxes import filled, letterboxed
 from experts.backends.onnx import anomaly, answers, detections
-from experts.backends.onnx.answers import probe_images, probed
+from experts.backends.onnx.answers import AT_ONCE, probe_images, probed
 from experts.backends.onnx.heading import read_heading
-from experts.backends.onnx.layouts import (
-    mismatch,
-    read_detections,
-    require_fitting_input,
-    require_names,
-    require_served,
-)
-from experts.backends.onnx.pruning import keep_outputs, propagate_nan, take_batches
+from experts.backends.onnx.inputs import required_form, take_agents_form
+from experts.backends.onnx.layouts import mismatch, read_detections, require_names, require_served
+from experts.backends.onnx.pruning import keep_outputs, propagate_nan
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.outputs import await_writes, is_finite
@@ -138,13 +133,14 @@ class OnnxBackend:
             raise WeightsMismatch(expert.id, f"ONNX graphs run in fp32 only, not in {precision}")
         _require_onnx(expert)
         heading = read_heading(expert.id, expert.weights)
-        require_fitting_input(expert, heading)
+        required_form(expert, heading.inputs)
         if expert.task is not Task.ANOMALY:  # labels of anomaly experts are chosen in the line file
             require_names(expert, heading.names)
         return packed_apart(expert)
 
     def check(self, expert: Expert) -> None:
         _require_onnx(expert)
+        required_form(expert, read_heading(expert.id, expert.weights).inputs)
         require_served(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
@@ -162,8 +158,9 @@ class OnnxBackend:
         elif expert.task is Task.MULTILABEL:
             own = f"{answers.RECIPE}, label by label"
         else:
-            is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
+            is_detector = expert.pixels.fit in _OF_DETECTORS or expert.detector is not None
             own = f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else answers.RECIPE
+            own += "" if expert.detector is None else f" ({expert.detector})"
         return f"{own}; {FEW_BITS}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
@@ -187,7 +184,6 @@ def packed(expert: Expert) -> Packable:
     """
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
-    take_batches(model, images)
     try:
         folded = _understood(expert, model, images)
     except REFUSALS as error:
@@ -218,7 +214,7 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     if found is None:
         answers.note(folded, answers.decided(expert, folded, session, synthetic))
     else:
-        first, *_ = probed(session, synthetic[NOISY])
+        first, *_ = probed(session, synthetic[NOISY], found.at_once or AT_ONCE)
         detections.note(folded, detections.decided(expert, found, first))
     return folded
 
@@ -231,13 +227,9 @@ def _filled(images: Tensor, size: int) -> Tensor:
 
 
 def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
-    """The one input that is not a weight."""
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in weights]
-    if len(inputs) != 1:
-        names = ", ".join(value.name for value in inputs) or "none"
-        raise mismatch(expert, f"must have one input, the images; it has {names}")
-    return inputs[0]
+    """The one input that is not a weight, in the agent's form. In place."""
+    form = required_form(expert, read_heading(expert.id, expert.weights).inputs)
+    return take_agents_form(model, form, expert.pixels.size)
 
 
 def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:
@@ -278,7 +270,6 @@ def _workspace_bytes(expert: Expert, stamp: tuple[int, ...]) -> int:
     """
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
-    take_batches(model, images)
     for dimension, extent in zip(images.type.tensor_type.shape.dim, (1, 3, *expert.pixels.size), strict=True):
         dimension.dim_value = extent
     sizes = _value_bytes(model)

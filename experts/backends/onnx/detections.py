@@ -1,7 +1,7 @@
-"""Boxes of ONNX detectors: their layout is decided once, at packing, and stored in the program.
+"""Boxes of ONNX detectors: their layout is settled once, at packing, and stored in the program.
 
-A file's heading gives the possible layouts, see ``layouts``; answers to synthetic images decide among several, and
-an ambiguous graph is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
+A file's heading gives its exporter and so the layout, see ``layouts``; answers to synthetic images have to agree with
+it. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
 
 Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
 chooses its boxes itself has room for a fixed number: if all places are used, boxes may be missing, and the image is not
@@ -10,6 +10,7 @@ judged.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,66 +18,81 @@ import torch
 from torchvision.ops import box_convert
 
 from experts.backends.boxes import prediction, selected, suppressed
-from experts.backends.onnx.layouts import Detections, Layout, fitting, mismatch
+from experts.backends.onnx.decoders import Layout
+from experts.backends.onnx.layouts import mismatch
 from experts.backends.outputs import require_numbers
 from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import onnx
     from torch import Tensor
 
     from experts.backends.base import Prepared
+    from experts.backends.onnx.layouts import Detections
     from experts.expert import Expert, Prediction
 
 RECIPE = "what its boxes mean is noted"  # in manifests
 _NOTE = "coserve.detections"
 _SCORE_TOLERANCE = 1e-3  # of a score below 0 or above 1
+_STRIDES = ((8, 16, 32), (8, 16, 32, 64))  # of YOLOX's levels
 
 
 def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
-    """``answers``: to synthetic images. Raises WeightsMismatch without one clear layout, and for another input."""
-    layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
-    if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
+    """Layout of a graph's boxes. ``answers``: to synthetic images, by output; they only have to agree with it.
+
+    Raises WeightsMismatch where they do not, and for another input than its exporter's.
+    """
+    kind = found.kind
+    if kind.normalize == "unit" and (expert.pixels.fit, expert.pixels.normalize) != (kind.fit, "unit"):
         raise mismatch(
             expert,
-            f"is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
+            f"is a detector, which wants its images {kind.fit} and `normalize: unit`; the line "
             f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
         )
-    return layout
-
-
-def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
-    possible = fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
-    layouts = {each for each in possible & set(found.layouts) if _are_scores(each, answer, len(expert.labels))}
-    if Layout.CHOSEN in layouts:
-        return Layout.CHOSEN  # only labels are all whole numbers
+    first = answers[0]
+    fits = [each for each in kind.fitting(first.shape, len(expert.labels), found.extra) if each in found.layouts]
+    layouts = [each for each in fits if _are_scores(each, answers, len(expert.labels))]
+    if Layout.CELLS in layouts and _strides(expert.pixels.size, first.shape[1]) is None:
+        layouts.remove(Layout.CELLS)
+    if len(layouts) == 2 and Layout.CHOSEN_QUERIES in layouts:  # two labels: only label numbers are all whole
+        return Layout.CHOSEN_QUERIES
     if len(layouts) != 1:
-        what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
         raise mismatch(
             expert,
-            f"answers {answer.shape}, which is {what}: export it again, with its metadata and its last activation",
+            f"answers {first.shape}, and not as {kind.what} ({found.why}) with scores from 0 to 1: export it again, "
+            "with its metadata and its last activation, or correct `detector`",
         )
-    return layouts.pop()
+    return layouts[0]
 
 
-def _are_scores(layout: Layout, answer: np.ndarray, label_count: int) -> bool:
+def _are_scores(layout: Layout, answers: Sequence[np.ndarray], label_count: int) -> bool:
     """True where numbers in the places of a layout's scores and labels can be scores and labels."""
-    if layout is Layout.ANCHORS_LAST:
-        return _within(answer[:, 4 : 4 + label_count])
-    if layout is Layout.OBJECTNESS:
-        return _within(answer[:, :, 4 : 5 + label_count])
-    if layout is Layout.QUERIES:
-        return _within(answer[:, :, : 4 + label_count])
-    labels = answer[:, :, 5]
-    are_labels = bool(((labels == np.round(labels)) & (labels >= 0) & (labels < label_count)).all())
-    return are_labels and _within(answer[:, :, :5] if layout is Layout.CHOSEN_QUERIES else answer[:, :, 4])
-
-
-def _within(scores: np.ndarray) -> bool:
+    first = answers[0]
+    scores = {
+        Layout.ANCHORS_LAST: lambda: first[:, 4 : 4 + label_count],
+        Layout.OBJECTNESS: lambda: first[:, :, 4 : 5 + label_count],
+        Layout.CELLS: lambda: first[:, :, 4 : 5 + label_count],
+        Layout.QUERIES: lambda: first[:, :, : 4 + label_count],
+        Layout.CHOSEN_QUERIES: lambda: first[:, :, :5],
+        Layout.CHOSEN: lambda: first[:, :, 4],
+        Layout.BATCHED: lambda: first[:, 6],
+        Layout.LABELLED: lambda: first[:, :, 4],
+        Layout.LOGITS: lambda: first,
+        Layout.TARGETED: lambda: answers[2],
+        Layout.TORCHVISION: lambda: answers[2],
+    }[layout]()
+    if layout in {Layout.CHOSEN, Layout.CHOSEN_QUERIES} and not _are_labels(first[:, :, 5], label_count):
+        return False
+    if layout is Layout.LOGITS and answers[1].shape[2] != label_count:
+        return False
     known = scores[np.isfinite(scores)]
     return bool(((known >= -_SCORE_TOLERANCE) & (known <= 1 + _SCORE_TOLERANCE)).all())
+
+
+def _are_labels(labels: np.ndarray, label_count: int) -> bool:
+    return bool(((labels == np.round(labels)) & (labels >= 0) & (labels < label_count)).all())
 
 
 def note(model: onnx.ModelProto, layout: Layout) -> None:
@@ -91,40 +107,114 @@ def predictions(
     layout: Layout, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
     """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN and for too many boxes."""
-    if layout is Layout.TORCHVISION:
-        found = [_torchvision_rows(expert, *run) for run in runs]
+    if layout in {Layout.TORCHVISION, Layout.BATCHED}:
+        answers = [tuple(map(torch.from_numpy, run)) for run in runs]  # an image in each run
     else:
-        answers = torch.from_numpy(np.concatenate([run[0] for run in runs])[: len(batch)]).float()
-        if len(answers) != len(batch):
-            raise OutputInvalid(expert.id, f"it answered for {len(answers)} of {len(batch)} images: export it again")
-        require_numbers(expert, answers)
-        found = [_rows(expert, layout, answer, prepared) for answer, prepared in zip(answers, batch, strict=True)]
+        outputs = [torch.from_numpy(np.concatenate(each)[: len(batch)]) for each in zip(*runs, strict=True)]
+        answers = list(zip(*outputs, strict=True))
+    if len(answers) != len(batch):
+        raise OutputInvalid(expert.id, f"it answered for {len(answers)} of {len(batch)} images: export it again")
+    for answer in answers:
+        require_numbers(expert, *answer)
+    read = _READERS[layout]
+    found = [read(expert, answer, each) for answer, each in zip(answers, batch, strict=True)]
     return tuple(prediction(expert, rows.tolist(), each) for rows, each in zip(found, batch, strict=True))
 
 
-def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) -> Tensor:
-    """Rows of ``experts.backends.boxes`` from one image's answer."""
-    count = len(expert.labels)
-    if layout is Layout.ANCHORS_LAST:
-        return suppressed(expert, box_convert(answer[:4].T, "cxcywh", "xyxy"), answer[4 : 4 + count].T)
-    if layout is Layout.OBJECTNESS:
-        scores = answer[:, 4:5] * answer[:, 5 : 5 + count]
-        return suppressed(expert, box_convert(answer[:, :4], "cxcywh", "xyxy"), scores)
-    boxes = answer[:, :4]
-    if layout is not Layout.CHOSEN:
-        extent = answer.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height of its input
-        boxes = box_convert(boxes, "cxcywh", "xyxy") * extent
-    if layout is Layout.QUERIES:
-        best, labels = answer[:, 4 : 4 + count].max(dim=1)
-        return selected(expert, boxes, best, labels)
-    _refuse_full(expert, answer[:, 4])
-    return selected(expert, boxes, answer[:, 4], answer[:, 5])
+# an image's rows of ``experts.backends.boxes``, by layout
 
 
-def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, scores: np.ndarray) -> Tensor:
-    found = torch.from_numpy(boxes), torch.from_numpy(scores)
-    require_numbers(expert, *found)
-    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)  # 0 is the background
+def _anchors_last(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float().T
+    return suppressed(expert, box_convert(rows[:, :4], "cxcywh", "xyxy"), rows[:, 4 : 4 + len(expert.labels)])
+
+
+def _objectness(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    scores = rows[:, 4:5] * rows[:, 5 : 5 + len(expert.labels)]
+    return suppressed(expert, box_convert(rows[:, :4], "cxcywh", "xyxy"), scores)
+
+
+def _cells(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    """Decode as YOLOX does (yolox/models/yolo_head.py, decode_outputs)."""
+    rows, size = answer[0].float(), (int(prepared.tensor.shape[1]), int(prepared.tensor.shape[2]))
+    grids, steps = [], []
+    for stride in _strides(size, len(rows)) or ():
+        down, right = torch.meshgrid(*(torch.arange(side // stride) for side in size), indexing="ij")
+        grids.append(torch.stack((right, down), dim=2).reshape(-1, 2))
+        steps.append(torch.full((grids[-1].shape[0], 1), stride))
+    grid, step = torch.cat(grids), torch.cat(steps)
+    places = torch.cat(((rows[:, :2] + grid) * step, rows[:, 2:4].exp() * step), dim=1)
+    require_numbers(expert, places)
+    return _objectness(expert, (torch.cat((places, rows[:, 4:]), dim=1),), prepared)
+
+
+def _strides(size: tuple[int, int], anchors: int) -> tuple[int, ...] | None:
+    for strides in _STRIDES:
+        if sum((size[0] // stride) * (size[1] // stride) for stride in strides) == anchors:
+            return strides
+    return None
+
+
+def _chosen(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    _refuse_full(expert, rows[:, 4])
+    return selected(expert, rows[:, :4], rows[:, 4], rows[:, 5])
+
+
+def _batched(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    return selected(expert, rows[:, 1:5], rows[:, 6], rows[:, 5])
+
+
+def _queries(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    best, labels = rows[:, 4 : 4 + len(expert.labels)].max(dim=1)
+    return selected(expert, _unfolded(rows[:, :4], prepared), best, labels)
+
+
+def _chosen_queries(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    _refuse_full(expert, rows[:, 4])
+    return selected(expert, _unfolded(rows[:, :4], prepared), rows[:, 4], rows[:, 5])
+
+
+def _logits(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    best, labels = answer[1].float().sigmoid().max(dim=1)
+    return selected(expert, _unfolded(answer[0].float(), prepared), best, labels)
+
+
+def _labelled(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    rows = answer[0].float()
+    _refuse_full(expert, rows[:, 4])
+    return selected(expert, rows[:, :4], rows[:, 4], answer[1])
+
+
+def _targeted(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    labels, boxes, scores = answer
+    _refuse_full(expert, scores.float())
+    return selected(expert, boxes.float(), scores.float(), labels)
+
+
+def _torchvision(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    boxes, labels, scores = answer
+    return selected(expert, boxes, scores, labels - 1)  # 0 is the background
+
+
+_READERS: Mapping[Layout, Callable[[Expert, Sequence[Tensor], Prepared], Tensor]] = MappingProxyType(
+    {
+        Layout.ANCHORS_LAST: _anchors_last, Layout.OBJECTNESS: _objectness, Layout.CELLS: _cells,
+        Layout.CHOSEN: _chosen, Layout.BATCHED: _batched, Layout.QUERIES: _queries,
+        Layout.CHOSEN_QUERIES: _chosen_queries, Layout.LOGITS: _logits, Layout.LABELLED: _labelled,
+        Layout.TARGETED: _targeted, Layout.TORCHVISION: _torchvision,
+    }
+)  # fmt: skip
+
+
+def _unfolded(boxes: Tensor, prepared: Prepared) -> Tensor:
+    """Corners in pixels of the input, from centres and sizes in parts of it."""
+    extent = boxes.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height
+    return box_convert(boxes, "cxcywh", "xyxy") * extent
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:

@@ -11,18 +11,20 @@ import ast
 from dataclasses import dataclass, field
 from io import BytesIO
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-FLOAT, INT64 = 1, 7  # of onnx.TensorProto.DataType
-FLOATS = frozenset({FLOAT, 10, 11})  # in 32, 16 and 64 bits
+T = TypeVar("T")
+FLOAT, UINT8, INT64, FLOAT16 = 1, 2, 7, 10  # of onnx.TensorProto.DataType
+FLOATS = frozenset({FLOAT, FLOAT16, 11})  # in 32, 16 and 64 bits
+INTEGERS = frozenset({6, INT64})
 _GRAPH, _METADATA = 7, 14  # of ModelProto
-_INITIALIZER, _INPUT, _OUTPUT = 5, 11, 12  # of GraphProto
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # of GraphProto
 _INITIALIZER_NAME = 8
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _VARINT_BYTES_MAXIMUM = 10
@@ -60,9 +62,18 @@ class Heading:
 
 def read_heading(expert: str, path: Path) -> Heading:
     """Raises WeightsMissing, LoadError, or WeightsCorrupt where the file is no ONNX file."""
+    return _read(expert, path, _heading)
+
+
+def read_nodes(expert: str, path: Path) -> tuple[tuple[bytes, ...], frozenset[str]]:
+    """Nodes of the graph as the file has them, without large ones, and names of its weights. Raises as above."""
+    return _read(expert, path, _nodes)
+
+
+def _read(expert: str, path: Path, read: Callable[[BinaryIO, int], T]) -> T:
     try:
         with path.open("rb") as file:
-            return _heading(file, path.stat().st_size)
+            return read(file, path.stat().st_size)
     except FileNotFoundError as error:
         raise WeightsMissing(expert, f"{path} is not there: copy it there, or correct `weights`") from error
     except OSError as error:
@@ -102,6 +113,17 @@ def _heading(file: BinaryIO, size: int) -> Heading:
             weights |= {_text(file, part) for part in _within(file, each, _INITIALIZER_NAME)}
     taken = tuple(value for value in inputs if value.name not in weights)
     return Heading(taken, tuple(outputs), MappingProxyType(metadata))
+
+
+def _nodes(file: BinaryIO, size: int) -> tuple[tuple[bytes, ...], frozenset[str]]:
+    nodes, weights = [], set()
+    for graph in (each for each in _fields(file, 0, size) if each.number == _GRAPH):
+        for each in _fields(file, graph.start, graph.end):
+            if each.number == _NODE and each.end - each.start <= _TEXT_BYTES_MAXIMUM:
+                nodes.append(_message(file, each))
+            elif each.number == _INITIALIZER:
+                weights |= {_text(file, part) for part in _within(file, each, _INITIALIZER_NAME)}
+    return tuple(nodes), frozenset(weights)
 
 
 def _within(file: BinaryIO, message: _Field, *numbers: int) -> Iterator[_Field]:

@@ -1,16 +1,16 @@
-"""Possible layouts of an ONNX graph's boxes, by its file's heading: metadata and shapes. Needs no runtime.
+"""Boxes of an ONNX graph, by its file's heading and its exporter's evidence, see ``evidence``. Needs no runtime.
 
-``Layout`` lists the known layouts with their exporters. Packing decides among them, see ``detections``;
-a graph that fits none is refused here.
+A graph that may have boxes, and shows nothing of its exporter, is refused with the question that settles it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, read_heading
+from experts.backends.onnx.decoders import DETECTORS, Detector, Layout
+from experts.backends.onnx.evidence import Recognised, extra_of, may_be_boxes, recognised, torchvision_outputs
+from experts.backends.onnx.heading import FLOATS, read_heading
 from experts.errors import WeightsMismatch
 from experts.expert import ONE_LABEL, Fit, Orientation, Task
 from experts.labels import folded, moved
@@ -19,66 +19,60 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from experts.backends.onnx.heading import Heading
-    from experts.expert import Expert, InputSpec
+    from experts.expert import Expert, InputSpec, Normalization
 
-_KNOWN = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
+TARGET_SIZES = "orig_target_sizes"  # second input of RT-DETR, D-FINE and DEIM
 _SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # in ultralytics' metadata
-
-
-class Layout(StrEnum):
-    """Layout of a graph's boxes. ``extra``: numbers beside them, such as coefficients of masks."""
-
-    ANCHORS_LAST = "anchors last"
-    """(n, 4 + labels + extra, anchors): centre and size in pixels; a score per label. YOLOv8 to YOLO26, v5u."""
-    OBJECTNESS = "objectness"
-    """(n, anchors, 5 + labels + extra): the same, with the score that anything is there before the labels'. YOLOv5."""
-    CHOSEN = "chosen"
-    """(n, boxes, 6 + extra): corners in pixels, score, label; suppressed, or never overlapping. nms=True, YOLO26."""
-    QUERIES = "queries"
-    """(n, queries, 4 + labels): centre and size in parts of the image; a score per label. RT-DETR."""
-    CHOSEN_QUERIES = "chosen queries"
-    """(n, queries, 6): centre and size in parts of the image, score, label. RT-DETR from ultralytics 8.4 on."""
-    TORCHVISION = "torchvision"
-    """Of one image, corners in pixels (boxes, 4), labels from 1 on (boxes,), scores (boxes,)."""
-
-    @property
-    def fit(self) -> Fit:
-        return Fit.FILLED if self in {Layout.QUERIES, Layout.CHOSEN_QUERIES} else Fit.LETTERBOXED
 
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """Layouts that a graph's boxes may have; at least one."""
+    """Boxes of a graph: a row of DETECTORS, the layouts that its shapes leave, and where the boxes are."""
 
+    detector: str
+    why: str
     layouts: tuple[Layout, ...]
-    outputs: tuple[str, ...]  # names of those with boxes
+    outputs: tuple[str, ...]  # names of those with boxes, in the order of the layout
     extra: int = 0  # see Layout
     at_once: int | None = None  # images per run, where fewer than the input's shape says
 
     @property
-    def fit(self) -> Fit:
-        fits = {layout.fit for layout in self.layouts}
-        return fits.pop() if len(fits) == 1 else Fit.LETTERBOXED
+    def kind(self) -> Detector:
+        return DETECTORS[self.detector]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """Preparation of images by a file's exporter. ``fit``: None for other files than detectors."""
+    """Preparation of images by a file's exporter. ``fit`` and ``detector``: None for other files than detectors."""
 
     fit: Fit | None
     orientation: Orientation
+    detector: str | None = None
+
+    @property
+    def normalize(self) -> str | Normalization | None:
+        """What a detector's trainer does, where the line does not say."""
+        if self.detector is not None:
+            return DETECTORS[self.detector].normalize
+        return "unit" if self.fit in {Fit.LETTERBOXED, Fit.FILLED} else None
+
+    @property
+    def prepared(self) -> Mapping[str, Any]:
+        """Keys of the line file's `fit`, where the line does not have it."""
+        return (DETECTORS[self.detector].prepared if self.detector is not None else None) or {}
 
     def applied(self, pixels: InputSpec) -> InputSpec:
-        fit = pixels.fit if self.fit is None or pixels.fit is Fit.CROPPED else self.fit
+        fit = pixels.fit if self.fit is None or pixels.fit in {Fit.CROPPED, Fit.PADDED} else self.fit
         return replace(pixels, fit=fit, orientation=self.orientation)
 
 
 def image_facts(expert: Expert) -> ImageFacts:
-    """Read a file's facts: ultralytics and YOLOv5 turn images upright. Raises as ``read_detections``."""
+    """Read a file's facts: ultralytics turns images upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
-    orientation = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
-    return ImageFacts(None if found is None else found.fit, orientation)
+    if found is not None:
+        return ImageFacts(found.kind.fit, found.kind.orientation, found.detector)
+    return ImageFacts(None, Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED)
 
 
 def read_detections(expert: Expert) -> Detections | None:
@@ -89,16 +83,15 @@ def read_detections(expert: Expert) -> Detections | None:
 def require_served(expert: Expert) -> None:
     """Raises as ``read_detections``, and WeightsMismatch for faults that a heading shows; packing finds the rest."""
     heading = read_heading(expert.id, expert.weights)
-    require_fitting_input(expert, heading)
     if expert.task is Task.ANOMALY:
         _require_measuring(expert, heading)
         return
     is_multilabel = expert.task is Task.MULTILABEL
-    if not is_multilabel and _detections(expert, heading) is not None:
-        if expert.pixels.normalize != "unit":
+    if not is_multilabel and (found := _detections(expert, heading)) is not None:
+        if found.kind.normalize == "unit" != expert.pixels.normalize:
             raise mismatch(expert, "is a detector: set `input.normalize` to unit")
-        if expert.pixels.fit is Fit.CROPPED:
-            raise mismatch(expert, "is a detector, which is not cut: remove `input.fit`")
+        if expert.pixels.fit is Fit.CROPPED or (found.kind.fit is not None and expert.pixels.fit is Fit.PADDED):
+            raise mismatch(expert, "is a detector, which is not cut, nor padded in another way: remove `input.fit`")
         return
     shape = heading.outputs[0].shape if heading.outputs else ()
     require_names(expert, heading.names)
@@ -108,29 +101,16 @@ def require_served(expert: Expert) -> None:
     if not is_single and shape is not None and (len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
         raise mismatch(
             expert,
-            f"answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that "
+            f"answers {shown_shape(shape)}: for the {len(expert.labels)} labels that the line names, that "
             "is neither (n, labels) nor boxes",
         )
-
-
-def require_fitting_input(expert: Expert, heading: Heading) -> None:
-    """WeightsMismatch unless the one input takes float32 (n, 3, height, width) of the expert's size."""
-    size = (3, *expert.pixels.size)
-    if len(heading.inputs) != 1:
-        names = ", ".join(value.name for value in heading.inputs) or "none"
-        raise mismatch(expert, f"must have one input, the images; it has {names}")
-    shape = heading.inputs[0].shape or ()
-    fits = len(shape) in {3, 4} and all(one in {None, other} for one, other in zip(shape[-3:], size, strict=True))
-    if heading.inputs[0].element != FLOAT or not fits or (len(shape) == 3 and None in shape):
-        wanted = f"(n, 3, {size[1]}, {size[2]})"
-        raise mismatch(expert, f"does not take float32 {wanted} but {_shown(shape)}: correct `input`")
 
 
 def _require_measuring(expert: Expert, heading: Heading) -> None:
     """WeightsMismatch unless one output can be a score or a map, see ``experts.backends.onnx.anomaly``."""
     if not any(value.element in FLOATS and _may_measure(value.shape) for value in heading.outputs):
         listed = ", ".join(
-            f"{value.name} {_shown(value.shape)}" for value in heading.outputs if value.shape is not None
+            f"{value.name} {shown_shape(value.shape)}" for value in heading.outputs if value.shape is not None
         )
         raise mismatch(
             expert,
@@ -149,22 +129,65 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     task = heading.metadata.get("task", "detect")
     if task not in _SERVED_TASKS:
         raise mismatch(expert, f"is exported for the task {task}, which is not served: detect and segment are")
-    if parts := _torchvision_outputs(heading):
-        require_names(expert, heading.names)
-        return Detections((Layout.TORCHVISION,), parts, at_once=1)
-    first = heading.outputs[0] if heading.outputs else None
-    if first is None or first.shape is None or len(first.shape) != 3:
+    if task == "classify":
+        return None
+    if expert.detector is not None:
+        found: Recognised | None = Recognised(expert.detector, "named in the line file")
+    else:
+        found = recognised(expert.id, expert.weights, heading, len(heading.names or expert.labels))
+    if found is None:
+        _require_no_boxes(expert, heading)
         return None
     require_names(expert, heading.names)
-    extra = _extra(heading)
-    layouts = fitting(first.shape, len(expert.labels), extra) & _written_by(heading.metadata)
-    if not layouts:
+    kind, extra = DETECTORS[found.detector], extra_of(heading)
+    names = outputs_of(found.detector, heading)
+    first = next((value for value in heading.outputs if value.name == names[0]), None)
+    layouts = kind.fitting(None if first is None else first.shape, len(expert.labels), extra)
+    if not layouts or first is None:
         raise mismatch(
             expert,
-            f"answers {_shown(first.shape)}: for the {len(expert.labels)} labels that the line names, that is "
-            f"none of {_KNOWN}",
+            f"answers {shown(heading)}: for the {len(expert.labels)} labels that the line names, that is not "
+            f"{' or '.join(kind.layouts)} of {kind.what} ({found.why})",
         )
-    return Detections(tuple(sorted(layouts)), (first.name,), extra, _suppressed_at_once(heading))
+    single = {Layout.TORCHVISION, Layout.BATCHED} & {*layouts}
+    return Detections(found.detector, found.why, layouts, names, extra, 1 if single else _suppressed_at_once(heading))
+
+
+def _require_no_boxes(expert: Expert, heading: Heading) -> None:
+    shape = heading.outputs[0].shape if heading.outputs else ()
+    if may_be_boxes(heading) and (shape is None or len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
+        raise mismatch(expert, f"answers {shown(heading)}: {unknown_detector(heading, len(expert.labels))}")
+
+
+def unknown_detector(heading: Heading, label_count: int | None) -> str:
+    """The question for a detector without evidence."""
+    options = [f"{name} ({DETECTORS[name].what})" for name in possible_detectors(heading, label_count)]
+    listed = ", ".join(options) or f"none of {', '.join(DETECTORS)} has boxes of this shape"
+    return (
+        f"nothing in it shows what made it, and how its boxes are meant: say --detector, or write `detector:`; {listed}"
+    )
+
+
+def possible_detectors(heading: Heading, label_count: int | None) -> tuple[str, ...]:
+    """Rows of DETECTORS that the outputs do not contradict: what a search by known answers tries."""
+    found = []
+    for name, kind in DETECTORS.items():
+        values = {value.name: value for value in heading.outputs}
+        first = values.get(next(iter(outputs_of(name, heading)), ""))
+        if first is not None and kind.fitting(first.shape, label_count, extra_of(heading)):
+            found.append(name)
+    return tuple(found)
+
+
+def outputs_of(detector: str, heading: Heading) -> tuple[str, ...]:
+    """Names of the outputs with a detector's boxes, in the order of its layout; none where they are not there."""
+    names = {value.name for value in heading.outputs}
+    named = {"mmdeploy": ("dets", "labels"), "rtdetr": ("labels", "boxes", "scores"), "rfdetr": ("dets", "labels")}
+    if detector in named:
+        return named[detector] if names.issuperset(named[detector]) else ()
+    if detector == "torchvision":
+        return torchvision_outputs(heading) or ()
+    return tuple(value.name for value in heading.outputs[:1])
 
 
 def mismatch(expert: Expert, what: str) -> WeightsMismatch:
@@ -185,54 +208,17 @@ def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
         )
 
 
-def fitting(shape: Sequence[int | None], label_count: int, extra: int) -> set[Layout]:
-    """Layouts that a shape of three dimensions fits."""
-    wanted = {
-        Layout.ANCHORS_LAST: (1, 4 + label_count),
-        Layout.OBJECTNESS: (2, 5 + label_count),
-        Layout.CHOSEN: (2, 6),
-        Layout.QUERIES: (2, 4 + label_count),
-        Layout.CHOSEN_QUERIES: (2, 6),
-    }
-    return {layout for layout, (axis, count) in wanted.items() if shape[axis] in {None, count + extra}}
-
-
-def _written_by(metadata: Mapping[str, str]) -> set[Layout]:
-    """Layouts of the exporter in the metadata; without metadata, all but those of a named exporter."""
-    is_ultralytics = metadata.get("author") == "Ultralytics"
-    described = metadata.get("description", "").lower().replace("-", "")
-    if metadata.get("head") == "RTDETRDecoder" or (is_ultralytics and "rtdetr" in described):
-        return {Layout.QUERIES, Layout.CHOSEN_QUERIES}
-    if is_ultralytics:
-        return {Layout.ANCHORS_LAST, Layout.CHOSEN}
-    return {Layout.ANCHORS_LAST, Layout.OBJECTNESS, Layout.CHOSEN, Layout.QUERIES}
-
-
-def _extra(heading: Heading) -> int:
-    """Mask coefficients beside each box: one for each mask of a second output (n, masks, height, width)."""
-    second = heading.outputs[1].shape if len(heading.outputs) == 2 else None
-    return second[1] or 0 if second is not None and len(second) == 4 else 0
-
-
 def _suppressed_at_once(heading: Heading) -> int | None:
     """Batch size for which ultralytics unrolled the suppression: its graph drops further images."""
     batch = heading.metadata.get("batch", "")
     return int(batch) if "'nms': True" in heading.metadata.get("args", "") and batch.isdecimal() else None
 
 
-def _torchvision_outputs(heading: Heading) -> tuple[str, str, str] | None:
-    """Names of boxes, labels and scores."""
-    by_kind: dict[tuple[int | None, int], list[str]] = {}
-    for value in heading.outputs:
-        if value.shape is not None:
-            by_kind.setdefault((value.element, len(value.shape)), []).append(value.name)
-    boxes, labels, scores = (by_kind.get(kind, []) for kind in ((FLOAT, 2), (INT64, 1), (FLOAT, 1)))
-    if not len(boxes) == len(labels) == len(scores) == 1:
-        return None
-    return boxes[0], labels[0], scores[0]
+def shown(heading: Heading) -> str:
+    return ", ".join(f"{value.name} {shown_shape(value.shape or ())}" for value in heading.outputs) or "nothing"
 
 
-def _shown(shape: Sequence[int | None]) -> str:
+def shown_shape(shape: Sequence[int | None]) -> str:
     return "(" + ", ".join("n" if extent is None else str(extent) for extent in shape) + ")"
 
 

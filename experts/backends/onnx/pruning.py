@@ -1,4 +1,4 @@
-"""ONNX graphs adapted to serving: unused outputs are removed, and images come in batches.
+"""ONNX graphs adapted to serving: unused outputs are removed.
 
 In a graph of few bits a NaN becomes a level like any other, and a plausible answer. So each value that may become NaN
 or infinite before it is quantised is added to the outputs, as 0 or NaN: the answer is then refused.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+
+from experts.backends.weight_files import read_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import onnx
 
@@ -22,21 +23,6 @@ UNBOUNDED = frozenset(  # operators that make NaN or infinity of moderate number
     | {"ReduceLogSum", "ReduceLogSumExp", "ReduceProd", "Sinh", "Sqrt", "Tan"}
 )
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
-
-
-def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
-    """Make a graph of one image (3, height, width) take a batch of one; others stay unchanged. In place."""
-    shape = images.type.tensor_type.shape
-    extents = [dimension.dim_value for dimension in shape.dim]
-    if len(extents) != 3 or not all(extents):
-        return
-    one = images.name
-    images.name = f"{one}.batch"
-    shape.ClearField("dim")
-    for extent in (1, *extents):
-        shape.dim.add(dim_value=extent)
-    model.graph.initializer.append(numpy_helper.from_array(np.array(extents, dtype=np.int64), f"{one}.shape"))
-    model.graph.node.insert(0, helper.make_node("Reshape", [images.name, f"{one}.shape"], [one]))
 
 
 def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
@@ -50,7 +36,7 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     kept = []
     for node in reversed(graph.node):  # nodes are in execution order: readers come later
         if needed.intersection(node.output):
-            needed.update(_read_by(node))
+            needed.update(read_by(node))
             kept.append(node)
     weights = [each for each in graph.initializer if each.name in needed]
     graph.ClearField("node")
@@ -66,7 +52,7 @@ def propagate_nan(model: onnx.ModelProto) -> None:
     levelled: set[str] = set()  # values that become levels, directly or not
     for node in reversed(graph.node):
         if node.op_type in LEVELLING or levelled.intersection(node.output):
-            levelled.update(_read_by(node))
+            levelled.update(read_by(node))
     doubted = [node.output[0] for node in graph.node if node.op_type in UNBOUNDED and node.output[0] in levelled]
     if not doubted:
         return
@@ -92,13 +78,3 @@ def propagate_nan(model: onnx.ModelProto) -> None:
                 helper.make_node("Add", [hidden, f"no number for {output.name}"], [output.name]),
             ]
     graph.node.extend(added)
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Names of values that a node reads, also inside its branches and bodies."""
-    yield from node.input
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            yield from (value.name for value in graph.output)
-            for inner in graph.node:
-                yield from _read_by(inner)

@@ -69,11 +69,13 @@ def test_a_classifier_tells_how_many_labels_and_not_which(graph):
         [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
     ],
 )  # fmt: skip
-def test_an_anomaly_model_and_a_detector_are_told_by_their_outputs(graph, outputs):
+def test_an_anomaly_model_is_told_by_its_outputs_and_boxes_alone_are_no_evidence(graph, outputs):
     found = describe_file(graph(*outputs))
     assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))
-    assert describe_file(graph(("boxes", "b", 4), ("labels", "b"), ("scores", "b"))).kind == "detector"
-    assert describe_file(graph(("output0", "n", 84, 6))).kind == "detector"
+    for boxes in ([("boxes", "b", 4), ("labels", "b"), ("scores", "b")], [("output0", "n", 84, 6)]):
+        found = describe_file(graph(*boxes))
+        assert (found.kind, "--detector" in found.missing["kind"]) == (None, True)
+        assert describe_file(graph(*boxes), kind="detector").missing["detector"].startswith("nothing in it shows")
 
 
 def test_what_may_mean_several_things_is_asked(graph):
@@ -110,9 +112,9 @@ def test_names_that_are_none_are_asked_for(graph, names):
 @pytest.mark.parametrize(
     ("images", "element", "reason"),
     [
-        (None, TensorProto.FLOAT, "takes nothing"), (("n", 1, 64, 64), TensorProto.FLOAT, "only colour images"),
-        (("n", 64), TensorProto.FLOAT, "only colour images"),
-        (("n", 3, 64, 64), TensorProto.FLOAT16, "export it in float32"),
+        (None, TensorProto.FLOAT, "takes nothing"), (("n", 2, 64, 64), TensorProto.FLOAT, "one input of images"),
+        (("n", 64), TensorProto.FLOAT, "one input of images"),
+        (("n", 3, 64, 64), TensorProto.DOUBLE, "in float32, float16 or uint8"),
     ],
 )  # fmt: skip
 def test_what_takes_no_images_is_refused(graph, images, element, reason):
