@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agent.commands.experts import packed_bytes
 from agent.commands.judged_images import JudgedImage, judged_rows
 from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
-from agent.deployment.packed_copies import doubts_of, packed_manifests, unproven_copies
+from agent.deployment.packed_copies import doubts_of, packed_manifests, proven_copies
 from agent.records.database import refuse_root_beside_another, state_held
 from experts.errors import AlreadyRunning, ConfigError, ExpertError
 from experts.packed.manifests import ManifestFolder
@@ -109,7 +109,7 @@ def _judged(
         for image in images:
             requests.submit(image, component=component)
         ended = requests.collect(partial(progress, "inspect"))
-        doubts = doubts_of(config, unproven_copies(config, agent.served))
+        doubts = doubts_of(config, proven_copies(config, agent.served).lacks)
     return [_judged_image(doubts.applied(each.outcome), each.at_s - each.submitted_s) for each in ended]
 
 

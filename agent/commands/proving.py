@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.deployment.packed_copies import keep_proof, packed_manifests
 from agent.line_file.editing import edit_file, set_key
-from agent.line_file.proofs import kept_proofs, told_lacks, unproven
+from agent.line_file.proofs import kept_proofs, proven, told_lacks
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError, ExpertError, LoadError
 from experts.images import decode_image
@@ -56,7 +56,7 @@ def unproven_line(config: LineConfig) -> dict[str, Lack]:
             with suppress(ExpertError):  # without its weights nothing is proven
                 sha256 = _sha256_of(config.catalog.experts[name], manifests[name])
                 forms[name] = {(form, sha256) for form, _ in found}
-    return unproven(config.catalog.experts.values(), forms, proofs, config.packed_folder)
+    return proven(config.catalog.experts.values(), forms, proofs, config.packed_folder).lacks
 
 
 def told_unproven(config: LineConfig, lacks: Mapping[str, Lack]) -> str | None:
@@ -74,7 +74,7 @@ class Verified:
 
     def as_json(self) -> dict[str, Any]:
         worst = [{"image": row.known.image.name, "why": row.why} for row in self.comparison.worst(WORST)]
-        return self.proof.model_dump() | {"holds": self.proof.holds, "worst": worst}
+        return self.proof.model_dump(mode="json") | {"holds": self.proof.holds, "worst": worst}
 
     @property
     def lines(self) -> list[str]:
@@ -126,21 +126,12 @@ def _verified(config: LineConfig, expert: Expert, form: Precision, device: str) 
     comparison = compared(replace(expert, calibration=calibration), known, form, device)
     if stamp_of(expert) != stamp:
         raise LoadError(expert.id, f"{expert.weights} was written meanwhile: verify it again")
-    trusted = _trusted(config, expert.id, comparison)
     try:
-        return Verified(keep_proof(config, expert.id, (form, sha256), comparison, trusted), comparison)
+        proof = keep_proof(config, expert.id, (form, sha256), comparison, (getpass.getuser(), ""))
     except OSError as error:
         place = error.filename or config.state
         raise ConfigError(f"{place}: {error.strerror} - run this as the agent's user") from error
-
-
-def _trusted(config: LineConfig, expert: str, comparison: Comparison) -> tuple[str, str]:
-    """Who trusted an expert before, and why, where no more answers differ than then; else this user."""
-    for proof in kept_proofs(config.state)[::-1]:
-        if proof.expert == expert and proof.why:
-            is_no_worse = proof.images == comparison.images and comparison.agreed >= proof.agreed
-            return (proof.by, proof.why) if is_no_worse else (getpass.getuser(), "")
-    return getpass.getuser(), ""
+    return Verified(proof, comparison)
 
 
 def _sha256_of(expert: Expert, manifests: Iterable[Manifest]) -> str:

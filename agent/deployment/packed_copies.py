@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
-from agent.line_file.proofs import Proof, kept_proofs, proof_identity, save_proof, unproven
+from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.line_file.proofs import Lack
+    from agent.line_file.proofs import Lack, Proven
     from experts.packed.manifests import Manifest
     from experts.packed.weights import PackedExpert
     from experts.proving.comparing import Comparison
@@ -70,31 +70,44 @@ def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list
     return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
 
 
-def unproven_copies(config: LineConfig, served: Iterable[PackedExpert]) -> dict[str, Lack]:
-    """Experts without a proof in each form that they are served in, and why."""
+def proven_copies(config: LineConfig, served: Iterable[PackedExpert]) -> Proven:
+    """Experts that are proven in each form that they are served in, and the others."""
     forms: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     for each in served:
         forms[each.expert].add((each.precision, each.source_sha256))
-    return unproven(config.catalog.experts.values(), forms, kept_proofs(config.state), config.packed_folder)
+    return proven(config.catalog.experts.values(), forms, kept_proofs(config.state), config.packed_folder)
 
 
 def keep_proof(
     config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
 ) -> Proof:
-    """Keep what a comparison shows of an expert of the line. ``served``: its form, and the sha256 of its weights.
-    ``by``: who made it, and why the expert is trusted even if it disagrees, or nothing. Raises OSError."""
+    """``proof_of``, kept in the line's state. Raises OSError."""
+    save_proof(config.state, proof := proof_of(config, expert, served, comparison, by))
+    return proof
+
+
+def proof_of(
+    config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
+) -> Proof:
+    """What a comparison shows of an expert of the line. ``served``: its form, and the sha256 of its weights.
+
+    ``by``: who made it, and why the expert is trusted even if it disagrees; without a reason the earlier one counts
+    where it is no worse than then.
+    """
     form, sha256 = served
     steps = [step for route in config.catalog.components.values() for step in route if step.expert == expert]
     passing = comparison.count_of({label for step in steps for label in step.passing} or GOOD_LABELS)
-    proof = Proof(
+    if not comparison.is_proof and not by[1]:
+        trusted = [each for each in kept_proofs(config.state) if each.expert == expert and each.why]
+        is_no_worse = trusted and trusted[-1].images == comparison.images and trusted[-1].agreed <= comparison.agreed
+        by = (trusted[-1].by, trusted[-1].why) if is_no_worse else by
+    return Proof(
         expert=expert, form=form,
         identity=proof_identity(config.catalog.experts[expert], sha256, form, config.packed_folder),
         images=comparison.images, passing=passing, others=comparison.images - passing, agreed=comparison.agreed,
-        difference=comparison.largest_difference, at=datetime.now(UTC).isoformat(timespec="seconds"), by=by[0],
+        difference=comparison.largest_difference, at=datetime.now(UTC), by=by[0],
         why="" if comparison.is_proof else by[1], blind=comparison.blind,
     )  # fmt: skip
-    save_proof(config.state, proof)
-    return proof
 
 
 def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:

@@ -16,11 +16,12 @@ import shutil
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from experts.backends.forms import form_of
 from experts.calibrations import CalibrationFolder, digest_of
@@ -56,7 +57,7 @@ class Proof(BaseModel):
     others: int
     agreed: int
     difference: float | None
-    at: str
+    at: AwareDatetime
     by: str
     why: str = ""
     blind: str = ""
@@ -67,7 +68,8 @@ class Proof(BaseModel):
 
     @property
     def text(self) -> str:
-        found = self.blind or f"{self.agreed} of {self.images} known answers are the same in {self.form}"
+        found = f"{self.agreed} of {self.images} known answers are the same in {self.form}"
+        found += f", but {self.blind}" if self.blind else ""
         return f"{found}, trusted by {self.by}: {self.why}" if self.why else found
 
 
@@ -147,26 +149,35 @@ def _locked(state: Path) -> Iterator[None]:
         yield
 
 
-def unproven(
+class Proven(NamedTuple):
+    """Experts of images: why some are unproven, and when the others were last compared, by name."""
+
+    lacks: dict[str, Lack]
+    compared_at: dict[str, datetime]
+
+
+def proven(
     experts: Iterable[Expert],
     forms: Mapping[str, Iterable[tuple[Precision | str, str]]],
     proofs: Iterable[Proof],
     packed: Path,
-) -> dict[str, Lack]:
-    """Experts of images without a proof that holds, and why. ``forms``: by expert, each with its weights' sha256."""
+) -> Proven:
+    """``forms``: by expert, each with its weights' sha256."""
     known = {each.identity: each for each in proofs}
     proven_once = {each.expert for each in known.values()}
-    reasons = {}
+    found = Proven({}, {})
     for expert in experts:
         if expert.takes_texts:
             continue
-        found = [known.get(proof_identity(expert, sha256, form, packed)) for form, sha256 in forms.get(expert.id, ())]
-        failed = next((each for each in found if each is not None and not each.holds), None)
-        if failed is not None:
-            reasons[expert.id] = Lack(failed.text, differs=True)
-        elif not found or None in found:
-            reasons[expert.id] = Lack(_lack(expert, expert.id in proven_once))
-    return reasons
+        own = [known.get(proof_identity(expert, sha256, form, packed)) for form, sha256 in forms.get(expert.id, ())]
+        there = [each for each in own if each is not None]
+        if failed := [each for each in there if not each.holds]:
+            found.lacks[expert.id] = Lack(failed[0].text, differs=True)
+        elif not own or len(there) < len(own):
+            found.lacks[expert.id] = Lack(_lack(expert, expert.id in proven_once))
+        else:
+            found.compared_at[expert.id] = min(each.at for each in there)
+    return found
 
 
 def told_lacks(lacks: Mapping[str, Lack]) -> str:

@@ -36,6 +36,7 @@ from agent.service.desk.line_desk import LineDesk, LineParts
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
 from agent.service.inspections.drift import DriftAlarm
+from agent.service.inspections.golden_source import GoldenSource
 from agent.service.inspections.inspector import Inspector, models_of
 from agent.service.inspections.journaled import JournaledImages
 from agent.service.inspections.line import SourceLine
@@ -102,6 +103,8 @@ class LineService:
         self.boards = LineBoards(config.boards, self.store, config.layouts, clock=clock, wall=wall)
         self._verdicts = Verdicts(self.store, self.boards)
         self._shadows = ShadowSource(self.inspector, self.store)
+        self._golden = GoldenSource(self.inspector, wall)
+        self._golden_keeper = Housekeeper({"golden": self._golden.step}, "golden")  # its folders may hang
         self._journaled = JournaledImages(self.inspector, self._verdicts, self.store, self._upkeep.images)
         line = SourceLine(self.inspector, self._verdicts, self._journaled, self.store, in_flight_limit)
         self.sources = line.sources = sources_of(config, line)
@@ -172,6 +175,7 @@ class LineService:
         for source in self.sources:
             source.start()
         self._housekeeper.start()
+        self._golden_keeper.start()
         self._watcher.start()
         self._phase = None
         watched = ", ".join(view.name for view in self._source_views())
@@ -195,6 +199,7 @@ class LineService:
             ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.images.stop, KEEPER_STOP_S)  # before the store closes: verdicts wait for it
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
+            ending.callback(self._golden_keeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self.inspector.forgive)
             ending.callback(lambda: self.agent.stop())  # a reload may replace it meanwhile
             ending.callback(self._wires.stop)  # until then the web reports that no work is taken
@@ -350,7 +355,7 @@ class LineService:
         agent, listed = self.agent, self._config.catalog.experts
         store = self.store.statistics()
         of_store = {"store": store.alarm, "store/log": store.log_alarm, "store/damage": store.damage_alarm}
-        failing = {**self._housekeeper.failing, **self._wires.failing}
+        failing = {**self._housekeeper.failing, **self._golden_keeper.failing, **self._wires.failing}
         calls = self._upkeep.false_calls.alarms
         return [
             *self._device_alarms,
@@ -364,6 +369,7 @@ class LineService:
             *self.boards.alarms(),
             *self._drift_alarms(),
             *source_alarms(self._source_views()),
+            *self._golden.alarms(),
             *(Alarm(f"duty/{duty}", f"{duty}: {reason}") for duty, reason in failing.items()),
         ]
 

@@ -69,6 +69,7 @@ class ShadowSource:
         self._waiting: deque[_Waiting] = deque()  # oldest first
         self._waiting_bytes = 0
         self._asked: _Waiting | None = None
+        self._submitted: Submission | None = None
         self._lacks_room = False  # pause until the line has judged another image
         self._ran_on: dict[int, dict[str, tuple[float, int]]] = {}  # request -> expert -> seconds and executor
         self._unwritten: Counter[Pair] = Counter()  # dropped images
@@ -117,7 +118,8 @@ class ShadowSource:
     def _judged(self, submission: Submission, outcome: Outcome) -> None:
         ran_on = {} if submission.number is None else self._ran_on.pop(submission.number, {})
         if submission.precedence is Precedence.IDLE:
-            self._answered(outcome, ran_on)
+            if submission is self._submitted:
+                self._answered(outcome, ran_on)
             return
         self._lacks_room = False
         if isinstance(submission.image, TextSource):
@@ -153,7 +155,8 @@ class ShadowSource:
                 self._asked = waiting
                 shadow, subject = waiting.shadow, waiting.subject
                 asked = replace(subject, key=self._key(shadow), component=None, expert=line_name(shadow), box=None)
-                self._inspector.submit_subject(Submission(asked, waiting.image, _nothing, precedence=Precedence.IDLE))
+                self._submitted = Submission(asked, waiting.image, _nothing, precedence=Precedence.IDLE)
+                self._inspector.submit_subject(self._submitted)
                 return
             self._drop(waiting)
 

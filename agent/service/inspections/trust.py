@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from agent.core.request import Doubts
-from agent.deployment.packed_copies import doubts_of, unproven_copies
+from agent.deployment.packed_copies import doubts_of, proven_copies
 from agent.line_file.proofs import FILE_NAME, told_lacks
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Trust:
-    """``lacks``: why experts are unproven, by the line's names. For any thread."""
+    """``lacks``: why experts are unproven, ``compared_at``: when they were compared with known answers as they are now,
+    both by the line's names. For any thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -46,7 +47,7 @@ class Trust:
         """Call before the agent serves another line."""
         with self._turning:
             self._agent, self._read_at = agent, self._stamp(agent)
-            self.lacks = unproven_copies(agent.config, agent.served)
+            self.lacks, self.compared_at = proven_copies(agent.config, agent.served)
             served = {agent.expert(name): name for name in agent.config.catalog.experts}
             replaced = agent.setup.graph.experts - served.keys()
             lacking = {now: self.lacks[name] for now, name in served.items() if name in self.lacks}
