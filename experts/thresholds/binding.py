@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experts.expert import LATER
-
 if TYPE_CHECKING:
     from experts.expert import Expert
 
+UNSET = re.compile(r", (\w+)=None")
+FIRST = (
+    "resize",
+    "stem",
+    "precision",
+    "moe_cache_bytes",
+    "parallel",
+    "task",
+    "threshold",
+    "threshold_of",
+    "calibration",
+)
 DIGITS = 16  # hex digits of the digest: enough to tell a line's experts apart
 
 
@@ -22,11 +33,9 @@ def threshold_of(expert: Expert, weights_sha256: str) -> str:
 
 def entry_text(expert: Expert) -> str:
     """All of an expert's entry that its answers depend on, beside its weights and its calibration. Digests of it are
-    stored: a later key is left out if unset."""
+    stored: a key that came after FIRST is left out if it is None."""
     text = repr(replace(expert, weights=Path(), calibration=None, pin=False))
-    for key in (*LATER, "names"):
-        text = text.replace(f", {key}=None", "")
-    return text
+    return UNSET.sub(lambda found: found[0] if found[1] in FIRST else "", text)
 
 
 def is_bound_elsewhere(expert: Expert, weights_sha256: str) -> bool:
