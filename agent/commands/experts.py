@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -11,13 +11,14 @@ from rich.table import Table
 
 from agent.commands.progress import console_page
 from agent.deployment.packed_copies import packed_manifests
-from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
+from agent.deployment.profile_in_use import bound_decodings, find_profile, scaled_experts, usage_of
 from agent.promotion import shadow_of
 from agent.records.shadow_answers import answer_row, read_comparison, read_verdicts
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import before_and_after, reviewed_results
 from experts.backends import LLM
 from experts.errors import ConfigError, LoadError
+from experts.expert import Precision
 from experts.packed.sources import is_there, sha256_of, size_bytes_of
 from experts.sizes import mib
 
@@ -45,7 +46,10 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
     packed; ``weights_bytes``: of the source file or directory; None: missing."""
     manifests = packed_manifests(config)
     profile = _profile(config)
-    usage, scaled = usage_of(config, profile), scaled_experts(profile)
+    usage = usage_of(config, profile)
+    if profile is not None:
+        profile = replace(profile, decodings=bound_decodings(config, profile, lambda _: Precision))
+    scaled = scaled_experts(profile)
     graph = config.catalog.graph
     rows = [
         {

@@ -20,7 +20,14 @@ from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.placement import WorkerSetup, with_workers
-from agent.deployment.profile_in_use import change_alarms, changed_experts, scaled_experts, unproven, usable_profile
+from agent.deployment.profile_in_use import (
+    bound_decodings,
+    change_alarms,
+    changed_experts,
+    scaled_experts,
+    unproven,
+    usable_profile,
+)
 from agent.deployment.ranked_experts import CPU, beside_ranks, parts_of_ranks, times_of_ranks
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.device_profile.identity import box_mismatches, identity_of
@@ -284,8 +291,8 @@ def packed_as_proven(
     if precisions != ground.precisions:
         report = pack(config, segments, precisions, progress, in_use)
     alarms = (*ground.alarms, *change_alarms(config, changed))
-    proven = tuple(each for each in profile.decodings if each.expert not in changed)
-    profile = replace(profile, decodings=proven)
+    bound = bound_decodings(config, profile, lambda name: {each[name] for each in precisions.values() if name in each})
+    profile = replace(profile, decodings=tuple(each for each in bound if each.expert not in changed))
     return replace(ground, profile=profile, precisions=precisions, alarms=alarms, changed=changed), report
 
 

@@ -22,6 +22,7 @@ from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import GENERATION, copy_name
 from agent.deployment.performance_matrix import with_families
 from agent.deployment.ranked_experts import ranked_experts, worker_name
+from agent.device_profile.identity import verdict_sha256
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
@@ -307,6 +308,9 @@ def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> di
         now = agent.expert(name)
         then, packed = ran[now], runs[name]
         is_same = agent.config.catalog.experts.get(name) == expert and packed == then
+        if is_same and name in agent.loop.scaled:  # smaller JPEGs are proven for its routes
+            before, after = (verdict_sha256(each.catalog.graph, expert) for each in (agent.config, config))
+            is_same = before == after
         fresh = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
         names[name] = now if is_same and now in _served(agent) else fresh
     return names

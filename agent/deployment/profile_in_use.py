@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agent.config import usage_probabilities
 from agent.device_profile.identity import (
     box_mismatches,
+    decoding_sha256,
     expert_mismatches,
     identity_of,
     is_of_another_box,
@@ -27,11 +28,11 @@ from experts.errors import ConfigError
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.deployment.packed_copies import Precisions
-    from agent.device_profile.records import StoredProfile
+    from agent.device_profile.records import ImageDecoding, StoredProfile
     from agent.runtime.machine.box import Box
     from experts.packed.weights import PackedExpert
 
@@ -158,6 +159,19 @@ def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
     """expert -> sha256 of its program, fp32's if there are several."""
     fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
     return {each.expert: each.program_sha256 for each in fp32_last}
+
+
+def bound_decodings(
+    config: LineConfig, profile: StoredProfile, forms: Callable[[str], Iterable[str]]
+) -> tuple[ImageDecoding, ...]:
+    """Proofs of smaller JPEGs that hold for an expert's input, thresholds and routes now, in one of its ``forms``."""
+    experts, graph = config.catalog.experts, config.catalog.graph
+    return tuple(
+        each
+        for each in profile.decodings
+        if (expert := experts.get(each.expert))
+        and each.bound_sha256 in {decoding_sha256(graph, expert, form) for form in forms(each.expert)}
+    )
 
 
 def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:

@@ -60,6 +60,11 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
     return hashlib.sha256(f"({entry_text(expert)}, {steps!r})".encode()).hexdigest()
 
 
+def decoding_sha256(graph: ExpertGraph, expert: Expert, form: str) -> str:
+    """Digest that binds a proof of smaller JPEGs: input, thresholds and routes, and the form that was compared."""
+    return hashlib.sha256(f"{form} {verdict_sha256(graph, expert)}".encode()).hexdigest()
+
+
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """Reasons why a profile is not valid for a box. Memory counts only below the profile's budget."""
     sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}  # the host's

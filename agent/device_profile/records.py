@@ -208,7 +208,8 @@ class LinkSpeed:
 class ImageDecoding:
     """Decoding of one expert's samples on one thread, and the expert's outputs on images decoded smaller. ``full_s``,
     ``scaled_s``: seconds of all ``images``. ``smaller``: number of images large enough to decode smaller; their outputs
-    are compared as in ``Agreement``. ``of_sha256``: digest of weights and samples."""
+    are compared as in ``Agreement``, with ``failing``, ``least`` and ``least_each`` as there. ``of_sha256``: digest of
+    weights and samples; ``bound_sha256``: ``decoding_sha256``, without which the proof does not hold."""
 
     expert: Text
     images: PositiveCount
@@ -220,10 +221,23 @@ class ImageDecoding:
     largest_score_difference: Number
     tolerance: Number
     of_sha256: Text
+    failing: Count = 0
+    least: Count = 0
+    least_each: Count = 0
+    bound_sha256: Text = ""
+
+    @property
+    def is_enough(self) -> bool:
+        return self.smaller >= self.least and min(self.failing, self.smaller - self.failing) >= self.least_each
 
     @property
     def agrees(self) -> bool:
-        return self.smaller > 0 and self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
+        is_same = self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
+        return self.smaller > 0 and is_same and self.is_enough
+
+    @property
+    def is_refuted(self) -> bool:
+        return self.smaller > 0 and self.is_enough and not self.agrees
 
     @property
     def image_s(self) -> float:

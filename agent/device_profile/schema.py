@@ -77,6 +77,14 @@ def samples_by_class(database: Database) -> None:
         database.execute(f"ALTER TABLE agreements ADD COLUMN {column} DEFAULT 0")
 
 
+@migrations()
+def decodings_bound(database: Database) -> None:
+    """A proof of smaller JPEGs from before is bound to nothing: images are decoded in full until the next profile."""
+    for column in ("failing", "least", "least_each"):
+        database.execute(f"ALTER TABLE decodings ADD COLUMN {column} DEFAULT 0")
+    database.execute("ALTER TABLE decodings ADD COLUMN bound_sha256 DEFAULT ''")
+
+
 def open_for_writing(path: Path) -> Database:
     """Database of a profile, new or existing, migrated, every commit synced. Raises ProfileDamaged for any other file,
     ConfigError for another version's profile or a network share, and sqlite3.OperationalError from the disk."""

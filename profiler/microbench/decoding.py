@@ -1,8 +1,9 @@
 """Times decoding and preparation, and proves for which experts JPEGs may be decoded to fewer pixels.
 
-Each expert's samples are read, decoded and prepared as by the agent, on one thread. JPEGs that can be decoded smaller
-(``experts.images.reduction``) are timed and judged both ways; an expert gets smaller ones only if its decisions are
-equal on each, with scores within the tolerance.
+MOST_TIMED of each expert's samples are read, decoded and prepared as by the agent, on one thread. All JPEGs that can be
+decoded smaller (``experts.images.reduction``) are judged both ways. An expert gets smaller ones only if its decisions
+are equal on each, with scores within the tolerance, on as many as prove a form (``agreement``). The proof is bound to
+its input, thresholds, routes, form and weights.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
-from agent.device_profile.identity import packed_sha256
+from agent.device_profile.identity import decoding_sha256, packed_sha256
 from agent.device_profile.records import ImageDecoding
 from agent.runtime.images.preparation import least_pixels
 from experts.backends import prepare
 from experts.images import decode_image, reduction
-from profiler.microbench.agreement import compared, judged, terms_sha256
+from profiler.microbench import agreement
+from profiler.microbench.agreement import compared, failing_of, judged, terms_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from profiler.microbench.batches import Bench
     from profiler.workload.samples import Sample
 
-MOST_COMPARED = 8  # samples of one expert: a photograph takes a quarter of a second, and lines have hundreds of experts
+MOST_TIMED = 8  # samples of one expert: a photograph takes a quarter of a second, and lines have hundreds of experts
 
 
 class DecodingBench:
@@ -46,15 +48,19 @@ class DecodingBench:
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
         """Measure an expert; None without sample images. Raises ImageError for a missing or broken sample."""
-        samples = self._bench.samples.of(copy.expert.id)[:MOST_COMPARED]
+        samples = self._bench.samples.of(copy.expert.id)
         if not samples or copy.expert.takes_texts:
             return None
-        timed = [self._timed(sample, copy.expert) for sample in samples]
-        smaller = [sample for sample, (_, scaled) in zip(samples, timed, strict=True) if scaled is not None]
-        labels_differ, largest = self._difference(copy, smaller)
+        timed = [self._timed(sample, copy.expert) for sample in samples[:MOST_TIMED]]
+        smaller = [sample for sample, (_, scaled) in zip(samples, timed, strict=False) if scaled is not None]
+        if smaller and len(samples) >= agreement.LEAST_IMAGES:
+            further = (sample for sample in samples[MOST_TIMED:] if self._timed(sample, copy.expert)[1] is not None)
+            smaller.extend(further)
+        is_enough = len(smaller) >= agreement.LEAST_IMAGES
+        labels_differ, largest, failing = self._difference(copy, smaller) if is_enough else (0, 0.0, 0)
         return ImageDecoding(
             expert=copy.expert.id,
-            images=len(samples),
+            images=len(timed),
             megapixels=sum(full.megapixels for full, _ in timed),
             full_s=sum(full.seconds for full, _ in timed),
             scaled_s=sum((scaled or full).seconds for full, scaled in timed),
@@ -63,6 +69,10 @@ class DecodingBench:
             largest_score_difference=largest,
             tolerance=self._tolerance,
             of_sha256=self.of_sha256(copy),
+            failing=failing,
+            least=agreement.LEAST_IMAGES,
+            least_each=agreement.LEAST_EACH,
+            bound_sha256=decoding_sha256(self._graph, copy.expert, copy.packed.precision),
         )
 
     def _timed(self, sample: Sample, expert: Expert) -> tuple[_Timed, _Timed | None]:
@@ -73,17 +83,17 @@ class DecodingBench:
             self._times[key] = full, _Timed(sample, expert, least) if can_be_smaller else None
         return self._times[key]
 
-    def _difference(self, copy: ExpertCopy, samples: Sequence[Sample]) -> tuple[int, float]:
-        if not samples:
-            return 0, 0.0
+    def _difference(self, copy: ExpertCopy, samples: Sequence[Sample]) -> tuple[int, float, int]:
+        """Images that are decided otherwise, the largest difference of scores, and images that fail in full size."""
         with self._bench.rig([copy]).opened() as rig:
             expected = judged(rig, copy, samples)
             rig.scale_images(copy)
             found = judged(rig, copy, samples)
         apart = list(compared(self._graph, copy.expert.id, samples, expected, found))
         if not apart:
-            return len(samples), 0.0  # no sample was judged: nothing is proven
-        return sum(not each.is_same for each in apart), max(each.score for each in apart)
+            return len(samples), 0.0, 0  # no sample was judged: nothing is proven
+        failing = failing_of(self._graph, copy.expert, samples, expected)
+        return sum(not each.is_same for each in apart), max(each.score for each in apart), failing
 
 
 class _Timed:

@@ -139,7 +139,7 @@ def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes 
     return DecodingTimes(
         images=images,
         smaller=ImageTimes(images.cores, {each.expert: each.scaled_s / each.images for each in profile.decodings}),
-        refusing=tuple(each.expert for each in profile.decodings if each.smaller and not each.agrees),
+        refusing=tuple(each.expert for each in profile.decodings if each.is_refuted),
     )
 
 

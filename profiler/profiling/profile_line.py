@@ -39,7 +39,7 @@ from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
 from profiler.microbench.kinds import failing_experts, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
-from profiler.microbench.precision_choice import PrecisionChoice
+from profiler.microbench.precision_choice import GIVE_MORE, PrecisionChoice
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.usage.probabilities import (
     UsageFound,
@@ -338,8 +338,14 @@ class _Profiling:
             f"{each.expert} gets JPEGs of full size: decoded to fewer pixels, {each.labels_differ} labels "
             f"of {each.smaller} differ, and scores by {each.largest_score_difference:.3f}"
             for each in found
-            if each.smaller and not each.agrees
+            if each.is_refuted
         ]
+        if few := [each for each in found if each.smaller and not each.is_enough]:
+            shown = f"{few[0].expert} has {few[0].smaller}, of which {few[0].failing} fail"
+            self._notes.append(
+                f"{len(few)} experts get JPEGs of full size: smaller ones are proven by {few[0].least} large ones, "
+                f"{few[0].least_each} that pass and {few[0].least_each} that fail; {shown}{GIVE_MORE}"
+            )
         if left_out:
             self._notes.append(
                 f"{left_out} experts get JPEGs of full size: the comparison with smaller ones ended after "

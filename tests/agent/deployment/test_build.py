@@ -14,9 +14,10 @@ from agent.commands.inspection import inspect_images
 from agent.core.performance import PoolSpec
 from agent.deployment.build import AS_SERVED, build_agent, detect_box, doubts, groundwork_of
 from agent.deployment.engine_setup import planned
+from agent.deployment.line_change import plan_change
 from agent.deployment.packed_copies import copies_of, packed_experts
 from agent.deployment.profile_in_use import usage_of
-from agent.device_profile.identity import identity_of, packed_sha256
+from agent.device_profile.identity import decoding_sha256, identity_of, packed_sha256
 from agent.device_profile.records import Allocation, ImageDecoding, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
@@ -217,16 +218,37 @@ def test_experts_that_changed_or_came_are_served_in_fp32_and_the_profile_stands_
 
 def test_smaller_images_are_for_the_weights_that_they_were_proven_with(line):
     """An expert with other weights, and a new expert of a timed kind, get images in full."""
-    proven = ImageDecoding("cls/f0", 4, 1.0, 2.0, 1.0, 4, 0, 0.0, 0.02, "of")
     kinds = [*line.profiled().kinds, kind_profile(line.kind_of("cls/f0"), "emulated", "fp32")]
-    decodings = [replace(proven, expert=name) for name in ("cls/f0", "cls/f1", "cls/f9")]
-    line.profiled(kinds=kinds, decodings=decodings)
+    decodings = [decoding_of(line, name) for name in ("cls/f0", "cls/f1")]
+    line.profiled(kinds=kinds, decodings=[*decodings, replace(decodings[0], expert="cls/f9")])
     fake(line.folder / "f1.yaml", 2_000_000)
     line.document["experts"]["cls/f9"] = expert("f0.yaml")
     with line.built() as (agent, _, _):
         assert agent.loop._here.preparation.scaled == {"cls/f0"}
         rows = agent.setup.matrix.experts["emulated"]
         assert {name for name, row in rows.items() if "reduced" in row.prepared.name} == {"cls/f0"}
+
+
+def decoding_of(line, name, form="bf16"):
+    bound = decoding_sha256(line.config.catalog.graph, line.config.catalog.experts[name], form)
+    return ImageDecoding(name, 4, 1.0, 2.0, 1.0, 4, 0, 0.0, 0.02, "of", bound_sha256=bound)
+
+
+def test_smaller_images_are_for_the_routes_and_the_form_that_they_were_proven_with(line):
+    """A proof of another form, and one from before proofs were bound, are for no expert that is served."""
+    line.profiled()
+    unbound = replace(decoding_of(line, "cls/f1"), bound_sha256="")
+    line.profiled(decodings=[decoding_of(line, "cls/f0"), unbound, decoding_of(line, "cls/f2", "fp16")])
+    with line.built(starts=True) as (agent, _, _):
+        assert agent.loop.scaled == {"cls/f0"}
+        assert plan_change(agent, line.config, lambda *_: None).replaced == ()
+        line.document["routes"]["c0"][0]["min_score"] = 0.5
+        changed = plan_change(agent, line.config, lambda *_: None)
+        assert changed.replaced == ("cls/f0",)
+        agent.loop.change_line(changed.event, changed.copies)
+        assert agent.loop.scaled == frozenset()
+    with line.built() as (agent, _, _):
+        assert agent.loop.scaled == frozenset()
 
 
 @on_linux

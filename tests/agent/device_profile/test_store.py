@@ -561,7 +561,9 @@ def test_a_proof_of_a_profile_from_before_classes_were_counted_still_holds(path)
     with closing(sqlite3.connect(path)) as database:
         for column in ("failing", "least_each"):
             database.execute(f"ALTER TABLE agreements DROP COLUMN {column}")
-        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'samples_by_class'")
+        for column in ("failing", "least", "least_each", "bound_sha256"):
+            database.execute(f"ALTER TABLE decodings DROP COLUMN {column}")
+        database.execute("DELETE FROM _sqlite_migrations WHERE name IN ('samples_by_class', 'decodings_bound')")
         database.commit()
     assert read_profile(path) == before
     assert [each.proves for each in before.agreements] == [True]

@@ -6,8 +6,9 @@ from PIL import Image
 
 from experts.backends.classifier import write_random_weights
 from experts.expert import Expert, InputSpec, Precision
-from experts.graph import ExpertGraph
-from profiler.microbench.decoding import MOST_COMPARED, DecodingBench
+from experts.graph import ExpertGraph, RouteStep
+from profiler.microbench import agreement
+from profiler.microbench.decoding import MOST_TIMED, DecodingBench
 from profiler.workload.samples import Sample
 from tests.profiler.workbench import LABELS
 
@@ -31,16 +32,34 @@ def network(workbench):
 
 
 def measured(workbench, samples, tolerance=0.02):
-    return DecodingBench(workbench.bench(a=samples), ExpertGraph(["cls/a"], {}), tolerance).measure(network(workbench))
+    graph = ExpertGraph(["cls/a"], {"c": (RouteStep("cls/a", frozenset({"ok"})),)})
+    return DecodingBench(workbench.bench(a=samples), graph, tolerance).measure(network(workbench))
+
+
+@pytest.fixture(autouse=True)
+def _few_of_one_class(monkeypatch):
+    monkeypatch.setattr(agreement, "LEAST_IMAGES", 2)
+    monkeypatch.setattr(agreement, "LEAST_EACH", 0)
 
 
 def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
-    found = measured(workbench, photographs(workbench, MOST_COMPARED + 2))
-    assert (found.expert, found.images, found.smaller) == ("cls/a", MOST_COMPARED, MOST_COMPARED)
-    assert found.megapixels == pytest.approx(MOST_COMPARED * 0.2)
+    found = measured(workbench, photographs(workbench, MOST_TIMED + 2))
+    assert (found.expert, found.images, found.smaller) == ("cls/a", MOST_TIMED, MOST_TIMED + 2)
+    assert found.megapixels == pytest.approx(MOST_TIMED * 0.2)
     assert 0.0 < found.largest_score_difference <= 0.02
     assert found.agrees
-    assert found.image_s == found.scaled_s / MOST_COMPARED
+    assert found.image_s == found.scaled_s / MOST_TIMED
+
+
+def test_as_many_jpegs_of_either_class_prove_smaller_ones_as_prove_a_form(workbench, monkeypatch):
+    samples = photographs(workbench, MOST_TIMED + 2)
+    monkeypatch.setattr(agreement, "LEAST_EACH", 1)  # the network passes all of them, or fails all
+    found = measured(workbench, samples)
+    assert (found.labels_differ, found.is_enough, found.agrees) == (0, False, False)
+    monkeypatch.setattr(agreement, "LEAST_EACH", 0)
+    monkeypatch.setattr(agreement, "LEAST_IMAGES", len(samples) + 1)
+    found = measured(workbench, samples)
+    assert (found.smaller, found.is_enough, found.agrees) == (MOST_TIMED, False, False)
 
 
 def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbench):
