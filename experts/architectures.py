@@ -26,8 +26,18 @@ DETECTORS = re.compile(
     r"yolov3(-spp|-tiny)?|yolov5[nsmlx]?(-p6|6)?|yolov6[nsmlx]?|yolov8[nsmlx]?(-ghost)?(-p2|-p6)?"
     r"|yolov9[tsmce]|yolov10[nsmblx]|yolo1[12][nsmlx]?|yolo26[nsmlx]?(-p2|-p6)?"
 )
+RESNETS = ("resnet", "resnext", "wide_resnet")
+PLAIN = "plain"
+NO_MAXPOOL, TRANSFORM_INPUT = "no-maxpool", "transform-input"
 LANGUAGE_MODELS = ("llama", "qwen", "mixtral", "mistral", "olmo", "pr_moe")
 DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n")
+
+
+def served_variants(architecture: str) -> tuple[str, ...]:
+    """Variants with the names and shapes of an architecture's weights, and another computation."""
+    if architecture.startswith(RESNETS):
+        return (NO_MAXPOOL,)
+    return (TRANSFORM_INPUT,) if architecture in {"googlenet", "inception_v3"} else ()
 
 
 def known_architecture(text: str) -> str:

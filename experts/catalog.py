@@ -28,7 +28,7 @@ from pydantic import (
 )  # fmt: skip
 from pydantic_core import PydanticKnownError
 
-from experts.architectures import known_architecture
+from experts.architectures import known_architecture, served_variants
 from experts.backends import LLM, family
 from experts.document import Document, suggestion
 from experts.errors import ConfigError, ExpertError
@@ -78,6 +78,7 @@ OF_IMAGES = (
     "threshold",
     "threshold_of",
     "thresholds",
+    "variant",
 )
 LARGEST_SIDE_PX = 8192
 
@@ -444,6 +445,12 @@ class ExpertSection(Section):
         None,
         description='classifiers for crops of about 64 px: "3x3" = first convolution 3x3, stride 1; default: as built',
     )
+    variant: Literal["no-maxpool", "transform-input"] | None = Field(
+        None,
+        description="classifiers whose weights are those of the architecture, and whose computation is not: no-maxpool "
+        "(a ResNet without its maxpool) or transform-input (a GoogLeNet or Inception made with weights=, which scales "
+        "its input itself); default: as built",
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] | None = Field(
         None,
         description="llm: auto (what the device profile found, whatever the line's is), fp32, bf16, fp16, or int8 "
@@ -497,6 +504,8 @@ class ExpertSection(Section):
             raise ValueError(f"labels of task anomaly are two, good and anomalous, not {self.words} - correct them")
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
+        if self.variant not in {None, *served_variants(self.architecture)}:
+            raise ValueError(f"{self.architecture} has no variant {self.variant} - remove it")
         for key in ("precision", "moe_cache", "parallel"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
@@ -644,6 +653,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         "weights",
         "pin",
         "stem",
+        "variant",
         "threshold",
         "threshold_of",
         "confidence",

@@ -184,6 +184,7 @@ class Expert:
     input: InputSpec | None
     pin: bool = False
     stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
+    variant: str | None = None  # classifiers: another computation with the same weights, see experts.architectures
     precision: Precision | None = None  # language models: overrides the line's
     moe_cache_bytes: int | None = None  # language models: bytes for moe_experts; None: all of them
     parallel: MeshShape | None = None  # language models: run by ranks of their own; None: by an executor

@@ -42,15 +42,15 @@ ROOMS = {
     "experts.image_files": ("experts.errors", "experts.expert"),
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
-        "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
-        "experts.images", "experts.labels", "experts.llm",
+        "experts.architectures", "experts.backends.modules", "experts.calibrations", "experts.document",
+        "experts.errors", "experts.expert", "experts.images", "experts.labels", "experts.llm",
     ),
     "experts.checkpoints": (
         "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.labels",
     ),
     "experts.model_files": (
-        "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
+        "experts.architectures", "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
     ),
     "experts.proving": (
         "experts.backends", "experts.catalog", "experts.document", "experts.errors", "experts.expert",

@@ -218,6 +218,10 @@ def add_expert(
         Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default: as the file shows")
     ] = None,
     architecture: Annotated[str | None, typer.Option(help="the required architecture, such as resnet18")] = None,
+    variant: Annotated[
+        Literal["plain", "no-maxpool", "transform-input"] | None,
+        typer.Option(help="layers without weights: plain = as its library builds it by default"),
+    ] = None,
     passing: Annotated[
         str | None, typer.Option("--pass", help="labels with which a route goes on; default: the one that means ok")
     ] = None,
@@ -253,6 +257,7 @@ def add_expert(
         "kind": kind,
         "detector": detector,
         "architecture": architecture,
+        "variant": variant,
         "task": task,
         "otherwise": otherwise,
         "size": _size(size),

@@ -24,6 +24,7 @@ from agent.config import line_of
 from agent.deployment.packed_copies import keep_proof
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
 from agent.runtime.images.sources import decoded
+from experts.architectures import PLAIN
 from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsRefused, WeightsUnclear
 from experts.expert import Precision
@@ -62,6 +63,7 @@ KEYS = (
     "bits",
     "window",
     "stem",
+    "variant",
 )  # order of their lines
 ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
 COMMENT_WIDTH = 100
@@ -95,6 +97,7 @@ class Wishes:
     fit: str | dict[str, Any] | None = None
     bits: int | None = None
     window: tuple[int, int] | None = None
+    variant: str | None = None
     passing: tuple[str, ...] | None = None
     min_score: float | None = None
     threshold: float | None = None
@@ -274,7 +277,7 @@ class _Settled:
 
 def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
     fit = described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None
-    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize")
+    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize", "variant")
     known = replace(
         described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in keys}
     )
@@ -311,6 +314,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         | ({} if wishes.bits is None else {"bits": wishes.bits})
         | ({} if wishes.window is None else {"window": list(wishes.window)}),
         "stem": known.stem,
+        "variant": None if known.variant == PLAIN else known.variant,
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -318,7 +322,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
 def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
-    for key in ("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window"):
+    for key in ("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window", "variant"):
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:
             shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)
@@ -329,7 +333,10 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
 
 
 def _refuse_other_labels(described: ModelDescription, wishes: Wishes) -> None:
-    """Refuse another number of labels, or the file's own in another order."""
+    """Refuse another variant, another number of labels, or the file's own in another order."""
+    if described.variant is not None and wishes.variant not in {None, described.variant}:
+        why = described.sure["variant"]
+        raise ConfigError(f"{described.file} is {described.variant} by {why}: leave out --variant {wishes.variant}")
     given, names, count = wishes.labels, described.labels, described.label_count
     if given is not None and count is not None and len(given) != count:
         if count == 1:
@@ -466,7 +473,7 @@ def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
 
 def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
-    values = {"task": "multiclass", "fit": "stretched", **entry, **entry["input"]}
+    values = {"task": "multiclass", "fit": "stretched", "variant": PLAIN, **entry, **entry["input"]}
     if "window" in values:
         values["window"] = " to ".join(map(str, values["window"]))
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"

@@ -83,6 +83,7 @@ def expert_values(expert: Expert, folder: Path) -> dict[str, Any]:
         "labels": list(expert.labels),
         "input": {"size": [expert.pixels.height, expert.pixels.width], "normalize": str(expert.pixels.normalize)},
         "stem": expert.stem,
+        "variant": expert.variant,
         "task": expert.task and str(expert.task),
         "threshold": expert.threshold,
         "threshold_of": expert.threshold_of,

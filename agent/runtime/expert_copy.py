@@ -103,7 +103,7 @@ def moe_experts_of(packed: PackedExpert) -> int:
 
 
 def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """Name of a group of experts with equal run times: architecture, input, stem, and for users' graphs the program.
+    """Name of a group of experts with equal run times: architecture, input, stem, variant, and a user's graph.
 
     An architecture that runs from a graph (ONNX Runtime) keeps its kind: only the precision differs. Language models
     share a kind if their directories differ in weights only, and the line file gives them one precision.
@@ -117,6 +117,8 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
     parts = [expert.architecture, size, str(expert.pixels.normalize)]
     if expert.stem is not None:
         parts.append(f"stem={expert.stem}")
+    if expert.variant is not None:
+        parts.append(f"variant={expert.variant}")
     if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
         parts.append(_program(program_sha256))
     return " ".join(parts)

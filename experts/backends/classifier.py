@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch.nn import Conv2d
+from torch.nn import Conv2d, Identity
 from torchvision import models
 
+from experts.architectures import NO_MAXPOOL, RESNETS, TRANSFORM_INPUT, served_variants
 from experts.backends.modules.batchnorm_folding import fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Weightless
 from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
-RESNETS = ("resnet", "resnext", "wide_resnet")  # families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
 ANY_SIZE = (224, 224)  # of the families that take any
@@ -51,6 +51,7 @@ class _Structure:
     label_count: int
     stem: str | None
     size: tuple[int, int] | None  # height and width where the weights depend on them
+    variant: str | None = None
 
 
 class ClassifierBackend(TorchBackend):
@@ -63,7 +64,9 @@ class ClassifierBackend(TorchBackend):
 
     def structure(self, expert: Expert) -> _Structure:
         try:
-            return _structure_of(expert.architecture, len(expert.labels), expert.stem, expert.pixels.size)
+            return _structure_of(
+                expert.architecture, len(expert.labels), expert.stem, expert.pixels.size, expert.variant
+            )
         except ValueError as error:
             raise WeightsMismatch(expert.id, str(error)) from error
 
@@ -89,7 +92,7 @@ class ClassifierBackend(TorchBackend):
 
     def unseen_structure(self, expert: Expert) -> bytes:
         if not expert.architecture.startswith("maxvit_"):  # a MaxViT cuts its windows by the input's size
-            return b""
+            return (expert.variant or "").encode()
         return f"for images of {expert.pixels.height}x{expert.pixels.width}".encode()
 
     def memory_format(self, expert: Expert) -> torch.memory_format:
@@ -102,12 +105,19 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
     return _build(_structure_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
 
 
-def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights but auxiliary heads. Raises ValueError for an unknown architecture or stem."""
-    structure = _structure_of(architecture, class_count, stem, (image_size, image_size))
+def weightless(
+    architecture: str, class_count: int, stem: str | None, image_size: int, variant: str | None = None
+) -> Module:
+    """A module without weights and auxiliary heads. Raises ValueError for an unknown architecture, stem or variant."""
+    structure = _structure_of(architecture, class_count, stem, (image_size, image_size), variant)
     with Weightless():
-        weights = _build(structure, init_weights=False).state_dict()
-        return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        return _build(structure, init_weights=False)
+
+
+def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights but auxiliary heads. Raises as ``weightless``."""
+    weights = weightless(architecture, class_count, stem, image_size).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int, image_size: int = 224) -> None:
@@ -131,7 +141,9 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(models.list_models(module=models))
 
 
-def _structure_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Structure:
+def _structure_of(
+    architecture: str, label_count: int, stem: str | None, size: tuple[int, int], variant: str | None = None
+) -> _Structure:
     if architecture not in _known_architectures():
         near = get_close_matches(architecture, _known_architectures())
         raise ValueError(f"torchvision has no classifier {architecture!r}; near: {', '.join(near) or 'none'}")
@@ -139,9 +151,11 @@ def _structure_of(architecture: str, label_count: int, stem: str | None, size: t
         raise ValueError(f"stem is {stem!r}: only '3x3' is known")
     if stem is not None and not architecture.startswith(RESNETS):
         raise ValueError(f"{architecture} takes no other stem: leave `stem` out, or choose a ResNet")
+    if variant not in {None, *served_variants(architecture)}:
+        raise ValueError(f"{architecture} has no variant {variant}: leave `variant` out")
     if architecture.startswith("vit_") and size[0] != size[1]:
         raise ValueError(f"{architecture} takes square images, not {size[0]}x{size[1]}")
-    return _Structure(architecture, label_count, stem, size if architecture.startswith(FIXED_SIZE) else None)
+    return _Structure(architecture, label_count, stem, size if architecture.startswith(FIXED_SIZE) else None, variant)
 
 
 def _build(structure: _Structure, *, init_weights: bool) -> Module:
@@ -154,6 +168,10 @@ def _build(structure: _Structure, *, init_weights: bool) -> Module:
     module: Module = models.get_model(structure.architecture, weights=None, **arguments)
     if structure.stem == "3x3":
         module.conv1 = Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    if structure.variant == NO_MAXPOOL:
+        module.maxpool = Identity()
+    if structure.variant == TRANSFORM_INPUT:
+        module.transform_input = True
     return module
 
 

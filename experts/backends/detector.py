@@ -190,10 +190,15 @@ def outline(architecture: str) -> Outline:
     return Outline(len(document["backbone"]) + len(document["head"]), int(first_channels))
 
 
+def weightless(architecture: str, class_count: int) -> Module:
+    """A model without weights. Raises ValueError for an unknown architecture."""
+    with Weightless():
+        return _build(architecture, class_count)
+
+
 def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all weights. Raises ValueError for an unknown architecture."""
-    with Weightless():
-        return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in weightless(architecture, class_count).state_dict().items()}
 
 
 def _strides(template: Template) -> tuple[float, ...]:

@@ -17,6 +17,8 @@ class Facts:
 
     ``task``: as its trainer names it (detect, classify, segment, ...). ``problem``: "multiclass" or "multilabel", by
     loss or last activation. ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them.
+    ``builder``: library whose script saved the file, and built the model by the name of its architecture. ``layers``:
+    of a whole module, see experts.checkpoints.modules; ``wrapper``: class of unknown code around it.
     ``evidence``: place of each fact in the file, also of a ``fit`` that is not served.
     """
 
@@ -28,6 +30,9 @@ class Facts:
     normalize: str | dict[str, Any] | None = None
     fit: dict[str, Any] | None = None
     problem: str | None = None
+    builder: str | None = None
+    layers: Mapping[str, Mapping[str, Any]] | None = None
+    wrapper: str | None = None
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -38,7 +38,7 @@ AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel
 class Selection:
     """Selected set of weights. ``owner``: the object that holds it, a module's record or a dictionary.
 
-    ``of_loss``: names of buffers of the loss, which are left out.
+    ``of_loss``: names of buffers of the loss, which are left out. ``prefix``: before every name, left out, too.
     """
 
     weights: Mapping[str, CheckpointTensor]
@@ -46,6 +46,7 @@ class Selection:
     owner: object
     said: tuple[str, ...]
     of_loss: tuple[str, ...] = ()
+    prefix: str = ""
 
 
 def select(source: str, document: object) -> Selection:
@@ -69,7 +70,7 @@ def select(source: str, document: object) -> Selection:
     weights, removed = _unwrapped(weights, anyone=isinstance(document, dict) and LIGHTNING_VERSION in document)
     if removed:
         said.append(f"{removed} before every name was left out")
-    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss)
+    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss, removed)
 
 
 class _WeightsSearch:

@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.facts import Facts
+from experts.checkpoints.modules import recorded_layers
 from experts.checkpoints.preprocessing import fit_of, normalization_of, openmmlab_preprocessor
 from experts.checkpoints.selection import LIGHTNING_VERSION, POSITIVE_WEIGHT
 from experts.checkpoints.unpickler import PickledObject
@@ -78,8 +79,12 @@ def collected_facts(document: object, selection: Selection) -> Facts:
     _add_framework(collector, document, selection)
     if isinstance(selection.owner, PickledObject):
         _add_model_facts(collector, selection.owner, selection.where)
+        layers, wrapper = recorded_layers(selection.owner, selection.prefix)
+        if len(layers) > 1:
+            collector.values |= {"layers": layers, "wrapper": wrapper}
         for key in LOSS_KEYS:
             collector.add("problem", _problem_of_loss(_part(selection.owner, key)), f"{selection.where}.{key}")
+    collector.add("builder", _builder(document), "args")
     if selection.of_loss:
         collector.add("problem", "multilabel", f"{selection.of_loss[0]} is of a binary cross entropy")
     for where, values in _tables(document):
@@ -102,6 +107,18 @@ def _add_framework(collector: FactCollector, document: object, selection: Select
             collector.add("task", TASKS.get(kind.name), place)
     if isinstance(document, dict) and "train_args" in document and "train_results" in document:
         collector.add("framework", "ultralytics", "train_args")
+
+
+def _builder(document: object) -> str | None:
+    """timm, by what its train.py saves; torchvision, by the arguments of its references."""
+    if not isinstance(document, dict) or not isinstance(held := document.get("args"), PickledObject | dict):
+        return None
+    arguments = held.state if isinstance(held, PickledObject) else held
+    if not isinstance(arguments, dict):
+        return None
+    if "version" in document and isinstance(document.get("arch"), str):
+        return None if arguments.get("model_kwargs") else "timm"
+    return "torchvision" if {"model", "val_resize_size", "val_crop_size"} <= arguments.keys() else None
 
 
 def _add_model_facts(collector: FactCollector, model: PickledObject, where: str) -> None:

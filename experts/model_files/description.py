@@ -31,8 +31,9 @@ class ModelDescription:
 
     ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them; without a fit images are stretched.
     ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names
-    are not known. ``sure``: evidence, by key of the line file. ``tensors``: weights of a file that is not served
-    directly; ``is_scattered``: of a graph with its weights in other files. ``said``: further remarks for the user.
+    are not known. ``variant``: "plain", or one of experts.architectures. ``sure``: evidence, by key of the line file.
+    ``tensors``: weights of a file that is not served directly; ``is_scattered``: of a graph with its weights in other
+    files. ``said``: further remarks for the user.
     """
 
     file: Path
@@ -43,6 +44,7 @@ class ModelDescription:
     normalize: str | dict[str, Any] | None = None
     fit: dict[str, Any] | None = None
     stem: str | None = None
+    variant: str | None = None
     task: str | None = None
     label_count: int | None = None
     tensors: Mapping[str, Tensor] | None = None

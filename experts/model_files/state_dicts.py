@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experts.backends import family
-from experts.checkpoints.recognition import EXPORT_ADVICE, Recognised, may_be_twin, recognise
 from experts.errors import WeightsRefused
 from experts.model_files.description import (
     NORMALIZE_OPTIONS,
@@ -19,6 +18,8 @@ from experts.model_files.description import (
     unknown_task,
     unserved_fit,
 )
+from experts.model_files.recognition import EXPORT_ADVICE, USUAL_SIZE, Recognised, may_be_twin, recognise
+from experts.model_files.variants import question, settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,13 @@ def describe_state_dict(
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
     if architecture is None and facts is not None and facts.architecture is not None:
         _require_no_twin(file, found, facts.architecture, facts.evidence.get("architecture", "the checkpoint"))
-    known = _known_facts(found, facts)
+    try:
+        variant = settled(found, facts, min(found.size or (USUAL_SIZE,)))
+    except ValueError as error:
+        raise WeightsRefused(
+            str(file), f"has the weights of {found.architecture}, and computes otherwise: {error}: {EXPORT_ADVICE}"
+        ) from error
+    known = _known_facts(found, facts) | ({} if variant is None else {"variant": variant})
     if "labels" in known and len(known["labels"][0]) != found.labels:
         names, where = known.pop("labels")
         said = (*said, f"{where} names {len(names)} labels, and the weights have {found.labels}: not taken")
@@ -107,6 +114,7 @@ def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
         "labels": unknown_labels("weights have", found.labels),
         "size": "weights do not show to what size images were scaled in training: --size HEIGHTxWIDTH",
         "normalize": f"weights do not show how pixels were scaled in training: {NORMALIZE_OPTIONS}",
+        "variant": question(found, facts),
     }
     if family(found.architecture) != "detector":
         unknown["task"] = unknown_task("weights do")

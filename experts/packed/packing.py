@@ -381,6 +381,7 @@ def _recipe(job: _Job) -> str:
     if form_of(job.precision).needs_calibration and expert.calibration is not None:
         parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
+    parts += [] if expert.variant is None else [{"variant": expert.variant}]
     return json.dumps([*parts, from_backend] if from_backend else parts)
 
 

@@ -5,9 +5,11 @@ import json
 from tests.trainers.test_torch import LABELS, SIZE, require_same
 
 
-def test_its_checkpoint_needs_no_option_and_is_served_with_its_own_answers(line, made_by, images):
+def test_its_checkpoint_needs_no_option_but_for_layers_without_weights_and_is_served_with_its_own_answers(
+    line, made_by, images
+):
     folder = made_by("lightning")
-    added = line.add(folder / "last.ckpt")
+    added = line.add(folder / "last.ckpt", "--variant", "plain")
     assert (added["entry"]["architecture"], added["entry"]["labels"]) == ("resnet18", list(LABELS))
     assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "imagenet"}
     assert "backbone. before every name was left out" in added["said"]

@@ -25,6 +25,7 @@ NORMALIZED = ("--normalize", "imagenet")
 IMAGENET = (*NORMALIZED, "--task", "multiclass")
 SIZED = ("--size", "64x64", *IMAGENET)
 PASSING = ("--pass", "aligned")
+PLAIN = ("--variant", "plain")
 FIRST = ("--pass", "0")  # of models that nothing was trained with: their labels are numbers
 
 
@@ -152,7 +153,7 @@ def case(make, *words, told=None):
 
 CASES = {
     "torchvision's classifiers": {
-        "weights": [case(weights_of(build_trainable, "resnet18", 3, stem="3x3"), *CLASSES, *SIZED)],
+        "weights": [case(weights_of(build_trainable, "resnet18", 3, stem="3x3"), *CLASSES, *SIZED, *PLAIN)],
         "export": [case(exported_resnet, *CLASSES, *IMAGENET)],
     },
     "timm's ResNets, DenseNets and Inception v3 in torchvision's layout": {
@@ -167,7 +168,9 @@ CASES = {
         "export": [case(made_by("timm", "mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
     },
     "classifiers whose labels do not exclude one another, and those of one output": {
-        "weights": [case(one_output, "--labels", "missing", "--otherwise", "ok", "--size", "64x64", *NORMALIZED)],
+        "weights": [
+            case(one_output, "--labels", "missing", "--otherwise", "ok", "--size", "64x64", *NORMALIZED, *PLAIN)
+        ],
         "export": [case(graph_of(SIGMOIDS), *CLASSES, *NORMALIZED)],
     },
     "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)": {

@@ -11,6 +11,7 @@ from tests.trainers.torchvision_models import LABELS, SIZE, prepared, trained
 SCORE = 0.01  # largest difference of a served score from torch's
 GRAPH = ("--normalize", "imagenet", "--task", "multiclass")
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", *GRAPH)
+PLAIN = ("--variant", "plain")
 FORMS = {  # of files, with their content; tests/experts/checkpoints/test_reading.py reads all others
     "state dict": nn.Module.state_dict,
     "checkpoint": lambda network: {"epoch": 1, "model_state_dict": network.state_dict(), "classes": list(LABELS)},
@@ -50,7 +51,10 @@ def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, imag
     network = networks(architecture)
     document = FORMS[form](network)
     torch.save(document, tmp_path / "checkpoint.pt")
+    told = () if form == "whole DataParallel" else PLAIN
     names_labels = isinstance(document, dict) and {"classes", "class_names"} & document.keys()
-    added = line.add(tmp_path / "checkpoint.pt", *OPTIONS, *([] if names_labels else ["--labels", ",".join(LABELS)]))
+    added = line.add(
+        tmp_path / "checkpoint.pt", *OPTIONS, *told, *([] if names_labels else ["--labels", ",".join(LABELS)])
+    )
     assert (added["entry"]["architecture"], added["entry"]["labels"]) == (architecture, list(LABELS))
     require_same(line.inspect(images), *own_answers(network, images))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +32,17 @@ def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     weights, decided = modules.weights(expert, form), form.accepted(expert, _decided(*_key(form, modules, expert)))
     ranges = required_ranges(expert, form.name, decided.quantised) if form.needs_calibration else None
     try:
-        return Packable(decided.tensors(weights, ranges), program=decided.program)
+        program = _with_structure(decided.program, modules.unseen_structure(expert))
+        return Packable(decided.tensors(weights, ranges), program=program)
     except ValueError as error:
         raise WeightsMismatch(expert.id, f"{error}: choose {form.plain}") from error
+
+
+def _with_structure(program: bytes, structure: bytes) -> bytes:
+    """The program, which experts of equal weights and another computation do not share."""
+    if not structure:
+        return program
+    return json.dumps({**json.loads(program), "structure": structure.decode()}, separators=(",", ":")).encode()
 
 
 def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:

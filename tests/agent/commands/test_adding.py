@@ -25,7 +25,9 @@ from tests.experts.backends.onnx.anomaly_graphs import brightness
 from tests.experts.conftest import onnx_classifier
 
 BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
-RESNET = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
+RESNET = Wishes(
+    components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="imagenet", variant="plain"
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,14 @@ def test_a_classifier_is_added_and_judges(line, models):
 def test_a_detector_is_asked_after_whoever_was_there(line, models):
     served = "{architecture: fake, weights: a.yaml, labels: [ok], input: {size: [8, 8]}}"
     line.write_text(f"{BEGUN}experts: {{cls/a: {served}}}\nroutes: {{coil: [{{expert: cls/a, pass: [ok]}}]}}\n")
-    wishes = Wishes(id="det/all", components=("coil",), labels=("there", "shifted"), size=(64, 64), passing=("there",))
+    wishes = Wishes(
+        id="det/all",
+        components=("coil",),
+        labels=("there", "shifted"),
+        size=(64, 64),
+        passing=("there",),
+        variant="plain",
+    )
     added = add_model(line, models / "yolo.safetensors", wishes)
     steps = read_line(line, {}).catalog.components["coil"]
     assert [step.expert for step in steps] == ["cls/a", "det/all"]
@@ -98,7 +107,7 @@ def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
 def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
     with pytest.raises(WeightsUnclear) as caught:
         add_model(line, models / "net 1.safetensors", Wishes())
-    assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "component"}
+    assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "variant", "component"}
     assert "--labels" in str(caught.value)
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
@@ -119,7 +128,9 @@ def test_a_model_that_does_not_fit_is_not_added(line, models, model, changes, er
 
 
 class TestLabelsOfTheFile:
-    WISHES = Wishes(components=("coil",), task="multiclass", size=(32, 32), normalize="unit", passing=("gut",))
+    WISHES = Wishes(
+        components=("coil",), task="multiclass", size=(32, 32), normalize="unit", passing=("gut",), variant="plain"
+    )
 
     @pytest.fixture
     def named(self, tmp_path):
@@ -148,7 +159,18 @@ class TestLabelsOfTheFile:
             add_model(line, named, replace(self.WISHES, labels=("Bent", "GOOD", "gone")))
 
     def test_are_given_the_words_of_the_line_by_the_command(self, line, named):
-        words = ["--task", "multiclass", "--normalize", "unit", "--component", "c", "--labels", "good=ok,gone = away"]
+        words = [
+            "--task",
+            "multiclass",
+            "--normalize",
+            "unit",
+            "--component",
+            "c",
+            "--labels",
+            "good=ok,gone = away",
+            "--variant",
+            "plain",
+        ]
         assert CliRunner().invoke(app, ["experts", "add", str(line), str(named), *words]).exit_code == 0
         assert read_line(line, {}).catalog.experts["cls/x"].labels == ("ok", "bent", "away")
 
@@ -269,7 +291,7 @@ class TestPixels:
         return folder / "net.pth"
 
     def test_it_is_taken_with_the_keys_that_say_it_and_served(self, line, tmp_path):
-        added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",)))
+        added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",), variant="plain"))
         fit = {"resize": 40, "crop": 32, "interpolation": "bicubic"}
         assert added.entry["input"] == {"size": [32, 32], "normalize": self.OWN, "fit": fit}
         assert added.sure["size"] == "args.val_crop_size"
@@ -279,7 +301,7 @@ class TestPixels:
         assert (pixels.resize, pixels.interpolation, pixels.normalize.mean) == (40, "bicubic", (0.5, 0.5, 0.5))
 
     def test_a_cut_for_another_size_is_not_taken_over(self, line, tmp_path):
-        file, wishes = self.saved(tmp_path), Wishes(components=("coil",), size=(48, 48))
+        file, wishes = self.saved(tmp_path), Wishes(components=("coil",), size=(48, 48), variant="plain")
         with pytest.raises(WeightsUnclear, match=r"fit: the file has {resize: 40, .* another size: --fit"):
             add_model(line, file, wishes)
         own = {"mean": [124, 116, 104], "std": [58, 57, 57], "scale": 255}
@@ -300,7 +322,7 @@ def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
 
 
 class TestLabelsThatDoNotExcludeOneAnother:
-    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="imagenet")
+    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="imagenet", variant="plain")
 
     @pytest.fixture
     def one_output(self, tmp_path):

@@ -10,7 +10,8 @@ from experts.backends.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line
-from tests.experts.conftest import answers
+from tests.experts.conftest import answers, packed_in
+from tests.forms import needs
 
 BACKEND = ClassifierBackend()
 SLOW = ("regnet_x_400mf", "densenet121", "swin_t")
@@ -36,6 +37,38 @@ def test_each_form_answers_as_torchvision_in_fp32(files, image, architecture, pr
     assert [each.score for each in found] == pytest.approx(scores.tolist(), abs=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "variant", "form"),
+    [
+        ("resnet18", "no-maxpool", Precision.FP32),
+        ("googlenet", "transform-input", Precision.FP32),
+        *(
+            pytest.param(*variant, form, marks=[needs(form), pytest.mark.slow])
+            for variant in (("resnet18", "no-maxpool"), ("googlenet", "transform-input"))
+            for form in (Precision.ONNXRUNTIME, Precision.ONEDNN_FP32)
+        ),
+    ],
+)
+def test_a_variant_answers_as_torchvisions_changed_module_and_shares_no_layout(
+    files, store, image, architecture, variant, form
+):
+    plain = files.classifier("cls/x", architecture)
+    expert = replace(plain, id="cls/y", variant=variant)
+    module = build_trainable(architecture, len(expert.labels)).eval()
+    module.load_state_dict(load_file(expert.weights))
+    if variant == "no-maxpool":
+        module.maxpool = torch.nn.Identity()
+    else:
+        module.transform_input = True
+    with torch.inference_mode():
+        expected = module(BACKEND.prepare(expert, image).tensor[None]).softmax(dim=1).max().item()
+    found, others = answers(expert, image, precision=form), answers(plain, image, precision=form)
+    assert found[0].score == pytest.approx(expected, abs=1e-4)
+    assert abs(found[0].score - others[0].score) > 1e-3
+    packed = packed_in(store, [plain, expert], form)
+    assert packed["cls/x"][form].layout != packed["cls/y"][form].layout
+
+
 def test_batchnorm_is_gone_where_the_convolution_before_it_takes_it(files):
     tensors = BACKEND.pack(files.classifier("cls/x", "densenet121"), Precision.FP32).tensors
     assert "features.denseblock1.denselayer1.norm1.running_mean" in tensors  # a ReLU stands before its convolution
@@ -50,6 +83,7 @@ def test_batchnorm_is_gone_where_the_convolution_before_it_takes_it(files):
         ({"architecture": "resnet110"}, "resnet101"),
         ({"architecture": "squeezenet1_1", "stem": "3x3"}, "stem"),
         ({"stem": "5x5"}, "stem"),
+        ({"variant": "transform-input"}, "resnet18 has no variant transform-input"),
     ],
 )
 def test_another_architecture_or_stem_is_a_mismatch_that_names_it(files, changes, reason):

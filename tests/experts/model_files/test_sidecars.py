@@ -43,7 +43,7 @@ def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights,
     assert (found.size, found.normalize) == ((64, 64), HALF)
     assert found.fit == {"resize": resize, "crop": 64, "interpolation": "bicubic"}
     assert (found.sure["normalize"], found.sure["fit"]) == (f"{name} {normalize}", f"{name} {fit}")
-    assert set(found.missing) == {"labels", "task"}
+    assert set(found.missing) == {"labels", "task", "variant"}
 
 
 def test_a_fit_that_is_not_served_is_asked_for(tmp_path, weights):

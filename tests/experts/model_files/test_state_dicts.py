@@ -20,7 +20,7 @@ def resnet(tmp_path_factory):
 def test_a_classifier_tells_its_architecture_and_no_names(resnet):
     found = describe_file(resnet)
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
-    assert set(found.missing) == {"labels", "size", "normalize", "task"}
+    assert set(found.missing) == {"labels", "size", "normalize", "task", "variant"}
     assert "the 3 outputs" in found.missing["labels"]
     assert "of resnet18 with 3 labels" in found.sure["architecture"]
     with pytest.raises(WeightsRefused, match=r"is no resnet34: .* of resnet18 with 3 labels"):
@@ -31,7 +31,7 @@ def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
     save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "y.safetensors")
     found = describe_file(tmp_path / "y.safetensors")
     assert (found.kind, found.architecture, found.normalize, found.label_count) == ("detector", "yolov8n", "unit", 2)
-    assert set(found.missing) == {"labels", "size"}
+    assert set(found.missing) == {"labels", "size", "variant"}
 
 
 def test_what_is_not_known_or_not_served_is_called_by_its_name(tmp_path):
@@ -53,7 +53,7 @@ class TestCheckpoints:
         found = describe_file(self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96}))
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
-        assert set(found.missing) == {"normalize", "task"}
+        assert set(found.missing) == {"normalize", "task", "variant"}
         assert "module. before every name was left out" in found.said
 
     def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):

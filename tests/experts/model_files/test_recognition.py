@@ -6,7 +6,7 @@ import torch
 from experts.architectures import CLASSIFIERS
 from experts.backends import classifier, detector
 from experts.backends.modules.binding import Weightless
-from experts.checkpoints.recognition import FAMILIES, may_be_twin, recognise
+from experts.model_files.recognition import FAMILIES, may_be_twin, recognise
 
 QUICK = ("alexnet", "vgg11_bn", "mobilenet_v3_large", "resnet34", "squeezenet1_1", "vit_b_32", "yolov5n", "yolo11n")
 ONE_OF_EACH = (  # families, and what differs within one
