@@ -12,6 +12,7 @@ import torch
 from torchvision.ops import batched_nms
 
 from experts.backends.base import Prepared
+from experts.backends.outputs import winners
 from experts.backends.pixels import normalized, require_rgb
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
@@ -35,9 +36,16 @@ def candidates(expert: Expert, scores: Tensor) -> Tensor:
     return _confident(expert, scores.amax(dim=1))
 
 
-def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first. Raises OutputInvalid for too many."""
+def best_labels(expert: Expert, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Best score of each box and its label. Raises OutputInvalid for a box that counts and has two best labels."""
+    winners(expert, scores[candidates(expert, scores)])
     best, labels = scores.max(dim=1)
+    return best, labels
+
+
+def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
+    """Rows (left, top, right, bottom, score, label), best first. Raises OutputInvalid for too many, and for ties."""
+    best, labels = best_labels(expert, scores)
     found = _confident(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
     kept = found[batched_nms(boxes[found], best[found], labels[found], expert.iou)]

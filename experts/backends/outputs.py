@@ -30,6 +30,18 @@ def require_numbers(expert: Expert, *outputs: Tensor) -> None:
         raise OutputInvalid(expert.id, "its output has NaN or infinity: check its weights, or use precision fp32")
 
 
+def winners(expert: Expert, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Best score of each row of (n, labels), and its label's index. Raises OutputInvalid for an exact tie."""
+    best, labels = scores.max(dim=1)
+    are_tied = (scores == best.unsqueeze(1)).sum(dim=1) > 1
+    if bool(are_tied.any()):
+        row = int(are_tied.nonzero()[0])
+        tied = [name for name, score in zip(expert.labels, scores[row], strict=False) if score == best[row]]
+        equal = f"its scores for {' and '.join(tied)} are equal, {float(best[row]):g}"
+        raise OutputInvalid(expert.id, f"{equal}: it does not tell them apart")
+    return best, labels
+
+
 def require_several_labels(expert: Expert) -> None:
     """Raises WeightsMismatch for a softmax over one label, whose probability is always 1."""
     if len(expert.labels) < 2 and expert.task is not Task.MULTILABEL:

@@ -1,12 +1,15 @@
 """Labelled crops: rendered, or read from ``DATA/<component>/<label>/*.png``; and divided into training and held-out.
 
-A file's name up to its first dash is the image that it was cut from: ``00041006-7.png`` comes from image 00041006.
-Crops of one image are never divided, for they may show the same spot twice.
+Crops of one image are never divided, for they may show the same spot twice. A file's name up to its first dash is the
+image that it was cut from: ``00041006-7.png`` comes from image 00041006, in the folder of any label or component.
+Other names count up to their date and time, else their first number (``IMG_0001_3``, ``0001_120_80``), without words of
+their folders and whatever calls itself a place (``_x120_y80``, ``_crop3``). That rather keeps too many crops together.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
@@ -31,6 +34,9 @@ MEASURED_GOOD = 41.0  # of good measured parts: half are trained on, and 100 oth
 DETECTED = 3.0  # of both states of a detector's parts: its head, which is not stored, learns from these
 HARD = {OK: 2.0, "bridge": 2.0, "bent-pin": 2.0}
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training and held-out
+DATE = re.compile(r"(19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d([-_ T.]?[0-2]\d[-_.:h]?[0-5]\d[-_.:m]?[0-5]\d)?")
+SPOT = re.compile(r"(?i)[-_ .@(]+(x|y|r|c|w|h|row|col|column|crop|tile|patch|part|roi|box|det|obj)[-_=]?\d.*")
+NUMBER = re.compile(r"\D*\d+")
 PLACE = attrgetter("component", "label", "file")
 
 
@@ -49,8 +55,17 @@ class LabelledCrop:
 
     @property
     def source(self) -> str:
-        stem = self.file.rsplit(".", 1)[0]
-        return stem.partition("-")[0] if "-" in stem else f"{self.component}/{self.label}/{stem}"
+        """Name of the image that the crop was cut from; rendered crops are each from a place of their own."""
+        stem = self.file.rsplit(".", 1)[0].casefold()
+        if self.body is not None:
+            return f"{self.component}/{self.label}/{stem}"
+        folders = "|".join(re.escape(name.casefold()) for name in (self.component, self.label))
+        name = re.sub(rf"(^|[-_ ])({folders})(?=[-_ ]|$)", "", stem).strip("-_ ") or stem
+        if date := DATE.search(name):
+            return name[: date.end()]
+        image, dash, _ = (SPOT.sub("", name) or name).partition("-")
+        number = None if dash else NUMBER.match(image)
+        return image if number is None else number[0]
 
 
 def render_crops(
@@ -128,6 +143,11 @@ def load_component(folder: Path) -> list[LabelledCrop]:
     names = {each.label for each in crops}
     if OK not in names or len(names) < 2:
         raise ConfigError(f"{folder} has the labels {sorted(names)}: {OK!r} and at least one defect are needed")
+    if len(sources := {each.source for each in crops}) < 2:
+        raise ConfigError(
+            f"{folder}: by their names, all crops are from one image, {sources.pop()}, and none can be held out: name "
+            "them IMAGE-NUMBER.png, the image before the first dash"
+        )
     return crops
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from experts.backends.onnx.layouts import mismatch
-from experts.backends.outputs import label_by_label, require_several_labels
+from experts.backends.outputs import label_by_label, require_several_labels, winners
 from experts.errors import OutputInvalid
 from experts.expert import Prediction, Task
 
@@ -125,11 +125,12 @@ def noted(notes: Mapping[str, str]) -> OutputKind:
 def predictions(
     kind: OutputKind, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN, and for impossible probabilities."""
+    """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN, ties and wrong probabilities."""
     rows = _probabilities(expert, _by_label(expert, np.concatenate([run[0] for run in runs])[: len(batch)]), kind)
     if expert.task is Task.MULTILABEL:
         return label_by_label(expert, rows.tolist())
-    return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
+    scores, labels = (values.tolist() for values in winners(expert, torch.from_numpy(rows)))
+    return tuple(Prediction(expert.labels[label], score) for label, score in zip(labels, scores, strict=True))
 
 
 def _probabilities(expert: Expert, rows: np.ndarray, kind: OutputKind) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_convert
 
-from experts.backends.boxes import prediction, selected, suppressed
+from experts.backends.boxes import best_labels, prediction, selected, suppressed
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import mismatch
 from experts.backends.outputs import require_numbers
@@ -169,7 +169,7 @@ def _batched(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Te
 
 def _queries(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
     rows = answer[0].float()
-    best, labels = rows[:, 4 : 4 + len(expert.labels)].max(dim=1)
+    best, labels = best_labels(expert, rows[:, 4 : 4 + len(expert.labels)])
     return selected(expert, _unfolded(rows[:, :4], prepared), best, labels)
 
 
@@ -180,7 +180,7 @@ def _chosen_queries(expert: Expert, answer: Sequence[Tensor], prepared: Prepared
 
 
 def _logits(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
-    best, labels = answer[1].float().sigmoid().max(dim=1)
+    best, labels = best_labels(expert, answer[1].float().sigmoid())
     return selected(expert, _unfolded(answer[0].float(), prepared), best, labels)
 
 

@@ -70,9 +70,45 @@ def test_broken_crop_is_named(tmp_path):
         load_crops(tmp_path)
 
 
-def test_source_is_the_name_before_the_dash():
-    assert LabelledCrop("r", OK, "00041006-ok1.png", PIXELS).source == "00041006"
-    assert LabelledCrop("r", OK, "7.png", PIXELS).source != LabelledCrop("r", "missing", "7.png", PIXELS).source
+@pytest.mark.parametrize(
+    ("names", "images"),
+    [
+        (["00041006-ok1", "00041006-7", "00041007-7"], 2),
+        (["0001_0", "0001_1", "0002_0"], 2),
+        (["0001_120_80", "0001_40_80", "0002_120_80"], 2),
+        (["IMG_0001_3", "img_0001_4", "IMG_0002_3"], 2),
+        (["board_x120_y80", "board_x40_y80", "panel_x40_y80"], 2),
+        (["top_crop3", "top_crop4", "bottom (crop1)"], 2),
+        (["20260501_123011_1", "20260501_123011_2", "20260501_123012_1"], 2),
+        (["cam1_2026-05-01 12-30-11_1", "cam1_2026-05-01 12-30-11_2", "cam2_2026-05-01 12-30-11_1"], 2),
+        (["IMG_7_jpg.rf.a1b2", "IMG_7_jpg.rf.c3d4", "IMG_8_jpg.rf.a1b2"], 2),
+        (["7", "8", "9"], 3),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_crops_of_one_image_are_told_by_usual_names_in_any_folder(names, images):
+    places = (("r", OK), ("r", "short"))
+    crops = [LabelledCrop(*place, f"{name}.png", PIXELS) for name in names for place in places]
+    assert len({crop.source for crop in crops}) == images
+
+
+def test_words_of_its_folders_in_a_name_are_no_image():
+    named = [
+        ("r", OK, "ok_0007_1"),
+        ("r", "short", "short_0007_2"),
+        ("c", "short", "c_short_0007_3"),
+        ("c", OK, "0007_ok"),
+    ]
+    assert {LabelledCrop(*place, f"{name}.png", PIXELS).source for *place, name in named} == {"0007"}
+
+
+def test_crops_of_one_image_alone_are_refused_as_none_can_be_held_out(tmp_path):
+    for label in (OK, "short"):
+        put(tmp_path, "r", label)
+        for file in list((tmp_path / "r" / label).iterdir()):
+            file.rename(file.with_name(f"board7_{file.name}"))
+    with pytest.raises(ConfigError, match=r"from one image, board7, .* name them IMAGE-NUMBER\.png"):
+        load_crops(tmp_path)
 
 
 KINDS = st.tuples(st.sampled_from(["r", "c"]), st.sampled_from([OK, "short"]), st.integers(0, 15), st.integers(0, 3))
