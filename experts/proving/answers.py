@@ -108,12 +108,18 @@ def read_answers(source: Path, components: Collection[str] = (), labels: Sequenc
     elif (data := _yolo_of(source)) is not None:
         answers = tuple(_of_yolo(data, labels))
     elif source.is_dir():
-        answers = tuple(_of_folder(source, components))
+        found = (known_by_folder(source, image, components) for image in images_below(source))
+        answers = tuple(each for each in found if each is not None)
     else:
         raise ConfigError(f"{source}: holds no labelled images - {KINDS}")
     if not answers:
         raise ConfigError(f"{source}: no image with a label was found - {KINDS}")
     return answers
+
+
+def is_stated(source: Path) -> bool:
+    """Whether a table or YOLO data state the answers, and not folders alone."""
+    return _table_of(source) is not None or _yolo_of(source) is not None
 
 
 def keep_answers(answers: Sequence[KnownAnswer], folder: Path) -> tuple[KnownAnswer, ...]:
@@ -227,13 +233,12 @@ def best_label(boxes: Sequence[KnownBox]) -> str:
     return max(boxes, key=lambda box: box.score or 0.0).label if boxes else NOTHING_FOUND
 
 
-def _of_folder(folder: Path, components: Collection[str]) -> Iterator[KnownAnswer]:
-    for path in images_below(folder):
-        parts = path.relative_to(folder).parts[:-1]
-        has_component = bool(parts) and parts[0] in components
-        labels = parts[1:] if has_component else parts
-        if labels:
-            yield KnownAnswer(path, labels[0], component=parts[0] if has_component else None)
+def known_by_folder(root: Path, image: Path, components: Collection[str]) -> KnownAnswer | None:
+    """Answer by the folders of an image below ``root``; None: it lies in none."""
+    parts = image.relative_to(root).parts[:-1]
+    has_component = bool(parts) and parts[0] in components
+    labels = parts[1:] if has_component else parts
+    return KnownAnswer(image, labels[0], component=parts[0] if has_component else None) if labels else None
 
 
 def images_below(folder: Path) -> Iterator[Path]:

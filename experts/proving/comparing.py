@@ -129,11 +129,16 @@ def require_comparable(expert: Expert, known: Sequence[KnownAnswer], named: str)
             )
 
 
+def is_good(label: str, passing: str) -> bool:
+    """Whether a label means a good part to an anomaly expert, whose own word for it is ``passing``."""
+    return label == passing or label.lower() in GOOD_LABELS
+
+
 def known_label(expert: Expert, known: KnownAnswer) -> str | None:
     """The known label, in the words of the expert; None: unknown."""
     if expert.task is Task.ANOMALY:
         if known.label is not None:
-            return expert.labels[known.label != expert.labels[0] and known.label.lower() not in GOOD_LABELS]
+            return expert.labels[not is_good(known.label, expert.labels[0])]
         score = _anomaly_of(known)
         return None if score is None or expert.threshold is None else expert.labels[score >= expert.threshold]
     if known.label is not None or not known.scores:

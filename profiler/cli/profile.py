@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from profiler.profiling.profile_line import Profiled
 
 Samples = Annotated[
-    Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
+    Path | None,
+    typer.Option(
+        metavar="DATA",
+        help="real images: <component>/<label>/*.png, a .csv or .json of file, label and component, or YOLO data; "
+        "default: what the intake has seen",
+    ),
 ]
 UsageFrom = Annotated[
     Path | None,

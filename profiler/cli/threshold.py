@@ -26,9 +26,9 @@ def threshold(
     samples: Annotated[
         str,
         typer.Option(
-            metavar="FOLDER|reviews",
-            help="folder with good/ and bad/, or <component>/ok/ and <component>/<defect>/; or `reviews`: images that "
-            "the expert judged and people reviewed",
+            metavar="DATA|reviews",
+            help="folder with good/ and bad/, or <component>/ok/ and <component>/<defect>/, or a .csv or .json of file "
+            "and label; or `reviews`: images that the expert judged and people reviewed",
         ),
     ],
     false_alarms: Annotated[

@@ -16,13 +16,15 @@ from agent.records.truth.reviewed import reviewed_results, right_answer_of
 from experts.errors import ConfigError, ImageError
 from experts.expert import Task, Verdict
 from experts.images import decode_image
+from experts.proving.answers import read_answers
+from experts.proving.comparing import is_good
 from experts.thresholds.learning import rates_at
 from experts.thresholds.measuring import Meter
 from profiler.charts import Labels, Series, line_chart
-from profiler.workload.samples import LineSamples, Sample
+from profiler.workload.samples import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 GOOD, BAD = "good", "bad"
 REVIEWS = "reviews"  # in place of a folder; a folder of this name is ./reviews
 OK_LABEL = "ok"  # of labelled crops: a good part
-MOST = 1_000_000  # samples: all that there are
 MOST_POINTS = 60  # of a curve: with more, its markers overlap
 
 
@@ -67,24 +68,18 @@ def anomaly_expert(config: LineConfig, name: str) -> Expert:
 
 
 def labelled_samples(config: LineConfig, expert: Expert, source: str) -> LabelledSamples:
-    """The samples below a folder: in ``good/`` and ``bad/``, or labelled crops of the components it is asked about; or
-    REVIEWS, the images that the expert judged and people reviewed.
+    """The samples of a folder or file as experts.proving.answers reads them, without those of components that the
+    expert is not asked about; or REVIEWS, the images that the expert judged and people reviewed.
 
     Raises ConfigError where no good one is among them.
     """
-    folder = Path(source)
-    if source == REVIEWS:
-        found = _reviewed(config, expert)
-    elif (folder / GOOD).is_dir():
-        found = LabelledSamples(tuple(_below(folder / GOOD)), tuple(_below(folder / BAD)))
-    else:
-        found = _crops(config, expert, folder)
+    found = _reviewed(config, expert) if source == REVIEWS else _known(config, expert, Path(source))
     if not found.good:
         said = "".join(f"; {each}" for each in found.left_out[:1])
         raise ConfigError(
             f"{source} holds no good sample for {expert.id}: a threshold is learned above the scores of good parts - "
-            f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/, or "
-            f"{REVIEWS} once people reviewed good parts{said}"
+            f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/, a "
+            f"table of file and label, or {REVIEWS} once people reviewed good parts{said}"
         )
     return found
 
@@ -132,18 +127,15 @@ def _reviewed(config: LineConfig, expert: Expert) -> LabelledSamples:
     return LabelledSamples(tuple(samples[Verdict.OK]), tuple(samples[Verdict.NG]), tuple(left_out))
 
 
-def _below(folder: Path) -> Iterator[Sample]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            yield Sample(path, "", folder.name, str(folder))
-
-
-def _crops(config: LineConfig, expert: Expert, folder: Path) -> LabelledSamples:
-    found = LineSamples.find(config, folder, MOST)
-    listed = sorted(found.of(expert.id), key=lambda sample: sample.path)
-    labelled = [sample for sample in listed if sample.label is not None]
-    good = tuple(sample for sample in labelled if sample.label == OK_LABEL)
-    return LabelledSamples(good, tuple(sample for sample in labelled if sample.label != OK_LABEL), found.broken)
+def _known(config: LineConfig, expert: Expert, source: Path) -> LabelledSamples:
+    routes = config.catalog.components
+    asked = {component for component in routes if any(step.expert == expert.id for step in routes[component])}
+    samples: dict[str, list[Sample]] = {GOOD: [], BAD: []}
+    for known in read_answers(source, routes, expert.labels):
+        if known.label is not None and known.component in {None, *asked}:
+            kind = GOOD if is_good(known.label, expert.labels[0]) else BAD
+            samples[kind].append(Sample(known.image, known.component or "", known.label, str(source)))
+    return LabelledSamples(tuple(samples[GOOD]), tuple(samples[BAD]))
 
 
 def draw_curve(path: Path, expert: str, good: Sequence[float], bad: Sequence[float], learned: Learned) -> None:

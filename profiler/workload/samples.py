@@ -25,6 +25,7 @@ from agent.sources.folder.files.sidecar import SUFFIX
 from experts.calibrations import FORMAT
 from experts.errors import ConfigError, ImageError
 from experts.images import DEFAULT_MAX_PIXELS, read_image
+from experts.proving.answers import is_stated, known_by_folder, read_answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.sources.folder.files.naming import Naming
+    from experts.proving.answers import KnownAnswer
 
 MOST_PER_EXPERT = 40  # or EACH_COMPONENT of each component, of an expert that many components share
 EACH_COMPONENT = 2
@@ -142,17 +144,32 @@ class _Search:
 
     def look_into(self, folder: Path) -> None:
         """Search a given folder for labelled crops, or images named as the line's intake names them."""
+        if is_stated(folder):
+            for known in read_answers(folder, self._config.catalog.components):
+                self._looked_at += 1
+                self._add(folder, known)
+            return
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
         namings = [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
         for relpath in files_below(folder):
             self._looked_at += 1
-            parts = relpath.split("/")
-            if len(parts) > 2 and parts[0] in self._config.catalog.components:
-                sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
-                self._found[parts[1], parts[0]].append(sample)
+            answer = known_by_folder(folder, folder / relpath, self._config.catalog.components)
+            is_named = answer is not None and answer.component is not None
+            if not is_named and self._read_name(folder, relpath, namings, self._shown(folder)):
                 continue
-            self._read_name(folder, relpath, namings, self._shown(folder))
+            if answer is not None and (is_named or len(self._config.catalog.components) == 1):
+                self._unusable.pop(relpath, None)
+                self._add(folder, answer)
+
+    def _add(self, folder: Path, known: KnownAnswer) -> None:
+        """A line of one component is asked about it where the answer names none."""
+        component, *others = (known.component,) if known.component else self._config.catalog.components
+        if others or component not in self._config.catalog.components:
+            self._unusable[str(known.image)] = "it names no component of the line: add a column `component`"
+            return
+        label = known.label or ""
+        self._found[label, component].append(Sample(known.image, component, label, self._shown(folder)))
 
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """Search one of the line's own folders; it need not exist yet."""
@@ -199,11 +216,12 @@ class _Search:
         return (
             f"{folder} holds no usable image: {self._looked_at} files were looked at"
             + "".join(f"; {each}" for each in listed)
-            + f" - give a folder of <component>/<label>/*.png (components: {components}, ...) or of images named as "
-            "the line's intake.folders[].pattern says, or with their sidecars"
+            + f" - give a folder of <component>/<label>/*.png (components: {components}, ...), a table of file, label "
+            "and component, or images named as the line's intake.folders[].pattern says, or with their sidecars"
         )
 
-    def _read_name(self, folder: Path, relpath: str, namings: Sequence[tuple[Naming, int]], shown: str) -> None:
+    def _read_name(self, folder: Path, relpath: str, namings: Sequence[tuple[Naming, int]], shown: str) -> bool:
+        """False, with the reason, for a name that says no component."""
         reason = "the line has no intake folder to read its name by"
         for naming, max_pixels in namings:
             name = name_of(naming, folder / relpath, as_it_came(relpath))
@@ -216,8 +234,9 @@ class _Search:
             shelf = relpath.split("/")[0]
             found = self._found[shelf if shelf in {DONE, NG} else "", component]
             found.append(Sample(folder / relpath, component, None, shown, max_pixels))
-            return
+            return True
         self._unusable[relpath] = reason
+        return False
 
     def _shown(self, folder: Path) -> str:
         home = self._config.document.file.parent

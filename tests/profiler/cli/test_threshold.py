@@ -139,6 +139,15 @@ def test_labelled_crops_serve_as_samples_too_and_those_that_cannot_be_read_are_l
     assert "cut.png" in left_out
 
 
+def test_a_table_serves_as_samples_and_those_of_other_components_are_left_out(line, data, tmp_path):
+    rows = [f"good/{level}.png,normal,solder" for level in GOOD_LEVELS]
+    rows += [f"bad/monday/{level}.png,bridge," for level in BAD_LEVELS]
+    spotted(data / "other.png", 250)
+    (data / "all.csv").write_text("file,label,component\n" + "\n".join([*rows, "other.png,ok,plate"]) + "\n")
+    row = json.loads(run(line, "anomaly/solder", "--samples", data / "all.csv", "--json").stdout)
+    assert (row["good"], row["bad"], row["caught"], row["left_out"]) == (20, 7, 1.0, [])
+
+
 def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(line, tmp_path):
     """Good are the parts that a person called so, also where the machine did not; a second expert's defect is none."""
     kept = tmp_path / "state" / "images"
@@ -174,9 +183,9 @@ def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(li
     [
         ("cls/other", "data", "no anomaly expert, and decides without a threshold - name one of `task: anomaly`: anom"),
         ("anomaly/none", "data", "anomaly/none is no expert of this line"),
-        ("anomaly/solder", "empty", "empty holds no good sample for anomaly/solder"),
+        ("anomaly/solder", "empty", "empty: no image with a label was found - give LABEL/*.png"),
         ("anomaly/solder", "reviews", "reviews holds no good sample for anomaly/solder"),
-        ("anomaly/solder", "nowhere", "nowhere is not a folder of samples"),
+        ("anomaly/solder", "nowhere", "nowhere: holds no labelled images"),
     ],
 )
 def test_what_cannot_be_learned_is_told(line, data, tmp_path, expert, folder, said):

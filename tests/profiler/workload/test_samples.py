@@ -206,6 +206,16 @@ class TestGivenFolders:
         assert f"1 broken: {folder / 'B1_chip_U1.png'}: the file is empty" in text
         assert "<component>/<label>/*.png (components: chip, resistor, ...)" in text
 
+    def test_a_table_states_labels_and_components_as_folders_do(self, config, tmp_path):
+        for name in ("1.png", "2.png", "3.png"):
+            Image.new("RGB", (8, 8)).save(_made(tmp_path / "data" / name))
+        rows = "file,label,component\n1.png,ok,chip\n2.png,bent,chip\n3.png,ok,\n"
+        (tmp_path / "data" / "known.csv").write_text(rows)
+        found = LineSamples.find(config, tmp_path / "data" / "known.csv")
+        assert {(each.path.name, each.component, each.label) for each in found.of("cls/chip")} == {
+            ("1.png", "chip", "ok"), ("2.png", "chip", "bent"),
+        }  # fmt: skip
+
 
 def _made(path):
     path.parent.mkdir(parents=True, exist_ok=True)
