@@ -105,6 +105,7 @@ def opened(described: ModelDescription, given: Callable[[str], object], check: C
     """The description with a value to begin with for each missing fact that answers may decide."""
     names = sorted({name for each in check.known for name in _names(each)})
     start = START | ({"labels": tuple(names)} if len(names) == described.label_count else {})
+    start |= {"detector": described.detectors[0]} if described.detectors else {}
     asked = {key: why for key, why in described.missing.items() if key in {*start, *searchable_keys()}}
     asked = {key: why for key, why in asked.items() if given(key) is None and (key in start or hasattr(described, key))}
     values = {key: start.get(key, getattr(described, key)) for key in asked}
@@ -264,7 +265,7 @@ class _Asker:
         try:
             expert = expert_of(self._name, entry, Path())
             return Asked(expert, self.answers(expert, entry, known))
-        except (ValueError, ExpertError):
+        except (ValueError, RuntimeError, ExpertError):  # RuntimeError: a runtime refuses such an input
             return None
 
     def answers(self, expert: Expert, entry: Entry, known: Sequence[KnownAnswer]) -> tuple[Any, ...]:
