@@ -18,6 +18,7 @@ from PIL import Image
 
 from agent.commands.judged_images import GROUND, JudgedImage, drawn
 from agent.line_file.editing import rendered
+from experts.backends import backend_for
 from experts.catalog import expert_of
 from experts.errors import ConfigError, ExpertError, WeightsUnclear
 from experts.expert import Verdict
@@ -280,6 +281,7 @@ class _Asker:
         if inner not in self._judges:
             while len(self._judges) >= JUDGES:
                 del self._judges[next(iter(self._judges))]
+            backend_for(expert.architecture).check(expert)  # within milliseconds, which packing is not
             self._judges[inner] = Judge(expert)
         return self._judges[inner]
 

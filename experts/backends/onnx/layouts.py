@@ -141,7 +141,7 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     require_names(expert, heading.names)
     kind, extra = DETECTORS[found.detector], extra_of(heading)
     names = outputs_of(found.detector, heading)
-    first = next((value for value in heading.outputs if value.name == names[0]), None)
+    first = next((value for value in heading.outputs if value.name in names[:1]), None)
     layouts = kind.fitting(None if first is None else first.shape, len(expert.labels), extra)
     if not layouts or first is None:
         raise mismatch(
