@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from experts.calibrations import HOW, Calibration, CalibrationFolder, read_calibration
-from experts.packed.sources import sha256_of, stamp_of
+from experts.packed.sources import sha256_of, stamp_of, unchanged_source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from experts.calibrations import CallRanges
@@ -24,11 +24,12 @@ def calibration_of(
     samples_sha256: str,
     images: int,
     labels: tuple[str, ...],
-    ranges: Mapping[str, Mapping[str, CallRanges]],
+    observe: Callable[[], Mapping[str, Mapping[str, CallRanges]]],
 ) -> Calibration:
-    """Raises LoadError, WeightsMissing."""
-    stamp = stamp_of(expert)  # before the bytes are read: a write in between shows the next time
-    return Calibration(sha256_of(expert), stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
+    """Raises LoadError, WeightsMissing, and as ``observe``; LoadError if the weights were overwritten meanwhile."""
+    with unchanged_source(expert) as seen:
+        ranges = observe()
+    return Calibration(seen.sha256, seen.stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
 
 
 def why_not_calibrated(expert: Expert, form: str, packed: Path) -> str | None:

@@ -8,6 +8,8 @@ another format of the same weights) change neither ``stamp_of`` nor ``sha256_of`
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsMissing
@@ -15,7 +17,7 @@ from experts.llm.program import PROGRAM_FILES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from experts.expert import Expert
@@ -69,6 +71,27 @@ def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
     except OSError as error:
         raise LoadError(expert.id, f"{error.filename} cannot be read: {error.strerror}") from error
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSource:
+    stamp: str
+    sha256: str
+
+
+@contextmanager
+def unchanged_source(expert: Expert) -> Iterator[SeenSource]:
+    """Source of an expert while something is learned from its weights.
+
+    Raises LoadError at the end where it was overwritten meanwhile: what was learned would be bound to other weights.
+    """
+    seen = SeenSource(stamp_of(expert), sha256_of(expert))
+    yield seen
+    if stamp_of(expert) != seen.stamp and sha256_of(expert) != seen.sha256:
+        raise LoadError(
+            expert.id,
+            f"{expert.weights} was overwritten meanwhile, so nothing was written: run it again when it is whole",
+        )
 
 
 def is_there(expert: Expert) -> bool:

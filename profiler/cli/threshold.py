@@ -49,7 +49,7 @@ def threshold(
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from experts.packed.sources import sha256_of
+    from experts.packed.sources import unchanged_source
     from experts.thresholds.binding import threshold_of
     from experts.thresholds.learning import learned
     from profiler.thresholds.scoring import anomaly_expert, draw_curve, labelled_samples, measured
@@ -58,9 +58,9 @@ def threshold(
     with explained(), disk_explained():
         config = read_line(line)
         anomaly = anomaly_expert(config, expert)
-        with progress_on_stderr() as progress:
+        with progress_on_stderr() as progress, unchanged_source(anomaly) as seen:
             scores = measured(anomaly, labelled_samples(config, anomaly, samples), progress)
-        evidence = threshold_of(anomaly, sha256_of(anomaly))
+        evidence = threshold_of(anomaly, seen.sha256)
         good, bad = list(scores.good.values()), list(scores.bad.values())
         found = learned(good, bad, false_alarms)
         draw_curve(drawn, expert, good, bad, found)

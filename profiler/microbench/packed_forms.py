@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
     from agent.runtime.machine.box import Box
+    from experts.calibrations import CallRanges
     from experts.expert import Expert
     from experts.packed.packing import PackingStep
     from experts.packed.weights import SegmentStore
@@ -96,7 +97,11 @@ class Calibrating:
         decoded = (decode_image(each.path, str(each.path), each.max_pixels) for each in images)
         prepared = (prepare(expert, image).tensor for image in decoded)
         batches = (torch.stack([first, *islice(prepared, BATCH - 1)]) for first in prepared)
-        found = calibration_of(expert, digest, len(images), labels, {form: observed_ranges(expert, form, batches)})
+
+        def observe() -> dict[str, Mapping[str, CallRanges]]:
+            return {form: observed_ranges(expert, form, batches)}
+
+        found = calibration_of(expert, digest, len(images), labels, observe)
         if there is not None and replace(there, ranges=found.ranges) == found:  # of other forms of the same expert
             found = replace(found, ranges={**there.ranges, **found.ranges})
         self._folder.write(expert.id, found)

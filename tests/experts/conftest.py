@@ -65,7 +65,7 @@ def calibrated(expert, form, folder, *images):
     prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
     ranges = {form: observed_ranges(expert, form, [torch.stack(prepared)])}
     calibrations = CalibrationFolder(folder)
-    calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
+    calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), lambda: ranges))
     return replace(expert, calibration=calibrations.path(expert.id))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experts.calibrations import CalibrationFolder, CallRanges, Range
-from experts.errors import WeightsMissing
+from experts.errors import LoadError, WeightsMissing
 from experts.packed.calibrated import calibration_of, why_not_calibrated
 
 FORM = "onednn-int8"
@@ -19,7 +19,7 @@ def folder(tmp_path):
 
 def calibrate(expert, folder, **changes):
     ranges = {FORM: {"conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25))}}
-    found = replace(calibration_of(expert, "cd" * 32, 16, ("bad", "ok"), ranges), **changes)
+    found = replace(calibration_of(expert, "cd" * 32, 16, ("bad", "ok"), lambda: ranges), **changes)
     CalibrationFolder.beside(folder).write(expert.id, found)
 
 
@@ -52,3 +52,14 @@ def test_one_of_these_weights_holds_and_they_are_hashed_only_where_their_stamp_c
     expert.weights.unlink()
     with pytest.raises(WeightsMissing):
         why_not_calibrated(expert, FORM, folder)
+
+
+def test_weights_that_are_overwritten_while_they_are_observed_get_no_calibration(files):
+    expert = files.fake("cls/x")
+
+    def observe():
+        files.fake("cls/x", weight_bytes=20_000)
+        return {}
+
+    with pytest.raises(LoadError, match="was overwritten meanwhile, so nothing was written"):
+        calibration_of(expert, "cd" * 32, 16, ("bad", "ok"), observe)

@@ -18,6 +18,7 @@ from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from coserve import app
 from experts.expert import Verdict
+from experts.thresholds.measuring import Meter
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import NOON, result
 from tests.waiting import settled
@@ -70,6 +71,21 @@ def data(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(app, ["experts", "threshold", *map(str, arguments)])
+
+
+def test_weights_that_are_overwritten_while_a_threshold_is_learned_get_none(line, data, monkeypatch):
+    score = Meter.score
+
+    def overwriting(meter, image):
+        onnx.save_model(brightness(("other", "map")), line.parent / "solder.onnx")
+        return score(meter, image)
+
+    monkeypatch.setattr(Meter, "score", overwriting)
+    before = line.read_text()
+    done = run(line, "anomaly/solder", "--samples", data)
+    assert done.exit_code != 0
+    assert "solder.onnx was overwritten meanwhile, so nothing was written" in done.stderr
+    assert line.read_text() == before
 
 
 def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):

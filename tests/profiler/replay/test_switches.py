@@ -4,6 +4,7 @@ judge alike. Squeezenets with memory for two of five, asked in turn: four reques
 
 import ctypes
 import gc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def calibrate(config, images):
         backend = backend_for(expert.architecture)
         batch = torch.stack([backend.prepare(expert, image).tensor for image in images])
         ranges = {Precision.ONEDNN_INT8: observed_ranges(expert, Precision.ONEDNN_INT8, [batch])}
-        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), ranges))
+        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), partial(dict, ranges)))
 
 
 class HeapInfo(ctypes.Structure):
