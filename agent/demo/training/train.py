@@ -51,8 +51,10 @@ MIN_SCORE = 0.5  # of a classifier's ok
 ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
 MEASURED = frozenset(component.name for component in COMPONENTS if component.measured)
 OWN_RENDERED = Descent((64,), learning_rate=1e-4, batch_size=32)  # the stored network has seen these components
-JOINT = Descent((48, 48, 64), learning_rate=6e-3, batch_size=64, crops_centre=True)
+JOINT = Descent((64,), learning_rate=6e-3, batch_size=64, crops_centre=True)
 OWN = Descent((64,), learning_rate=2e-4, batch_size=32)
+SHOWN_JOINTLY, SHOWN_ALONE = 15_000, 5_000  # crops of all epochs together: fewer crops are shown more often
+MOST_EPOCHS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,10 @@ def train_experts(
                 joint, plan = stored_network(), OWN_RENDERED
             else:
                 turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
-                network, plan = resnet(all_labels(labels)), OWN._replace(turns=turns)
                 together = [crop for name in labels for crop in parts[name]]
-                joint = train_jointly(network, together, labels, JOINT._replace(turns=turns), seed, progress)
+                first = JOINT._replace(turns=turns, sides_px=(48,) * (epochs(SHOWN_JOINTLY, together) - 1) + (64,))
+                joint = train_jointly(resnet(all_labels(labels)), together, labels, first, seed, progress)
+                plan = OWN._replace(turns=turns, sides_px=(64,) * epochs(SHOWN_ALONE, together))
 
         def train(numbered: tuple[int, str]) -> tuple[Expert, CropFeatures]:
             number, name = numbered
@@ -135,6 +138,10 @@ def train_experts(
                 train_anomaly(joint, own, folder, seed) for name, own in parts.items() if name in measured
             )
     return TrainedLine((*experts, *(each.expert for each in anomalies)), routes, seconds, anomalies)
+
+
+def epochs(shown: int, crops: Sequence[LabelledCrop]) -> int:
+    return min(max(round(shown / len(crops)), 1), MOST_EPOCHS)
 
 
 def train_classifier(
