@@ -665,7 +665,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         id=name,
         labels=tuple(section.words or ()),
         names=section.names,
-        input=None if section.input is None else _input(section.input, section.architecture),
+        input=None if section.input is None else input_spec(section.input, section.architecture),
         precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
         is_automatic=section.precision == AUTOMATIC,
         moe_cache_bytes=section.moe_cache,
@@ -695,7 +695,7 @@ def _fitted(expert: Expert, section: ExpertSection, facts: KeptImageFacts) -> Ex
     return replace(expert, input=pixels)
 
 
-def _input(section: InputSection, architecture: str) -> InputSpec:
+def input_spec(section: InputSection, architecture: str) -> InputSpec:
     """Input of an expert; ultralytics' loader applies EXIF orientation to a detector's images."""
     is_detector = family(architecture) == "detector"
     normalize, orientation = ("unit", Orientation.EXIF) if is_detector else ("imagenet", Orientation.STORED)

@@ -221,6 +221,15 @@ def upright_size(path: Path) -> tuple[int, int]:
         raise ImageUnreadable(path.name, f"its header cannot be read ({error or type(error).__name__})") from error
 
 
+def is_turned(path: Path) -> bool:
+    """True for an image with an EXIF orientation; False also for a file that is none."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            return _orientation(image) != UPRIGHT
+    except BROKEN:
+        return False
+
+
 def largest_file_bytes(max_pixels: int) -> int:
     return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
 

@@ -202,7 +202,20 @@ def add_expert(
     ] = None,
     fit: Annotated[
         str | None,
-        typer.Option(help="how images are resized: stretched, or '{resize: 256, crop: 224, interpolation: ...}'"),
+        typer.Option(
+            help="how images are resized: stretched, '{resize: 256, crop: 224}' or '{pad: center, color: 114}'"
+        ),
+    ] = None,
+    resample: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="function that scaled images, by library: bilinear, opencv-linear, ..."),
+    ] = None,
+    orientation: Annotated[
+        Literal["stored", "exif"] | None, typer.Option(help="pixels as stored, or turned as their EXIF entry says")
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="library whose defaults hold where nothing else is said: torchvision, ..."),
     ] = None,
     bits: Annotated[
         int | None, typer.Option(min=9, max=16, help="bits of the values of images of more than 8 bits")
@@ -261,6 +274,9 @@ def add_expert(
         "task": task,
         "otherwise": otherwise,
         "size": _size(size),
+        "resample": _one_of("resample", resample),
+        "orientation": orientation,
+        "trainer": _one_of("trainer", trainer),
         "bits": bits,
         "window": _window(window),
         "passing": _words(passing),
@@ -391,6 +407,16 @@ def _labels(text: str | None) -> dict[str, Any]:
         return {"labels": _words(text)}
     words = {(name if sign else word).strip(): word.strip() for name, sign, word in pairs}
     return {"labels": tuple(words.values()), "names": tuple(words)}
+
+
+def _one_of(option: str, name: str | None) -> str | None:
+    from experts.expert import RESAMPLERS
+    from experts.model_files.trainers import TRAINERS
+
+    known = {"resample": RESAMPLERS, "trainer": tuple(TRAINERS)}[option]
+    if name is not None and name not in known:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=f"--{option}")
+    return name
 
 
 def _of_input(key: str, text: str) -> object:

@@ -29,17 +29,18 @@ from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsRefused, WeightsUnclear
 from experts.expert import Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
-from experts.images import decode_image
+from experts.images import decode_image, is_turned
 from experts.labels import moved, renamed
-from experts.model_files.description import FIT_OPTIONS, in_grey
+from experts.model_files.description import FIT_OPTIONS, NO_RESAMPLER, in_grey
 from experts.model_files.formats import describe_file, served_suffix, write_weights
+from experts.model_files.trainers import as_trained
 from experts.packed.image_facts import KeptImageFacts
 from experts.proving.answers import keep_answers
 from experts.proving.judging import Judge
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -60,12 +61,18 @@ KEYS = (
     "size",
     "normalize",
     "fit",
+    "orientation",
     "bits",
     "window",
     "stem",
     "variant",
 )  # order of their lines
 ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
+TURNED = (
+    "{} has an EXIF orientation, and nothing says whether its trainer's loader applied it: --orientation exif "
+    "(cv2.imread, transformers' load_image) or --orientation stored (Pillow's Image.open, timm, Keras)"
+)
+STORED = "nothing states it: pixels as the file has them; --orientation exif if its trainer's loader turned images"
 COMMENT_WIDTH = 100
 CHECKS = "checks"  # folder of known answers beside the line file
 TRIAL = ": that shows only that it runs"
@@ -79,8 +86,9 @@ class Wishes:
 
     ``names``: the file's words for ``labels``, one by one. ``task``: "multiclass" or "multilabel"; for the latter
     ``otherwise`` is the label if none holds. ``components``: their routes get the expert; ``passing``: labels with
-    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``check``: its
-    trainer's answers; ``anyway``: why it is added even if they differ. ``prints``: write nothing.
+    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``resample``: function
+    that scales images; ``trainer``: see experts.model_files.trainers. ``check``: its trainer's answers; ``anyway``: why
+    it is added even if they differ. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -95,6 +103,9 @@ class Wishes:
     size: tuple[int, int] | None = None
     normalize: str | dict[str, Any] | None = None
     fit: str | dict[str, Any] | None = None
+    resample: str | None = None
+    orientation: str | None = None
+    trainer: str | None = None
     bits: int | None = None
     window: tuple[int, int] | None = None
     variant: str | None = None
@@ -160,10 +171,18 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
     WeightsUnclear names the missing facts."""
     content = content_of(line)
     described, check = describe_file(file, wishes.architecture, wishes.kind, wishes.detector), None
+    if wishes.trainer is not None and described.kind != "detector":
+        described = as_trained(described, wishes.trainer, wishes.size or described.size)
     if wishes.check is not None:
         others = parse_document(line, content).values.get("routes") or {}
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
-        described, check = opened(described, lambda key: getattr(wishes, key, None), check)
+    images = [each for each in (wishes.image, *(() if check is None else (one.image for one in check.known))) if each]
+    described = _asked_for_turned(described, images)
+    if check is not None:
+        lacks_function = _fit(described, wishes) is None
+        described, check = opened(
+            described, lambda key: None if key == "fit" and lacks_function else getattr(wishes, key, None), check
+        )
     settled = _Settled.of(line, described, wishes, content)
     text = content.decode("utf-8")
     settled.edited(text)  # its errors come before weights are read
@@ -208,6 +227,8 @@ class _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
         wishes = _with_names(described, wishes)
         _refuse_other_labels(described, wishes)
+        if described.kind == "detector" and (wishes.resample or wishes.trainer):
+            raise ConfigError("--resample and --trainer are not for detectors, which state their own: leave them out")
         known = _known(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
         good = tuple(label for label in named if label.lower() in GOOD_LABELS)
@@ -276,19 +297,41 @@ class _Settled:
 
 
 def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
-    fit = described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None
-    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize", "variant")
-    known = replace(
-        described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in keys}
-    )
+    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize", "orientation", "variant")
+    taken = {key: getattr(wishes, key) or getattr(described, key) for key in keys}
+    known = replace(described, kind=kind, fit=_fit(described, wishes), **taken)
     return replace(known, normalize=in_grey(known.normalize)) if described.is_grey else known
+
+
+def _fit(described: ModelDescription, wishes: Wishes) -> str | dict[str, Any] | None:
+    """The fit with the function that scales; None where either is not known."""
+    fit = described.fit if wishes.fit is None else wishes.fit
+    given, found = (each if isinstance(each, dict) else {} for each in (fit, described.fit))
+    own = given.get("interpolation") if wishes.fit is not None else None
+    resample = wishes.resample or own or found.get("interpolation") or described.resample
+    if fit is None or resample is None:
+        return None
+    whole = {**given, "interpolation": resample}
+    return "stretched" if whole == {"interpolation": "bilinear"} else whole
+
+
+def _asked_for_turned(described: ModelDescription, images: Iterable[Path]) -> ModelDescription:
+    """Ask for the orientation where it shows: nothing states it, and an image has one."""
+    turned = next((each for each in images if is_turned(each)), None)
+    if turned is None or described.orientation is not None or described.kind == "detector":
+        return described
+    return replace(described, missing={**described.missing, "orientation": TURNED.format(turned)})
+
+
+def _is_cut(fit: str | dict[str, Any] | None) -> bool:
+    return isinstance(fit, dict) and "resize" in fit
 
 
 def _missing_facts(described: ModelDescription, known: ModelDescription, wishes: Wishes) -> dict[str, str]:
     missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
-    if wishes.fit is not None:
-        missing.pop("fit", None)
-    elif known.fit is not None and described.size not in {None, known.size}:
+    if "fit" in missing and (wishes.fit is not None or described.fit is not None):
+        missing["fit"] = NO_RESAMPLER
+    elif wishes.fit is None and _is_cut(known.fit) and described.size not in {None, known.size}:
         found = f"{rendered(known.fit)} ({described.sure['fit']})"
         missing["fit"] = f"the file has {found}, for another size: {FIT_OPTIONS}"
     if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
@@ -311,6 +354,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         "threshold": None if is_multilabel else threshold,
         "input": {"size": list(known.size or ()), "normalize": known.normalize}
         | ({} if known.fit is None else {"fit": known.fit})
+        | ({} if known.orientation is None else {"orientation": known.orientation})
         | ({} if wishes.bits is None else {"bits": wishes.bits})
         | ({} if wishes.window is None else {"window": list(wishes.window)}),
         "stem": known.stem,
@@ -322,13 +366,21 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
 def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
-    for key in ("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "bits", "window", "variant"):
+    for key in (
+        "detector", "task", "labels", "otherwise", "size", "normalize", "fit", "orientation", "bits", "window", "variant",
+    ):  # fmt: skip
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:
             shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)
             sure[key] = f"given by --{key}; the file has {shown} ({described.sure[key]})"
         elif given is not None:
             sure[key] = f"given by --{key}"
+    if wishes.resample is not None:
+        sure["fit"] = f"{sure['fit']}; given by --resample" if "fit" in sure else "given by --resample"
+    elif wishes.fit is not None and "resample" in sure:
+        sure["fit"] = f"{sure['fit']}; interpolation {sure['resample']}"
+    if (described.kind or wishes.kind) != "detector":
+        sure.setdefault("orientation", STORED)
     return {key: sure[key] for key in KEYS if key in sure}
 
 
@@ -473,7 +525,8 @@ def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
 
 def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
-    values = {"task": "multiclass", "fit": "stretched", "variant": PLAIN, **entry, **entry["input"]}
+    values = {"task": "multiclass", "fit": "stretched", "orientation": "stored", "variant": PLAIN}
+    values |= {**entry, **entry["input"]}
     if "window" in values:
         values["window"] = " to ".join(map(str, values["window"]))
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"

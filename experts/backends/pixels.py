@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from experts.expert import InputSpec
 
+GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 ROUNDED: dict[str, Callable[[float], int]] = {"nearest": round, "down": math.floor, "up": math.ceil}
 
 
@@ -72,7 +73,7 @@ def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
     if isinstance(normalize, Normalization) and normalize.channels == "bgr":
         image = image[:, :, ::-1]
     elif isinstance(normalize, Normalization) and normalize.channels == "grey":
-        image = np.repeat(np.asarray(Image.fromarray(np.ascontiguousarray(image)).convert("L"))[:, :, None], 3, axis=2)
+        image = np.repeat(_grey(image)[:, :, None], 3, axis=2)
     pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), dtype=np.float32, order="C"))
     if normalize == "unit":
         return pixels.mul_(1 / 255)
@@ -81,6 +82,13 @@ def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
         raise ValueError(f"normalize is {normalize!r}: {', '.join(NAMED)} or a Normalization is known")
     mean, std = (torch.tensor(values).view(3, 1, 1) * (255 / numbers.scale) for values in (numbers.mean, numbers.std))
     return pixels.sub_(mean).mul_(1 / std)
+
+
+def _grey(image: np.ndarray) -> np.ndarray:
+    """Pillow's grey (ITU-R 601-2); of floats without rounding."""
+    if image.dtype != np.uint8:
+        return np.asarray(image @ np.float32(GREY))
+    return np.asarray(Image.fromarray(np.ascontiguousarray(image)).convert("L"))
 
 
 def require_rgb(image: np.ndarray) -> None:

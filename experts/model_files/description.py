@@ -18,9 +18,15 @@ NORMALIZE_OPTIONS = (
     "own: --normalize '{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}', with `scale: 255` if of pixels up to 255"
 )
 FIT_OPTIONS = (
-    "--fit '{resize: 256, crop: 224, interpolation: bicubic}' (scaled, then cut from the middle) or --fit stretched"
+    "--fit stretched (the whole image), --fit '{resize: 256, crop: 224}' (scaled, then cut from the middle) or --fit "
+    "'{pad: center, color: 114}' (in its proportions)"
 )
-
+RESAMPLE_OPTIONS = (
+    "--resample with the function that scaled them: bilinear or bicubic (Pillow: torchvision's and timm's transforms), "
+    "opencv-linear (albumentations, MMCV, PaddleX), torch-bilinear-antialias (torchvision v2 on tensors), "
+    "keras-bilinear and others, or --trainer with the library"
+)
+NO_RESAMPLER = f"nothing says which function scaled images in training: {RESAMPLE_OPTIONS}"
 
 ONE_OUTPUT = "one output, which leaves a softmax nothing to choose from"
 
@@ -29,7 +35,8 @@ ONE_OUTPUT = "one output, which leaves a softmax nothing to choose from"
 class ModelDescription:
     """Description of a model's file. None: not known; ``missing``: by key the reason, and the option.
 
-    ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them; without a fit images are stretched.
+    ``size``: (height, width). ``normalize``, ``fit`` and ``orientation``: as a line file has them. ``resample``: a
+    library's function of scaling, where the fit is not known.
     ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names
     are not known. ``variant``: "plain", or one of experts.architectures. ``sure``: evidence, by key of the line file.
     ``tensors``: weights of a file that is not served directly; ``is_scattered``: of a graph with its weights in other
@@ -42,7 +49,9 @@ class ModelDescription:
     labels: tuple[str, ...] | None = None
     size: tuple[int, int] | None = None
     normalize: str | dict[str, Any] | None = None
-    fit: dict[str, Any] | None = None
+    fit: str | dict[str, Any] | None = None
+    resample: str | None = None
+    orientation: str | None = None
     stem: str | None = None
     variant: str | None = None
     task: str | None = None
@@ -82,4 +91,12 @@ def unknown_task(what: str) -> str:
 
 
 def unserved_fit(evidence: str) -> str:
-    return f"the file scales images in a way that is not served ({evidence}); the nearest that is: {FIT_OPTIONS}"
+    return f"the file scales images in a way that is not served ({evidence}); the nearest that is: {_fit_options()}"
+
+
+def unknown_fit() -> str:
+    return f"nothing says how images were brought to this size in training: {_fit_options()}"
+
+
+def _fit_options() -> str:
+    return f"{FIT_OPTIONS}; and {RESAMPLE_OPTIONS}"

@@ -103,11 +103,11 @@ class _Graph:
         task = self._task(count, sure, missing) if kind == "classifier" else None
         size = self._size(sure, missing)
         facts = self._pixels(kind, size, missing)
-        sure |= {key: facts.evidence[key] for key in ("normalize", "fit") if key in facts.values}
-        normalize, fit = facts.values.get("normalize"), facts.values.get("fit")
+        found = {key: facts.values[key] for key in ("normalize", "fit", "orientation") if key in facts.values}
+        sure |= {key: facts.evidence[key] for key in found}
         return ModelDescription(
-            self.file, kind, "onnx", labels, size, normalize, fit, task=task, label_count=count, sure=sure,
-            missing=missing, is_scattered=self.is_scattered, said=self._said(),
+            self.file, kind, "onnx", labels, size, task=task, label_count=count, sure=sure, missing=missing,
+            is_scattered=self.is_scattered, said=self._said(), **found,
             detector=None if kind != "detector" or self.found is None else self.found.detector,
             is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
         )  # fmt: skip
@@ -188,6 +188,7 @@ class _Graph:
             return facts
         if "stride" in self.facts and "task" in self.facts:
             facts.add("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
+            facts.add("orientation", "exif", "ultralytics turns images as their EXIF entry says")
             if self.facts["task"] == "classify" and size is not None:
                 resize = size[0] if size[0] == size[1] else list(size)
                 cut = {"resize": resize, "crop": resize, "interpolation": "bilinear"}

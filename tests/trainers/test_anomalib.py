@@ -7,6 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.trainers.test_torch import FITTED
+
 OWN_THRESHOLD = 0.5  # of Anomalib's exports, which scale their scores so
 SCORE = 0.001  # largest difference of a served score from Anomalib's
 
@@ -17,8 +19,9 @@ SCORE = 0.001  # largest difference of a served score from Anomalib's
 def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model, group):
     folder = made_by("anomalib", group)
     added = line.add(
-        folder / model / "weights" / "onnx" / "model.onnx", "--normalize", "unit", "--threshold", str(OWN_THRESHOLD)
-    )
+        folder / model / "weights" / "onnx" / "model.onnx", "--normalize", "unit", "--threshold", str(OWN_THRESHOLD),
+        "--trainer", "anomalib",
+    )  # fmt: skip
     assert (added["kind"], added["entry"]["labels"]) == ("anomaly", ["ok", "anomalous"])
     answers = json.loads((folder / model / "answers.json").read_text())
     assert {answer["is_anomalous"] for answer in answers} == {True, False}
@@ -43,7 +46,7 @@ def test_a_map_alone_is_served_by_its_maximum_and_a_threshold_learned_of_samples
     parts = made_by("anomalib", "more") / "parts"
     file = tmp_path / "model.onnx"
     torch.onnx.export(Before().eval(), (torch.zeros(1, 3, 64, 64),), file, output_names=["output"], verbose=False)
-    added = line.add(file, "--normalize", "imagenet", "--id", "ano/before")
+    added = line.add(file, "--normalize", "imagenet", "--id", "ano/before", *FITTED)
     assert "judges nothing without a threshold" in added["said"][-1]
     line.run("experts", "threshold", line.file, "ano/before", "--samples", parts)
     images = sorted(parts.glob("*/*.png"))

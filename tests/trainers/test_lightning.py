@@ -2,16 +2,14 @@
 
 import json
 
-from tests.trainers.test_torch import LABELS, SIZE, require_same
+from tests.trainers.test_torch import FITTED, LABELS, SIZE, require_same
 
 
-def test_its_checkpoint_needs_no_option_but_for_layers_without_weights_and_is_served_with_its_own_answers(
-    line, made_by, images
-):
+def test_its_checkpoint_needs_only_fit_and_variant_and_is_served_with_its_own_answers(line, made_by, images):
     folder = made_by("lightning")
-    added = line.add(folder / "last.ckpt", "--variant", "plain")
+    added = line.add(folder / "last.ckpt", *FITTED, "--variant", "plain")
     assert (added["entry"]["architecture"], added["entry"]["labels"]) == ("resnet18", list(LABELS))
-    assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "imagenet"}
+    assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "imagenet", "fit": "stretched"}
     assert "backbone. before every name was left out" in added["said"]
     answers = json.loads((folder / "answers.json").read_text())
     labels = [LABELS[row.index(max(row))] for row in answers]

@@ -17,11 +17,12 @@ from experts.backends.classifier import build_trainable
 from tests.experts.backends.onnx.test_detections import as_yolov5, edited
 from tests.experts.onnx_text import model_of
 from tests.trainers import torchvision_models, ultralytics_models
+from tests.trainers.test_torch import FITTED
 from tests.trainers.torchvision_models import ssd_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CLASSES = ("--labels", "ok,missing,tombstone")
-NORMALIZED = ("--normalize", "imagenet")
+NORMALIZED = ("--normalize", "imagenet", *FITTED)
 IMAGENET = (*NORMALIZED, "--task", "multiclass")
 SIZED = ("--size", "64x64", *IMAGENET)
 PASSING = ("--pass", "aligned")
@@ -207,9 +208,9 @@ CASES = {
     "anomaly models, Anomalib's and others": {
         "weights": [case(made_by("anomalib", "padim/weights/torch/model.pt"), told="is an anomaly model")],
         "export": [
-            case(made_by("anomalib", "padim/weights/onnx/model.onnx"), "--normalize", "unit"),
-            case(graph_of(Map()), "--normalize", "unit"),
-            case(graph_of(Score()), "--normalize", "unit", "--kind", "anomaly"),
+            case(made_by("anomalib", "padim/weights/onnx/model.onnx"), "--normalize", "unit", "--trainer", "anomalib"),
+            case(graph_of(Map()), "--normalize", "unit", *FITTED),
+            case(graph_of(Score()), "--normalize", "unit", "--kind", "anomaly", *FITTED),
         ],
     },
     "language models": {

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.trainers.test_torch import LABELS, require_same
+from tests.trainers.test_torch import FITTED, LABELS, require_same
 
-NAMED = ("--labels", ",".join(LABELS), "--normalize", "imagenet", "--task", "multiclass")
+NAMED = ("--labels", ",".join(LABELS), "--normalize", "imagenet", "--task", "multiclass", *FITTED)
 
 
 def own_answers(folder, model):
@@ -42,7 +42,8 @@ def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_
     added = line.add(folder / file, "--labels", ",".join(LABELS), "--task", "multiclass")
     own = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
     fit = {"resize": 71, "crop": 64, "interpolation": "bicubic"}
-    assert added["entry"]["input"] == {"size": [64, 64], "normalize": own, "fit": fit}
+    stated = {"orientation": "stored"} if file.startswith("hub") else {}
+    assert added["entry"]["input"] == {"size": [64, 64], "normalize": own, "fit": fit, **stated}
     assert added["sure"]["normalize"] == f"{place}mean, std"
     assert added["sure"]["fit"] == f"{place}crop_pct, crop_mode, interpolation"
     require_same(line.inspect(images), *own_answers(folder, "own"), tolerance=1e-4)

@@ -9,7 +9,8 @@ from torch import nn
 from tests.trainers.torchvision_models import LABELS, SIZE, prepared, trained
 
 SCORE = 0.01  # largest difference of a served score from torch's
-GRAPH = ("--normalize", "imagenet", "--task", "multiclass")
+FITTED = ("--fit", "stretched", "--resample", "bilinear")
+GRAPH = ("--normalize", "imagenet", "--task", "multiclass", *FITTED)
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", *GRAPH)
 PLAIN = ("--variant", "plain")
 FORMS = {  # of files, with their content; tests/experts/checkpoints/test_reading.py reads all others

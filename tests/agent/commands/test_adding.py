@@ -20,6 +20,7 @@ from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
 from experts.expert import Task
+from experts.images import TAG
 from experts.thresholds.binding import threshold_of
 from tests.experts.backends.onnx.anomaly_graphs import brightness
 from tests.experts.conftest import onnx_classifier
@@ -28,6 +29,8 @@ BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
 RESNET = Wishes(
     components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="imagenet", variant="plain"
 )
+UNIT = ("--normalize", "unit", "--fit", "stretched", "--resample", "bilinear")
+RESNET = replace(RESNET, fit="stretched", resample="bilinear")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
     added = add_model(
         line,
         own,
-        Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), normalize="unit", min_score=0.5),
+        replace(RESNET, size=None, normalize="unit", min_score=0.5, variant=None),
     )
     assert added.weights == own
     assert files_of(line) == {"line.yaml", "graph.onnx"}
@@ -107,7 +110,7 @@ def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
 def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
     with pytest.raises(WeightsUnclear) as caught:
         add_model(line, models / "net 1.safetensors", Wishes())
-    assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "variant", "component"}
+    assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "fit", "variant", "component"}
     assert "--labels" in str(caught.value)
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
@@ -128,9 +131,7 @@ def test_a_model_that_does_not_fit_is_not_added(line, models, model, changes, er
 
 
 class TestLabelsOfTheFile:
-    WISHES = Wishes(
-        components=("coil",), task="multiclass", size=(32, 32), normalize="unit", passing=("gut",), variant="plain"
-    )
+    WISHES = replace(RESNET, labels=None, normalize="unit", passing=("gut",))
 
     @pytest.fixture
     def named(self, tmp_path):
@@ -159,18 +160,8 @@ class TestLabelsOfTheFile:
             add_model(line, named, replace(self.WISHES, labels=("Bent", "GOOD", "gone")))
 
     def test_are_given_the_words_of_the_line_by_the_command(self, line, named):
-        words = [
-            "--task",
-            "multiclass",
-            "--normalize",
-            "unit",
-            "--component",
-            "c",
-            "--labels",
-            "good=ok,gone = away",
-            "--variant",
-            "plain",
-        ]
+        words = ["--task", "multiclass", *UNIT, "--component", "c", "--labels", "good=ok,gone = away"]
+        words += ["--variant", "plain"]
         assert CliRunner().invoke(app, ["experts", "add", str(line), str(named), *words]).exit_code == 0
         assert read_line(line, {}).catalog.experts["cls/x"].labels == ("ok", "bent", "away")
 
@@ -210,14 +201,16 @@ class TestAnomalies:
         return tmp_path / "bright.onnx"
 
     def test_one_without_a_threshold_is_added_and_does_not_judge_yet(self, line, graph):
-        added = add_model(line, graph, Wishes(components=("plate",), normalize="unit"))
+        added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", trainer="anomalib"))
         expert = read_line(line, {}).catalog.experts["ano/bright"]
         assert (expert.task, expert.threshold, expert.labels) == ("anomaly", None, ("ok", "anomalous"))
         assert "coserve experts threshold" in added.said[-1]
         assert added.as_json()["tried"]["label"] is None
 
     def test_one_with_a_threshold_judges(self, line, graph):
-        added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", threshold=0.1))
+        added = add_model(
+            line, graph, Wishes(components=("plate",), normalize="unit", trainer="anomalib", threshold=0.1)
+        )
         assert added.as_json()["tried"]["label"] == "anomalous"
         expert = read_line(line, {}).catalog.experts["ano/bright"]
         assert (expert.threshold, expert.threshold_of) == (0.1, threshold_of(expert, added.sha256))
@@ -229,7 +222,7 @@ class TestAnomalies:
 
 class TestTheCommand:
     words = (
-        "--component", "coil", "--task", "multiclass", "--labels", "ok, bent", "--size", "16", "--normalize", "unit",
+        "--component", "coil", "--task", "multiclass", "--labels", "ok, bent", "--size", "16", *UNIT,
     )  # fmt: skip
 
     def run(self, *words):
@@ -306,8 +299,51 @@ class TestPixels:
             add_model(line, file, wishes)
         own = {"mean": [124, 116, 104], "std": [58, 57, 57], "scale": 255}
         added = add_model(line, file, replace(wishes, fit="stretched", normalize=own))
-        assert added.entry["input"] == {"size": [48, 48], "normalize": own}
+        assert added.entry["input"] == {"size": [48, 48], "normalize": own, "fit": {"interpolation": "bicubic"}}
         assert "given by --normalize; the file has {mean: [0.5" in added.sure["normalize"]
+
+    @pytest.mark.parametrize(
+        ("wishes", "fit"),
+        [
+            ({"fit": "stretched", "resample": "opencv-linear"}, {"interpolation": "opencv-linear"}),
+            ({"fit": "stretched", "resample": "bilinear"}, "stretched"),
+            ({"fit": {"pad": "center", "color": 114}, "trainer": "mmcv"},
+             {"pad": "center", "color": 114, "interpolation": "opencv-linear"}),
+            ({"fit": {"resize": 40, "interpolation": "box"}}, {"resize": 40, "interpolation": "box"}),
+            ({"trainer": "keras"}, {"interpolation": "keras-bilinear"}),
+            ({"trainer": "ultralytics"}, {"resize": 32, "crop": 32, "interpolation": "bilinear"}),
+        ],
+    )  # fmt: skip
+    def test_a_function_that_scales_is_written_with_the_fit(self, line, models, wishes, fit):
+        added = add_model(
+            line, models / "net 1.safetensors", replace(RESNET, **{"fit": None, "resample": None, **wishes})
+        )
+        assert added.entry["input"]["fit"] == fit
+        assert ("--trainer" in added.sure["fit"]) == ("trainer" in wishes)
+        assert "nothing states it" in added.sure["orientation"] or "trainer" in wishes
+
+    @pytest.mark.parametrize("fit", [None, "stretched", {"resize": 40, "crop": 32}])
+    def test_a_function_that_nothing_states_is_asked_for(self, line, models, fit):
+        with pytest.raises(WeightsUnclear) as caught:
+            add_model(line, models / "net 1.safetensors", replace(RESNET, fit=fit, resample=None))
+        assert caught.value.missing.keys() == {"fit"}
+        assert "--resample" in caught.value.missing["fit"]
+        assert ("--fit" in caught.value.missing["fit"]) == (fit is None)
+
+    def test_of_a_turned_image_the_orientation_is_asked_for(self, line, models, tmp_path):
+        exif = Image.Exif()
+        exif[TAG] = 6
+        Image.new("RGB", (40, 30)).save(tmp_path / "turned.jpg", exif=exif)
+        wishes = replace(RESNET, image=tmp_path / "turned.jpg")
+        with pytest.raises(WeightsUnclear, match="--orientation exif"):
+            add_model(line, models / "net 1.safetensors", wishes)
+        added = add_model(line, models / "net 1.safetensors", replace(wishes, orientation="exif"))
+        assert added.entry["input"]["orientation"] == "exif"
+        assert read_line(line, {}).catalog.experts["cls/net-1"].pixels.orientation == "exif"
+
+    def test_a_detector_takes_no_trainers_function(self, line, models):
+        with pytest.raises(ConfigError, match="--resample and --trainer are not for detectors"):
+            add_model(line, models / "yolo.safetensors", replace(RESNET, fit=None, resample="opencv-linear"))
 
 
 def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
@@ -322,7 +358,7 @@ def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
 
 
 class TestLabelsThatDoNotExcludeOneAnother:
-    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="imagenet", variant="plain")
+    WISHES = replace(RESNET, labels=None, task=None)
 
     @pytest.fixture
     def one_output(self, tmp_path):

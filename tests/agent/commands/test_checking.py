@@ -23,7 +23,9 @@ from tests.experts.onnx_text import add_behind, model_of
 
 BEGUN = "line: mine\nstate: ./state\n"
 LABELS = ("ok", "bent", "gone")
-WISHES = Wishes(components=("coil",), task="multiclass", labels=LABELS, normalize="imagenet", fit="stretched")
+WISHES = Wishes(
+    components=("coil",), task="multiclass", labels=LABELS, normalize="imagenet", fit={"interpolation": "bilinear"}
+)
 
 
 def seen(image):
@@ -89,7 +91,7 @@ def test_a_model_with_its_trainer_s_answers_is_added_and_they_are_kept(line, tra
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"fit": "stretched"}, "give --fit '{interpolation: bicubic}': 10 of 10"),
+        ({"fit": {"interpolation": "bilinear"}}, "give --fit '{interpolation: bicubic}': 10 of 10"),
         ({"labels": ("gone", "ok", "bent")}, "give --labels ok,bent,gone: 10 of 10"),
     ],
 )
@@ -158,7 +160,7 @@ def test_labels_of_other_components_are_left_out_and_unknown_ones_refused(line, 
 
 def test_without_answers_the_trial_is_called_what_it_is_and_anyway_is_usage(line, trained):
     words = ["experts", "add", str(line), str(trained / "graph.onnx"), "--component", "coil", "--task", "multiclass"]
-    words += ["--labels", ",".join(LABELS), "--normalize", "imagenet", "--fit", "stretched"]
+    words += ["--labels", ",".join(LABELS), "--normalize", "imagenet", "--fit", "{interpolation: bilinear}"]
     done = CliRunner().invoke(app, [*words, "--print"])
     assert "s: that shows only that it runs\n" in done.stderr
     assert CliRunner().invoke(app, [*words, "--anyway", "because"]).exit_code == 2

@@ -2,18 +2,9 @@
 
 import pytest
 
-from experts.checkpoints.preprocessing import fit_of, normalization_of, of_image_processor, openmmlab_preprocessor
+from experts.checkpoints.preprocessing import fit_of, normalization_of, openmmlab_preprocessor
 
 HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
-VIT = {
-    "do_normalize": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    "image_processor_type": "ViTImageProcessor", "resample": 2, "rescale_factor": 1 / 255,
-    "size": {"height": 224, "width": 224},
-}  # fmt: skip
-CLIP = {
-    "do_center_crop": True, "crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 256}, "resample": 3,
-    "do_resize": True, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
-}  # fmt: skip
 MMPRETRAIN = """
 model = dict(type='ImageClassifier', backbone=dict(type='ResNet', depth=18))
 data_preprocessor = dict(num_classes=3, mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True)
@@ -77,7 +68,10 @@ def test_the_text_of_a_configuration_of_openmmlab_is_read_and_not_run():
         ({"crop_pct": 0.9, "interpolation": "bicubic", "mean": None}, (224, 224),
          {"resize": 248, "crop": 224, "interpolation": "bicubic"}, "crop_pct, interpolation"),
         ({"crop_pct": 1.0, "interpolation": "bicubic", "crop_mode": "squash"}, (96, 64),
-         {"resize": [96, 64], "crop": [96, 64], "interpolation": "bicubic"}, "crop_pct, crop_mode, interpolation"),
+         {"interpolation": "bicubic"}, "crop_pct, crop_mode, interpolation"),
+        ({"val_resize_size": 232, "val_crop_size": 224, "interpolation": "bilinear", "backend": "tensor"}, None,
+         {"resize": 232, "crop": 224, "interpolation": "torch-bilinear-antialias"},
+         "val_resize_size, val_crop_size, interpolation"),
         ({"crop_pct": 0.9, "interpolation": "bicubic", "crop_mode": "border"}, (224, 224), None,
          "crop_pct, crop_mode, interpolation"),
         ({"crop_pct": 0.9, "interpolation": "random"}, (224, 224), None, "crop_pct, interpolation"),
@@ -94,34 +88,3 @@ def test_how_images_are_cut_is_taken_as_torchvision_and_timm_say_it(values, size
 )
 def test_without_all_of_it_nothing_is_told(values):
     assert fit_of(values, (224, 224)) is None
-
-
-def test_an_image_processor_squeezes_or_cuts_by_a_factor_of_its_own():
-    told = of_image_processor(VIT)
-    assert told["normalize"] == (HALF, "image_mean, image_std, do_rescale, rescale_factor")
-    assert told["size"] == ((224, 224), "size")
-    assert told["fit"] == ({"resize": (224, 224), "crop": 224, "interpolation": "bilinear"}, "size, resample")
-    told, cut = of_image_processor(CLIP), {"resize": 256, "crop": 224, "interpolation": "bicubic"}
-    assert (told["normalize"], told["size"]) == (("imagenet", "image_mean, image_std"), ((224, 224), "crop_size"))
-    assert told["fit"] == (cut, "size, crop_size, resample")
-    # pixels from 0 to 2 less 1 are those from 0 to 1 less 0.5, over 0.5
-    told = of_image_processor({**VIT, "rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3})
-    assert told["normalize"][0] == HALF
-
-
-@pytest.mark.parametrize(
-    "changed", [{"crop_pct": 0.875}, {"resample": 9}, {"resample": 2.0}, {"size": {"shortest_edge": 224}}]
-)
-def test_a_fit_that_is_not_served_is_named_and_has_no_value(changed):
-    assert of_image_processor({**VIT, **changed})["fit"] == (None, "size, resample")
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"do_normalize": False}, {"do_flip_channel_order": True}, {"image_std": None}, {"rescale_factor": None},
-        {"rescale_factor": 0},
-    ],
-)  # fmt: skip
-def test_what_a_processor_does_not_do_is_not_told(changed):
-    assert "normalize" not in of_image_processor({**VIT, **changed})

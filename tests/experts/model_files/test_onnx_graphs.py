@@ -55,7 +55,7 @@ def test_detectors_of_other_sizes_and_tasks_of_ultralytics_are_told_or_refused(g
 def test_a_classifier_tells_how_many_labels_and_not_which(graph):
     found = describe_file(graph(("logits", "n", 4)))
     assert (found.kind, found.labels, found.label_count, found.size) == ("classifier", None, 4, (64, 96))
-    assert set(found.missing) == {"labels", "normalize", "task"}
+    assert set(found.missing) == {"labels", "normalize", "fit", "task"}
     assert "--labels" in found.missing["labels"]
     assert "--normalize imagenet" in found.missing["normalize"]
     found = describe_file(graph(("logits", "n", 4), images=("n", 3, "h", "w")))
@@ -81,7 +81,7 @@ def test_an_anomaly_model_is_told_by_its_outputs_and_boxes_alone_are_no_evidence
 def test_what_may_mean_several_things_is_asked(graph):
     file = graph(("a", "n", 1))
     assert "--kind" in describe_file(file).missing["kind"]
-    assert describe_file(file, kind="anomaly").missing.keys() == {"normalize"}
+    assert describe_file(file, kind="anomaly").missing.keys() == {"normalize", "fit"}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,19 @@ from safetensors.torch import save_file
 
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
+from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file
 
 HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 PROCESSOR = {
+    "image_processor_type": "BitImageProcessor",
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_resize": True, "resample": 3, "do_center_crop": True,
     "size": {"shortest_edge": 72}, "crop_size": {"height": 64, "width": 64},
 }  # fmt: skip
-TIMM = {"pretrained_cfg": {**HALF, "input_size": [3, 64, 64], "crop_pct": 0.9, "interpolation": "bicubic"}}
+TIMM = {
+    "architecture": "squeezenet1_1",
+    "pretrained_cfg": {**HALF, "input_size": [3, 64, 64], "crop_pct": 0.9, "interpolation": "bicubic"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +37,72 @@ def beside(folder, weights, name, content):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "resize", "normalize", "fit"),
+    ("name", "content", "fit", "orientation", "keys"),
     [
-        ("preprocessor_config.json", PROCESSOR, 72, "image_mean, image_std", "size, crop_size, resample"),
-        ("config.json", TIMM, 71, "pretrained_cfg.mean, std", "pretrained_cfg.crop_pct, interpolation"),
+        ("preprocessor_config.json", PROCESSOR, {"resize": 72, "rounding": "down"}, "exif",
+         ("image_mean, image_std", "size, crop_size, resample of BitImageProcessor")),
+        ("config.json", TIMM, {"resize": 71}, "stored",
+         ("pretrained_cfg.mean, std", "pretrained_cfg.crop_pct, interpolation")),
     ],
-)
-def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights, name, content, resize, normalize, fit):
+)  # fmt: skip
+def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights, name, content, fit, orientation, keys):
     found = beside(tmp_path, weights, name, content)
-    assert (found.size, found.normalize) == ((64, 64), HALF)
-    assert found.fit == {"resize": resize, "crop": 64, "interpolation": "bicubic"}
-    assert (found.sure["normalize"], found.sure["fit"]) == (f"{name} {normalize}", f"{name} {fit}")
-    assert set(found.missing) == {"labels", "task", "variant"}
+    assert (found.size, found.normalize, found.orientation) == ((64, 64), HALF, orientation)
+    assert found.fit == {"crop": 64, "interpolation": "bicubic", **fit}
+    assert (found.sure["normalize"], found.sure["fit"]) == tuple(f"{name} {each}" for each in keys)
+    assert set(found.missing) == {"labels", "task", *([] if name == "config.json" else ["variant"])}
 
 
 def test_a_fit_that_is_not_served_is_asked_for(tmp_path, weights):
-    found = beside(tmp_path, weights, "preprocessor_config.json", {**PROCESSOR, "crop_pct": 0.9})
+    found = beside(tmp_path, weights, "preprocessor_config.json", {**PROCESSOR, "resample": 9})
     assert found.fit is None
     assert "in a way that is not served (preprocessor_config.json size, crop_size" in found.missing["fit"]
     assert "--fit stretched" in found.missing["fit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("preprocessor_config.json", {**PROCESSOR, "crop_pct": 0.9}, "crop_pct"),
+        ("preprocessor_config.json", {**PROCESSOR, "image_processor_type": "OwnProcessor"}, "image_processor_type Own"),
+        ("config.json", {**TIMM, "augmentation": "gray"}, "augmentation"),
+        ("config.json", {"pretrained_cfg": {**TIMM["pretrained_cfg"], "gray": True}}, "pretrained_cfg.gray"),
+        ("config.json", {"pretrained_cfg": {**TIMM["pretrained_cfg"], "test_crop_pct": 1.0}}, "test_crop_pct"),
+    ],
+)
+def test_a_file_with_a_key_that_is_not_understood_states_nothing_and_is_named(tmp_path, weights, name, content, named):
+    found = beside(tmp_path, weights, name, content)
+    assert (found.size, found.normalize, found.fit, found.orientation) == (None, None, None, None)
+    for key in ("size", "normalize", "fit"):
+        assert f"{name} has " in found.missing[key]
+        assert named in found.missing[key]
+        assert "nothing of that file is taken" in found.missing[key]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architecture": "squeezenet1_0"}, "says that it is a squeezenet1_0 (config.json architecture)"),
+        ({"model_args": {"act_layer": "gelu"}}, "act_layer"),
+        ({"global_pool": "max"}, "global_pool"),
+    ],
+)
+def test_an_architecture_that_timm_names_agrees_with_the_weights(tmp_path, weights, config, reason):
+    with pytest.raises(WeightsRefused) as caught:
+        beside(tmp_path, weights, "config.json", {**TIMM, **config})
+    assert reason in str(caught.value)
+    assert "export it to ONNX" in str(caught.value)
+
+
+def test_labels_that_timm_names_are_taken_if_there_are_as_many(tmp_path, weights):
+    assert beside(tmp_path, weights, "config.json", {**TIMM, "label_names": ["a", "b", "c"]}).labels == ("a", "b", "c")
+    assert beside(tmp_path, weights, "config.json", {**TIMM, "label_names": ["a", "b"]}).labels is None
+
+
+def test_other_exports_files_are_named_and_not_read(tmp_path, weights):
+    found = beside(tmp_path, weights, "environment.json", {"PREPROCESSING": {"grayscale": True}})
+    assert "environment.json (Roboflow's export) lies beside it, and is not read" in found.said
+    assert "fit" in found.missing
 
 
 def test_beside_several_models_nobody_knows_whose_it_is(tmp_path, weights):

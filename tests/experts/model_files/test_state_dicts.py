@@ -20,7 +20,7 @@ def resnet(tmp_path_factory):
 def test_a_classifier_tells_its_architecture_and_no_names(resnet):
     found = describe_file(resnet)
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
-    assert set(found.missing) == {"labels", "size", "normalize", "task", "variant"}
+    assert set(found.missing) == {"labels", "size", "normalize", "fit", "task", "variant"}
     assert "the 3 outputs" in found.missing["labels"]
     assert "of resnet18 with 3 labels" in found.sure["architecture"]
     with pytest.raises(WeightsRefused, match=r"is no resnet34: .* of resnet18 with 3 labels"):
@@ -53,7 +53,7 @@ class TestCheckpoints:
         found = describe_file(self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96}))
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
-        assert set(found.missing) == {"normalize", "task", "variant"}
+        assert set(found.missing) == {"normalize", "fit", "task", "variant"}
         assert "module. before every name was left out" in found.said
 
     def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):
