@@ -87,7 +87,7 @@ def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
 def _grey(image: np.ndarray) -> np.ndarray:
     """Pillow's grey (ITU-R 601-2); of floats without rounding."""
     if image.dtype != np.uint8:
-        return np.asarray(image @ np.float32(GREY))
+        return np.asarray(np.dot(image, np.array(GREY, np.float32)))
     return np.asarray(Image.fromarray(np.ascontiguousarray(image)).convert("L"))
 
 
