@@ -367,8 +367,9 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
     for key in (
-        "detector", "task", "labels", "otherwise", "size", "normalize", "fit", "orientation", "bits", "window", "variant",
-    ):  # fmt: skip
+        *("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "orientation"),
+        *("bits", "window", "variant"),
+    ):
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:
             shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)

@@ -77,8 +77,8 @@ class SideFiles:
         if others and given is None:
             raise WeightsRefused(
                 str(file),
-                f"is a {name} with {json.dumps(others)[:200]} ({CONFIG}), which may compute otherwise than torchvision's "
-                "model of these weights: export it to ONNX, and add that, or say --architecture",
+                f"is a {name} with {json.dumps(others)[:200]} ({CONFIG}), which may compute otherwise than "
+                "torchvision's model of these weights: export it to ONNX, and add that, or say --architecture",
             )
         builder = None if others else "timm"  # which builds the model by its name
         plain = name.partition(".")[0]  # without the tag of its training

@@ -136,6 +136,7 @@ class TestLabelsOfTheFile:
     @pytest.fixture
     def named(self, tmp_path):
         network = build_trainable("mobilenet_v3_small", 3)
+        network.classifier[3].bias.data += torch.arange(3)  # no tie
         torch.save(
             {"model": network.state_dict(), "classes": ["good", "bent", "gone"], "img_size": 32}, tmp_path / "x.pt"
         )
