@@ -10,10 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from agent.commands.progress import console_page
+from agent.deployment.line_change import pair_sha256
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import bound_decodings, find_profile, scaled_experts, usage_of
 from agent.promotion import shadow_of
-from agent.records.shadow_answers import answer_row, read_comparison, read_verdicts
+from agent.records.shadow_answers import Pair, answer_row, read_comparison, read_verdicts
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import before_and_after, reviewed_results
 from experts.backends import LLM
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.records.shadow_answers import Comparison, Pair, Side
+    from agent.records.shadow_answers import Comparison, Side
     from experts.packed.manifests import Manifest
 
 
@@ -120,10 +121,12 @@ def figures_of_promotion(config: LineConfig, expert: str) -> list[dict[str, Any]
     """``reviewed_figures`` of an expert's shadow as in the files now; none if other versions were compared."""
     try:
         pair = comparison_of(config, expert).pair
-        versions = [sha256_of(config.catalog.experts[name]) for name in (pair.expert, pair.shadow)]
+        expert_sha256, shadow_sha256 = (sha256_of(config.catalog.experts[name]) for name in (pair.expert, pair.shadow))
+        terms = pair_sha256(config, pair.expert, pair.shadow)
+        now = Pair(pair.expert, pair.shadow, expert_sha256, shadow_sha256, terms)
     except (ConfigError, LoadError):
         return []
-    return reviewed_figures(config, pair) if versions == [pair.expert_sha256, pair.shadow_sha256] else []
+    return reviewed_figures(config, pair) if now == pair else []
 
 
 def comparison_row(comparison: Comparison) -> dict[str, Any]:

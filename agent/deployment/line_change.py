@@ -7,6 +7,7 @@ and the next change removes it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import defaultdict
@@ -71,6 +72,12 @@ def line_name(expert: str) -> str:
 
 def with_line_names(text: str) -> str:
     return GENERATIONS.sub("", text) if GENERATION in text else text
+
+
+def pair_sha256(config: LineConfig, expert: str, shadow: str) -> str:
+    """Digest of the terms by which an expert and its shadow are judged: entries and routes, without weights."""
+    both = " ".join(verdict_sha256(config.catalog.graph, config.catalog.experts[name]) for name in (expert, shadow))
+    return hashlib.sha256(both.encode()).hexdigest()
 
 
 def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:

@@ -200,6 +200,27 @@ def version_0_5(database: Database) -> None:
     database.execute("ALTER TABLE boards ADD COLUMN reason TEXT")
 
 
+SHADOW_TERMS = (
+    "ALTER TABLE shadow_answers ADD COLUMN terms_sha256 TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE shadow_drops RENAME TO shadow_drops_before",
+    """CREATE TABLE shadow_drops (
+        expert TEXT NOT NULL, shadow TEXT NOT NULL, expert_sha256 TEXT NOT NULL, shadow_sha256 TEXT NOT NULL,
+        terms_sha256 TEXT NOT NULL, dropped INTEGER NOT NULL,
+        PRIMARY KEY (expert, shadow, expert_sha256, shadow_sha256, terms_sha256)
+    )""",
+    """INSERT INTO shadow_drops
+        SELECT expert, shadow, expert_sha256, shadow_sha256, '', dropped FROM shadow_drops_before""",
+    "DROP TABLE shadow_drops_before",
+)
+
+
+@migrations()
+def version_0_6(database: Database) -> None:
+    """Answers of shadows from before have no terms: no later ones are counted with them."""
+    for statement in SHADOW_TERMS:
+        database.execute(statement)
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """Open the migrated database; creates its folder. For one thread at a time. Raises ConfigError on a
     network share, where SQLite's locks and log are not safe."""

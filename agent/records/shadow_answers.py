@@ -1,7 +1,8 @@
 """Answers of experts and their shadows to the same images, written, and read back as a comparison.
 
-Guarantees: rows belong to one pair of versions, identified by the digests of their weights. The latest KEPT_ROWS rows
-stay. Images that a shadow never judged are counted. A comparison is a pure function of the rows.
+Guarantees: rows belong to one pair of versions, identified by the digests of their weights and of the terms of their
+answers: inputs, thresholds and routes. The latest KEPT_ROWS rows stay. Images that a shadow never judged are counted. A
+comparison is a pure function of the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import datetime
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from agent.records.database import open_for_reading, read_rows, utc_text
+from agent.records.database import open_for_reading, utc_text
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -28,39 +29,46 @@ OF_IMAGE = ("key", "image", "component", "board", "ref", "kept_as", "reason")
 COLUMNS = (
     "key image component expert shadow expert_sha256 shadow_sha256 label score passes seconds"
     " shadow_label shadow_score shadow_passes shadow_seconds reason asked_at"
-    " executor processor shadow_executor shadow_processor"
+    " executor processor shadow_executor shadow_processor terms_sha256"
 )
 INSERT = f"""
     INSERT INTO shadow_answers ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
 """
 DROP_OLD = "DELETE FROM shadow_answers WHERE seq <= ?"
 COUNT_DROPPED = """
-    INSERT INTO shadow_drops (expert, shadow, expert_sha256, shadow_sha256, dropped) VALUES (?, ?, ?, ?, ?)
-    ON CONFLICT (expert, shadow, expert_sha256, shadow_sha256) DO UPDATE SET dropped = dropped + excluded.dropped
+    INSERT INTO shadow_drops (expert, shadow, expert_sha256, shadow_sha256, terms_sha256, dropped)
+    VALUES (?, ?, ?, ?, ?, ?)
+    ON CONFLICT (expert, shadow, expert_sha256, shadow_sha256, terms_sha256)
+    DO UPDATE SET dropped = dropped + excluded.dropped
 """
 LATEST = "SELECT * FROM shadow_answers WHERE expert = ? AND shadow = ? ORDER BY seq DESC LIMIT 1"
-OF_VERSIONS = """
+OF_PAIR = "expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ? AND terms_sha256 = ?"
+OF_VERSIONS = f"""
     SELECT answers.*, results.kept_as, results.board, results.ref
     FROM shadow_answers AS answers LEFT JOIN results ON results.key = answers.key
-    WHERE answers.expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ? ORDER BY answers.seq
+    WHERE answers.{OF_PAIR} ORDER BY answers.seq
 """
-REVIEWED = """
+REVIEWED = f"""
     SELECT answers.key, passes, shadow_passes FROM shadow_answers AS answers
     JOIN results ON results.key = answers.key JOIN reviews ON reviews.result = results.seq AND undone_at IS NULL
-    WHERE answers.expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ?
+    WHERE answers.{OF_PAIR}
     AND passes IS NOT NULL AND shadow_passes IS NOT NULL
 """
-DROPPED = "SELECT dropped FROM shadow_drops WHERE expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ?"
+DROPPED = f"SELECT dropped FROM shadow_drops WHERE {OF_PAIR}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Expert and shadow, by the line file's names, with the versions of their weights."""
+    """Expert and shadow, by the line file's names, with the versions of their weights.
+
+    ``terms_sha256``: digest of both entries and of the expert's steps on routes, by which both are judged.
+    """
 
     expert: str
     shadow: str
     expert_sha256: str
     shadow_sha256: str
+    terms_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +198,25 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
         latest = connection.execute(LATEST, (expert, shadow)).fetchone()
         if latest is None:
             return None
-        pair = Pair(expert, shadow, latest["expert_sha256"], latest["shadow_sha256"])
-        rows = [_answer(pair, row) for row in connection.execute(OF_VERSIONS, astuple(pair))]
-        dropped = connection.execute(DROPPED, astuple(pair)).fetchone()
+        terms = latest["terms_sha256"] if "terms_sha256" in latest.keys() else ""  # noqa: SIM118  a row is no mapping
+        pair = Pair(expert, shadow, latest["expert_sha256"], latest["shadow_sha256"], terms)
+        rows = [_answer(pair, row) for row in connection.execute(_here(connection, OF_VERSIONS), astuple(pair))]
+        dropped = connection.execute(_here(connection, DROPPED), astuple(pair)).fetchone()
     return compare(pair, rows, dropped[0] if dropped else 0)
 
 
 def read_verdicts(path: Path, pair: Pair) -> dict[str, tuple[Verdict, Verdict]]:
     """Answers of expert and shadow to each reviewed image: OK or NG, by key. Raises FileNotFoundError."""
     verdicts = (Verdict.NG, Verdict.OK)
-    rows = read_rows(path, REVIEWED, astuple(pair))
+    with closing(open_for_reading(path)) as connection:
+        rows = connection.execute(_here(connection, REVIEWED), astuple(pair)).fetchall()
     return {key: (verdicts[passes], verdicts[shadow_passes]) for key, passes, shadow_passes in rows}
+
+
+def _here(connection: sqlite3.Connection, sql: str) -> str:
+    """The query for this file: one of an earlier version, which is read as it is, has no terms."""
+    columns = {row["name"] for row in connection.execute("PRAGMA table_info(shadow_answers)")}
+    return sql if "terms_sha256" in columns else sql.replace("terms_sha256 = ?", "? = ''")
 
 
 def answer_row(row: SideBySide) -> dict[str, object]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
-from agent.deployment.line_change import line_name, with_line_names
+from agent.deployment.line_change import line_name, pair_sha256, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
 from agent.runtime.texts import TextSource
@@ -50,7 +50,7 @@ MOST_BYTES = 64 * 1024 * 1024  # arbitrary: 64 crops take a tenth of it
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Judged image. ``expert``, ``shadow``: the Engine's names; ``side``: the expert's answer."""
+    """Judged image. ``expert``, ``shadow``: the Engine's names; ``side``: the expert's answer, on these terms."""
 
     subject: Subject
     image: ImageSource
@@ -58,6 +58,7 @@ class _Waiting:
     expert: str
     shadow: str
     side: Side
+    terms_sha256: str
 
 
 class ShadowSource:
@@ -74,6 +75,7 @@ class ShadowSource:
         self._ran_on: dict[int, dict[str, tuple[float, int]]] = {}  # request -> expert -> seconds and executor
         self._unwritten: Counter[Pair] = Counter()  # dropped images
         self._counts = ShadowsView()
+        self._terms: dict[tuple[str, str], str] = {}  # by line file and expert
         inspector.watch = JudgedWatch(self._ran, self._judged, self._offer)
         inspector.shadow_counts = self.counts
         self.refuse_enders()
@@ -133,7 +135,8 @@ class ShadowSource:
     def _keep(self, subject: Subject, source: ImageSource, expert: str, side: Side) -> None:
         """Keep an image; of a frame only the part: the frame may be a hundred times as large."""
         image = _part(source) if isinstance(source, FramePart) else source
-        self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, self._graph.shadows[expert], side))
+        shadow, terms = self._graph.shadows[expert], self._terms_sha256(expert)
+        self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, shadow, side, terms))
         self._waiting_bytes += self._waiting[-1].size_bytes
         while len(self._waiting) > WAITING_MAXIMUM or self._waiting_bytes > MOST_BYTES:
             self._drop(self._take_first())
@@ -146,12 +149,13 @@ class ShadowSource:
     # -- requests --
 
     def _offer(self) -> None:
-        """Submit the oldest image to its shadow; images of removed pairs are dropped."""
+        """Submit the oldest image to its shadow; images of removed pairs, and of other terms, are dropped."""
         if self._asked is not None or self._lacks_room:
             return
         while self._waiting:
             waiting = self._take_first()
-            if self._graph.shadows.get(waiting.expert) == waiting.shadow:
+            is_paired = self._graph.shadows.get(waiting.expert) == waiting.shadow
+            if is_paired and self._terms_sha256(waiting.expert) == waiting.terms_sha256:
                 self._asked = waiting
                 shadow, subject = waiting.shadow, waiting.subject
                 asked = replace(subject, key=self._key(shadow), component=None, expert=line_name(shadow), box=None)
@@ -188,7 +192,18 @@ class ShadowSource:
 
     def _pair(self, waiting: _Waiting) -> Pair:
         expert, shadow, model_of = waiting.expert, waiting.shadow, self._inspector.model_of
-        return Pair(line_name(expert), line_name(shadow), model_of(expert), model_of(shadow))
+        versions = model_of(expert), model_of(shadow)
+        return Pair(line_name(expert), line_name(shadow), *versions, waiting.terms_sha256)
+
+    def _terms_sha256(self, expert: str) -> str:
+        agent = self._inspector.agent
+        key = agent.config.catalog.sha256, expert
+        if key not in self._terms:
+            if len(self._terms) > len(agent.setup.graph.shadows):
+                self._terms.clear()  # of earlier line files
+            shadow = agent.setup.graph.shadows[expert]
+            self._terms[key] = pair_sha256(agent.config, line_name(expert), line_name(shadow))
+        return self._terms[key]
 
     def _write(self, waiting: _Waiting, said: Side | None, reason: str | None) -> None:
         pair, subject, counts = self._pair(waiting), waiting.subject, self._counts

@@ -1,5 +1,7 @@
 """A new version in the shadow of the one that serves: shown the same images, compared, and never deciding."""
 
+from agent.config import read_line
+from agent.deployment.line_change import pair_sha256
 from agent.promotion import promote
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
@@ -44,6 +46,20 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(line):
     assert {row.verdict for row in line.rows} == {OK}
     assert (arrived, status.ran, status.failed, status.dropped) == (6, 5, 0, 0)
     assert sum(each.images for each in found.shadow_ran_on) == 5
+
+
+def test_answers_on_other_terms_are_not_counted_together(line):
+    """The route asks for a higher score than both give: other verdicts, of the same weights."""
+    with_shadow(line, label="ok", weight_bytes=900_000)
+    with line.served() as service:
+        list(judge(service, count=2))
+        until(lambda: (found := compared(line)) is not None and found.images == 2)
+        line.document["routes"]["c0"][0]["min_score"] = 0.95
+        line.write()
+        service.desk.reload()
+        list(judge(service, count=3))
+        until(lambda: (found := compared(line)) is not None and found.images == 3)
+        assert compared(line).pair.terms_sha256 == pair_sha256(read_line(line.write()), "cls/f0", "cls/f2")
 
 
 def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_away(line):

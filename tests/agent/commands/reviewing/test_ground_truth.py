@@ -134,7 +134,8 @@ def of_the_version_before_reviews(file):
         database.attach("later", file)
         with database.atomic():
             for table in ("results", "shadow_answers", "shadow_drops"):
-                database.execute(f"INSERT INTO {table} SELECT * FROM later.{table}")
+                columns = ", ".join(column.name for column in database[table].columns)
+                database.execute(f"INSERT INTO {table} SELECT {columns} FROM later.{table}")
     earlier.rename(file)
 
 
