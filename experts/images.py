@@ -26,7 +26,7 @@ from experts.errors import ImageTooLarge, ImageUnreadable
 from experts.expert import Orientation
 from experts.image_files.completeness import Completeness, completeness
 from experts.image_files.depth import as_rgb, deep_samples, eight_bits, shown
-from experts.image_files.jpeg import CUT, START, as_if_it_went_on, jpeg_pixels
+from experts.image_files.jpeg import CUT, START, jpeg_pixels, jpeg_size
 from experts.image_files.png import png_damage, png_stop
 from experts.image_files.tiff import jpeg_damage
 
@@ -44,6 +44,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 ENDINGS = frozenset({  # of their files' names
     ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp",
 })  # fmt: skip
+NOT_AN_IMAGE = f"not an image in any of {', '.join(FORMATS)}"
 DEFAULT_MAX_PIXELS = 64_000_000
 LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
 MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits, the largest supported format
@@ -160,13 +161,12 @@ def decode_image(
                 return Decoded(pixels, height, width, smaller, is_jpeg, _orientation(image), bits, name)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
-    except UnidentifiedImageError as error:
-        reason = CUT if is_cut else f"not an image in any of {', '.join(FORMATS)}"
-        raise ImageUnreadable(name, reason) from error
     except MemoryError:  # the size was checked: the box lacks memory
         raise
     except BROKEN as error:
-        raise ImageUnreadable(name, f"cannot be decoded ({error or type(error).__name__})") from error
+        is_known = not isinstance(error, UnidentifiedImageError)
+        other = f"cannot be decoded ({error or type(error).__name__})" if is_known else NOT_AN_IMAGE
+        raise ImageUnreadable(name, CUT if is_cut else other) from error
 
 
 def upright(stored: np.ndarray, orientation: int) -> np.ndarray:
@@ -261,18 +261,13 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _of_jpeg(image: Image.Image, content: bytes, name: str, smaller: int) -> NDArray[np.uint8]:
+    if (image.height, image.width) != jpeg_size(content):  # by two decoders: the limit holds for both
+        raise ImageUnreadable(name, "its header states two sizes")
     pixels = jpeg_pixels(content, name, image.mode == "CMYK", smaller)
-    if pixels is not None and image.mode != "CMYK":
+    if image.mode != "CMYK":
         return pixels
-    size = image.width // smaller, image.height // smaller
-    image.draft(None, size)  # None: its own mode
-    shown = _rgb(image, name)  # Pillow converts CMYK, and knows every sampling, but hears no warning
-    if pixels is None:
-        with Image.open(io.BytesIO(as_if_it_went_on(content)), formats=FORMATS) as noisy:
-            noisy.draft(None, size)
-            if not np.array_equal(shown, _rgb(noisy, name)):
-                raise ImageUnreadable(name, "is damaged: its data stop before its end")
-    return shown
+    image.draft(None, (image.width // smaller, image.height // smaller))  # None: its own mode
+    return _rgb(image, name)  # Pillow knows how to convert it
 
 
 def _loaded(image: Image.Image, content: bytes, name: str) -> tuple[NDArray[Any], int | None]:
@@ -288,15 +283,11 @@ def _loaded(image: Image.Image, content: bytes, name: str) -> tuple[NDArray[Any]
     except BROKEN as error:
         stop = png_stop(content) if image.format == "PNG" else None
         raise ImageUnreadable(name, f"is damaged {stop or 'in its data'} ({error or type(error).__name__})") from error
-    if image.format == "PNG" and not _ends_with_pixels(image) and (stop := png_stop(content)):
+    found = deep_samples(image, content, name) or (_rgb(image, name), None)
+    last = found[0][-2:]  # of one value, as Pillow leaves rows of which a PNG has no data
+    if image.format == "PNG" and (last == last[-1, -1]).all() and (stop := png_stop(content)):
         raise ImageUnreadable(name, f"is damaged: its data stop {stop}")
-    return deep_samples(image, content, name) or (_rgb(image, name), None)
-
-
-def _ends_with_pixels(image: Image.Image) -> bool:
-    """False where the last rows are zeros, as Pillow leaves rows of which a PNG has no data."""
-    last = image.crop((0, max(image.height - 2, 0), image.width, image.height))
-    return all(any(row) for row in np.asarray(last).reshape(last.height, -1))
+    return found
 
 
 def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:

@@ -56,28 +56,24 @@ class _Layout:
     end: int | None
 
 
-def as_if_it_went_on(content: bytes) -> bytes:
-    """The picture, with noise before its end: a decoder shows none of it after a whole scan."""
-    return content[: picture_end(content)].removesuffix(END) + NOISE + END
-
-
 def picture_end(content: bytes) -> int | None:
     """Place behind the first picture of a file; None if its end is missing."""
     return _layout(content).end
 
 
-def jpeg_pixels(content: bytes, name: str, is_cmyk: bool = False, smaller: int = 1) -> NDArray[np.uint8] | None:
-    """Pixels, RGB or CMYK as stored, of a whole picture; each side a ``smaller``-th. Raises ImageUnreadable.
+def jpeg_size(content: bytes) -> tuple[int, int]:
+    """Height and width. Raises ValueError."""
+    height, width, *_ = simplejpeg.decode_jpeg_header(content, strict=False)
+    return height, width
 
-    None for channels sampled in a way that simplejpeg does not know, such as 4:1:0.
-    """
+
+def jpeg_pixels(content: bytes, name: str, is_cmyk: bool = False, smaller: int = 1) -> NDArray[np.uint8]:
+    """Pixels, RGB or CMYK as stored, of a whole picture; each side a ``smaller``-th. Raises ImageUnreadable."""
     for _ in range(len(BLEMISHES) + 1):
         try:
             pixels = _decoded(content, is_cmyk, smaller)
         except ValueError as error:
             said = str(error)
-            if "Could not determine subsampling" in said and picture_end(content) is not None:
-                return None
         else:
             _refuse_lost_scans(content, name)
             return pixels
@@ -93,13 +89,11 @@ def jpeg_pixels(content: bytes, name: str, is_cmyk: bool = False, smaller: int =
 
 
 def _decoded(content: bytes, is_cmyk: bool = False, smaller: int = 1, strict: bool = True) -> NDArray[np.uint8]:
-    least = (0, 0)
-    if smaller > 1:
-        height, width, *_ = simplejpeg.decode_jpeg_header(content, strict=strict)
-        least = (-(-height // smaller), -(-width // smaller))
+    least = (-(-side // smaller) for side in jpeg_size(content)) if smaller > 1 else (0, 0)
+    height, width = least
     colours = "CMYK" if is_cmyk else "RGB"
     pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-        content, colours, min_height=least[0], min_width=least[1], strict=strict
+        content, colours, min_height=height, min_width=width, strict=strict
     )
     return pixels
 
@@ -127,7 +121,8 @@ def _segments(content: bytes) -> Iterator[tuple[int, int]]:
     while found is not None:
         kind, at = found[1][0], found.end()
         length = 0 if kind in {SOI, EOI, TEM} else int.from_bytes(content[at : at + 2], "big")
-        if at + max(length, 8 if kind in FRAMES or kind == SOS else 0) > len(content):
+        least = 8 if kind in FRAMES else 6 + 2 * int.from_bytes(content[at + 2 : at + 3]) if kind == SOS else 0
+        if at + max(length, least) > len(content):
             return
         yield kind, at
         found = MARKER.search(content, at + length)
@@ -189,13 +184,6 @@ def _with_known_revision(content: bytes) -> bytes:
     return content[:at] + b"\x01" + content[at + 1 :]
 
 
-def _with_known_transform(content: bytes) -> bytes:
-    """With the transform that libjpeg supposes for an unknown one."""
-    at = content.find(b"Adobe") + 11
-    transform = b"\x02" if len(_layout(content, until_first_scan=True).components) == 4 else b"\x01"
-    return content[:at] + transform + content[at + 1 :]
-
-
 def _with_parameters(content: bytes) -> bytes:
     """With the parameters that each scan of a sequential file has."""
     for scan in _layout(content).scans:
@@ -212,7 +200,6 @@ def _without_padding(content: bytes) -> bytes:
 
 BLEMISHES = {  # words of warnings after which the pixels are right nevertheless, and what silences them
     "unknown JFIF revision": _with_known_revision,
-    "Unknown Adobe color transform": _with_known_transform,
     "Invalid SOS parameters for sequential JPEG": _with_parameters,
     "bad ICC marker": lambda content: content.replace(b"ICC_PROFILE\0", b"ICC_PROFILE\1"),
     "extraneous bytes before marker 0xd9": _without_padding,

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 HEADER = struct.Struct(">IIBBBBB")  # width, height, bits, colours, compression, filter, interlace
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colours
-ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 PIECE = 4096  # bytes inflated at once: at most a thousand times as many come out
 AROUND = 12  # bytes of a chunk beside its data: length, kind, checksum
 MOST_CHUNKS = 1 << 17  # an image of 178 megapixels has at most as many of 8 KiB
@@ -46,24 +45,15 @@ def png_damage(content: bytes) -> str | None:
 
 
 def png_stop(content: bytes) -> str | None:
-    """Row at which the pixels' data stop or go wrong, else the share of them; None where all are there."""
+    """Row at which the pixels' data stop or go wrong; None where all are there, or rows are interlaced."""
     width, height, bits, colours, *_, is_interlaced = HEADER.unpack_from(content, len(SIGNATURE) + 8)
-    passes = ADAM7 if is_interlaced else ((0, 0, 1, 1),)
-    sizes = [(-(-(width - left) // across), -(-(height - top) // down)) for left, top, across, down in passes]
-    row_bytes = [1 + -(-columns * bits * CHANNELS[colours] // 8) for columns, _ in sizes]
-    wanted = sum(rows * each for each, (columns, rows) in zip(row_bytes, sizes, strict=True) if columns > 0 < rows)
     found, inflating = 0, zlib.decompressobj()
     with suppress(zlib.error):
         for kind, start, end in _chunks(content):
             for at in range(start, end, PIECE) if kind == b"IDAT" else ():
                 found += len(inflating.decompress(content[at : min(at + PIECE, end)]))
-    if found >= wanted:
-        return None
-    return (
-        f"at {100 * found // wanted} % of its pixels"
-        if is_interlaced
-        else f"at row {found // row_bytes[0]} of {height}"
-    )
+    row = found // (1 + -(-width * bits * CHANNELS[colours] // 8))
+    return None if is_interlaced or row >= height else f"at row {row} of {height}"
 
 
 def png_bits(content: bytes) -> tuple[int, int | None]:

@@ -157,7 +157,7 @@ def jpeg_damage(content: bytes, tags: Mapping[int, Any], is_cmyk: bool) -> str |
     """Where the first damaged strip or tile of JPEG data is; None without one. libtiff fills it with grey."""
     if tags.get(COMPRESSION) != JPEG:
         return None
-    offsets, counts = next((tags[starts], tags[sizes]) for starts, sizes in TABLES if starts in tags)
+    offsets, counts = next(((tags[starts], tags[sizes]) for starts, sizes in TABLES if starts in tags), ((), ()))
     tables = tags.get(JPEG_TABLES, START + END)
     for number, (start, size) in enumerate(zip(offsets, counts, strict=True)):
         try:

@@ -127,14 +127,6 @@ def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
         )
 
 
-def test_a_jpeg_of_unusual_sampling_is_read_and_refused_where_its_scan_ends_early():
-    frame = BASELINE.index(b"\xff\xc0")
-    unusual = BASELINE[: frame + 14] + b"\x21" + BASELINE[frame + 15 :]
-    assert read_image(unusual, "it").shape == (SIDE, SIDE, 3)
-    with pytest.raises(ImageUnreadable, match="its data stop before its end"):
-        read_image(half_lost(unusual), "it")
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

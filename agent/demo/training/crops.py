@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from agent.demo.rendering.components import OK, ComponentType
 from agent.demo.rendering.render import crop, render_panels
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ImageError
+from experts.images import read_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from agent.demo.rendering.render import Fractions
@@ -153,10 +154,9 @@ def load_component(folder: Path) -> list[LabelledCrop]:
 
 def read_pixels(file: Path) -> NDArray[np.uint8]:
     try:
-        with Image.open(file) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, UnidentifiedImageError) as error:
-        raise ConfigError(f"{file} cannot be read as an image: {error}") from error
+        return read_image(file, str(file))
+    except ImageError as error:
+        raise ConfigError(f"{file} cannot be read as an image: {error.message}") from error
 
 
 def divide(

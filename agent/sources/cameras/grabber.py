@@ -197,5 +197,6 @@ def encode(picture: Picture, max_pixels: int) -> bytes | None:
 
 
 def _check_size(picture: NDArray[Any] | DeepPixels | VideoFrame, max_pixels: int) -> None:
-    height, width = picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
+    shown = picture.values if isinstance(picture, DeepPixels) else picture
+    height, width = shown.shape[:2] if isinstance(shown, np.ndarray) else (shown.height, shown.width)
     check_size(height, width, max_pixels)

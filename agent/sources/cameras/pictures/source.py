@@ -26,14 +26,6 @@ class DeepPixels:
     values: NDArray[np.uint16]
     bits: int
 
-    @property
-    def height(self) -> int:
-        return int(self.values.shape[0])
-
-    @property
-    def width(self) -> int:
-        return int(self.values.shape[1])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
