@@ -125,6 +125,7 @@ class Tried:
     image: str
     prediction: Prediction
     seconds: float
+    remark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
                 _keep_proof(config, settled.expert, sha256, compared)
     return Added(
         settled.expert, str(described.kind), settled.entry, settled.edited(""),
-        wishes.components, settled.sure, settled.said,
+        wishes.components, settled.sure, (*settled.said, *filter(None, [tried.remark])),
         None if wishes.prints else settled.weights, sha256, tried, compared,
     )  # fmt: skip
 
@@ -350,6 +351,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         "task": None if task == "multiclass" else task,
         "labels": words,
         "otherwise": wishes.otherwise,
+        "confidence": known.confidence,
         "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
         "threshold": None if is_multilabel else threshold,
         "input": {"size": list(known.size or ()), "normalize": known.normalize}
@@ -514,7 +516,7 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
     judge = Judge(expert)
     started_s = time.perf_counter()
     prediction = judge.answer(image)
-    return Tried(name, prediction, time.perf_counter() - started_s)
+    return Tried(name, prediction, time.perf_counter() - started_s, judge.remark)
 
 
 def _synthetic(height: int, width: int) -> NDArray[np.uint8]:

@@ -26,6 +26,7 @@ class Packable:
     tensors: Mapping[str, Tensor]  # in execution dtype, memory format in the strides
     program: bytes = b""  # further input of a skeleton, or key of its construction
     stacks: tuple[tuple[str, ...], ...] = ()  # tensors of all moe_experts of a layer, readable one moe_expert at a time
+    remark: str | None = None  # for the user
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

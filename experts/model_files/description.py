@@ -62,6 +62,7 @@ class ModelDescription:
     missing: Mapping[str, str] = field(default_factory=dict)
     said: tuple[str, ...] = ()
     detector: str | None = None  # of a graph: a row of DETECTORS
+    confidence: float | None = None  # of a graph that leaves out boxes below, where that is above the default
     is_grey: bool = False  # of a graph: it takes one channel
     detectors: tuple[str, ...] = ()  # of a graph: rows that its outputs do not contradict
 

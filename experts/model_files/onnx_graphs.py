@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.onnx.decoders import DETECTORS
-from experts.backends.onnx.evidence import Recognised, Structure, may_be_boxes, recognised
+from experts.backends.onnx.evidence import Recognised, Structure, least_score, may_be_boxes, recognised
 from experts.backends.onnx.heading import UINT8, read_heading
 from experts.backends.onnx.inputs import form_of
-from experts.backends.onnx.layouts import possible_detectors, shown_shape, unknown_detector
+from experts.backends.onnx.layouts import outputs_of, possible_detectors, shown_shape, unknown_detector
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
 from experts.checkpoints.trainer_facts import FactCollector, add_pixels, labels_of, size_of
 from experts.errors import WeightsRefused
-from experts.expert import ANOMALY_LABELS, Normalization
+from experts.expert import ANOMALY_LABELS, CONFIDENCE_MINIMUM, Normalization
 from experts.model_files.description import (
     FIT_OPTIONS,
     NORMALIZE_OPTIONS,
@@ -60,9 +60,9 @@ def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = 
         )
     named = None if detector is None else Recognised(detector, "given by --detector")
     found = named or _recognised(file, heading)
-    return _Graph(
-        file, heading, form, "detector" if named else kind, found, scattered, last_operator(model)
-    ).described()
+    limit = None if found is None else least_score(model.graph, outputs_of(found.detector, heading))
+    kind = "detector" if named else kind
+    return _Graph(file, heading, form, kind, found, scattered, last_operator(model), limit).described()
 
 
 def _recognised(file: Path, heading: Heading) -> Recognised | None:
@@ -79,6 +79,7 @@ class _Graph:
     found: Recognised | None
     is_scattered: bool
     last: str | None
+    limit: float | None
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -105,11 +106,13 @@ class _Graph:
         facts = self._pixels(kind, size, missing)
         found = {key: facts.values[key] for key in ("normalize", "fit", "orientation") if key in facts.values}
         sure |= {key: facts.evidence[key] for key in found}
+        limit = self.limit if kind == "detector" and (self.limit or 0.0) > CONFIDENCE_MINIMUM else None
+        sure |= {} if limit is None else {"confidence": "its graph leaves out boxes of lower scores"}
         return ModelDescription(
             self.file, kind, "onnx", labels, size, task=task, label_count=count, sure=sure, missing=missing,
             is_scattered=self.is_scattered, said=self._said(), **found,
             detector=None if kind != "detector" or self.found is None else self.found.detector,
-            is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
+            confidence=limit, is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
         )  # fmt: skip
 
     def _kind(self) -> tuple[Kind | None, str]:

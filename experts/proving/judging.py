@@ -25,6 +25,7 @@ class Judge:
     def __init__(self, expert: Expert, form: Precision = Precision.FP32, device: str = "cpu") -> None:
         backend = backend_for(expert.architecture)
         packable = backend.pack(expert, form)
+        self.remark = packable.remark
         self._expert = expert
         self._skeleton = backend.skeleton(expert, form, packable.program, device)
         self._skeleton.bind({name: tensor.to(device) for name, tensor in packable.tensors.items()})

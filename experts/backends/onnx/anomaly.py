@@ -60,7 +60,7 @@ class AnomalyOutputs:
 
 def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
     """Keep score and map outputs, and fix a batch of one if needed. In place. Raises WeightsMismatch, REFUSALS."""
-    synthetic = probe_images(expert.pixels.height, expert.pixels.width)
+    synthetic = probe_images(expert.pixels)
     alone = _answers(session_once(model.SerializeToString()), synthetic, at_once=1)
     outputs = _counting(expert, alone)
     keep_outputs(model, outputs.names)

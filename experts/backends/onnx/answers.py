@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from experts.backends.onnx.layouts import mismatch
+from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import label_by_label, require_several_labels, winners
+from experts.backends.pixels import normalized
 from experts.errors import OutputInvalid
 from experts.expert import Prediction, Task
 
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
     from experts.backends.base import Prepared
-    from experts.expert import Expert
+    from experts.expert import Expert, InputSpec
 
-RECIPE = "what its answers mean is noted"  # in manifests
+RECIPE = "what its answers mean is noted, alone where others count"  # in manifests
 AT_ONCE = 2  # synthetic images in a run of a graph with an open batch: it may declare any size and take only one
 PROBES = 6  # synthetic images
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
@@ -50,15 +52,16 @@ class OutputKind(StrEnum):
     PROBABILITIES = "probabilities"
 
 
-def probe_images(height: int, width: int) -> np.ndarray:
-    """Synthetic images as experts get them, (PROBES, 3, height, width): grey, bright, noise of several kinds."""
-    random = np.random.default_rng(0)
-    shape = (3, height, width)
-    coarse = random.normal(size=(3, -(-height // 8), -(-width // 8)))
-    blocks = np.kron(coarse, np.ones((1, 8, 8)))[:, :height, :width]
+def probe_images(pixels: InputSpec) -> np.ndarray:
+    """Synthetic images as experts get them, (PROBES, 3, height, width): grey, white, noise of several kinds."""
+    random, (height, width) = np.random.default_rng(0), pixels.size
+    shape = (height, width, 3)
+    coarse = random.normal(size=(-(-height // 8), -(-width // 8), 3))
+    blocks = np.kron(coarse, np.ones((8, 8, 1)))[:height, :width]
     noise = random.normal(size=shape)
-    images = (np.zeros(shape), np.ones(shape), random.random(shape), noise, blocks, noise / 10)
-    return np.stack(images).astype(np.float32)
+    images = (np.zeros(shape), np.ones(shape) * 2, random.uniform(-2, 2, shape), noise, blocks, noise / 10 - 1)
+    whole = np.clip(128 + 64 * np.stack(images), 0, 255).astype(np.uint8)
+    return np.stack([normalized(image, pixels.normalize).numpy() for image in whole])
 
 
 def probed(session: InferenceSession, images: np.ndarray, at_once: int = AT_ONCE) -> list[list[np.ndarray]]:
@@ -67,6 +70,21 @@ def probed(session: InferenceSession, images: np.ndarray, at_once: int = AT_ONCE
     parts = (images[start : start + size] for start in range(0, len(images), size))
     filled = (np.concatenate([part, np.repeat(part[-1:], size - len(part), axis=0)]) for part in parts)
     return [session.run(None, {source.name: part}) for part in filled]
+
+
+def settle_alone(expert: Expert, model: onnx.ModelProto, images: np.ndarray) -> None:
+    """See ``neighbours``. Scores are compared as they count, whatever the values turn out to be."""
+
+    def read(outputs: Sequence[np.ndarray]) -> np.ndarray:
+        rows = _by_label(expert, outputs[0]).astype(np.float64)
+        if rows.ndim != 2:
+            return rows
+        powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+        return np.asarray(
+            1 / (1 + np.exp(-rows)) if expert.task is Task.MULTILABEL else powers / powers.sum(axis=1, keepdims=True)
+        )
+
+    settle_batch(expert, model, images, read)
 
 
 def decided(expert: Expert, model: onnx.ModelProto, session: InferenceSession, images: np.ndarray) -> OutputKind:
@@ -126,7 +144,8 @@ def predictions(
     kind: OutputKind, expert: Expert, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
     """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN, ties and wrong probabilities."""
-    rows = _probabilities(expert, _by_label(expert, np.concatenate([run[0] for run in runs])[: len(batch)]), kind)
+    answered = np.concatenate([np.atleast_1d(run[0]) for run in runs])[: len(batch)]
+    rows = _probabilities(expert, _by_label(expert, answered), kind)
     if expert.task is Task.MULTILABEL:
         return label_by_label(expert, rows.tolist())
     scores, labels = (values.tolist() for values in winners(expert, torch.from_numpy(rows)))
@@ -189,4 +208,5 @@ def _fixed_batch(session: InferenceSession) -> int | None:
 
 
 def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
+    rows = np.atleast_1d(rows)  # one image's may lack that axis, too
     return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows  # one label may lack its axis

@@ -9,6 +9,7 @@ weights out: they become inputs. The rest is the program: experts of one program
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -23,17 +24,19 @@ from onnxruntime import GraphOptimizationLevel
 from experts.backends.base import Packable, require_images
 from experts.backends.boxes import filled, letterboxed
 from experts.backends.onnx import anomaly, answers, detections
-from experts.backends.onnx.answers import AT_ONCE, probe_images, probed
+from experts.backends.onnx.answers import probe_images, probed
+from experts.backends.onnx.evidence import least_score
 from experts.backends.onnx.heading import read_heading
 from experts.backends.onnx.inputs import required_form, take_agents_form
 from experts.backends.onnx.layouts import mismatch, read_detections, require_names, require_served
+from experts.backends.onnx.neighbours import why_alone
 from experts.backends.onnx.pruning import keep_outputs, propagate_nan
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.outputs import await_writes, is_finite
 from experts.backends.pixels import fitted
-from experts.backends.weight_files import read_onnx
-from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
+from experts.backends.weight_files import read_graph, read_onnx
+from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Fit, Precision, Task
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ QUANTISED_READERS = frozenset(  # operators and the place of their weights of fe
 SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
 _OF_DETECTORS = {Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
 NOISY = slice(2, 4)  # of the synthetic images: those with the most varied boxes
+SHOWN = slice(1, 4)  # those that detectors are asked for alone and together, a white one among them
 NUMPY_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
     torch.int8: np.int8, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32,
@@ -72,8 +76,10 @@ class OnnxSkeleton:
         self._session = session
         notes, names = session.get_modelmeta().custom_metadata_map, [output.name for output in session.get_outputs()]
         self._read: partial[tuple[Prediction, ...]]
+        self._limit: float | None = None
         if (layout := detections.noted(notes)) is not None:
             self._outputs, self._read = names, partial(detections.predictions, layout)
+            self._limit = detections.noted_limit(notes)
         elif (outputs := anomaly.noted(notes)) is not None:
             self._outputs, self._read = list(outputs.names), partial(anomaly.predictions, outputs)
         else:
@@ -97,6 +103,8 @@ class OnnxSkeleton:
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_images(batch)
+        if (fault := detections.below_limit(expert, self._limit)) is not None:
+            raise OutputInvalid(expert.id, f"its graph {fault}")
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
         size = self._batch_size or len(batch)
         runs = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
@@ -136,12 +144,18 @@ class OnnxBackend:
         required_form(expert, heading.inputs)
         if expert.task is not Task.ANOMALY:  # labels of anomaly experts are chosen in the line file
             require_names(expert, heading.names)
-        return packed_apart(expert)
+        found = packed_apart(expert)
+        return replace(found, remark=why_alone(found.program))
 
     def check(self, expert: Expert) -> None:
         _require_onnx(expert)
         required_form(expert, read_heading(expert.id, expert.weights).inputs)
         require_served(expert)
+        found = None if expert.task is not None else read_detections(expert)
+        if found is not None and found.kind.chooses:
+            limit = least_score(read_graph(expert.id, expert.weights).graph, found.outputs)
+            if (fault := detections.below_limit(expert, limit)) is not None:
+                raise mismatch(expert, fault)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return self.skeleton(expert, precision, program, device)  # it holds the session
@@ -209,13 +223,21 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
         if found.at_once is not None:
             images.type.tensor_type.shape.dim[0].dim_value = found.at_once
     folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    session = session_once(folded.SerializeToString())
-    synthetic = probe_images(expert.pixels.height, expert.pixels.width)
+    synthetic = probe_images(expert.pixels)
     if found is None:
+        answers.settle_alone(expert, folded, synthetic)
+        session = session_once(folded.SerializeToString())
         answers.note(folded, answers.decided(expert, folded, session, synthetic))
     else:
-        first, *_ = probed(session, synthetic[NOISY], found.at_once or AT_ONCE)
-        detections.note(folded, detections.decided(expert, found, first))
+        session = session_once(folded.SerializeToString())
+        first, *_ = probed(session, synthetic[NOISY], 1)
+        layout = detections.decided(expert, found, first)
+        if found.at_once is None:
+            detections.settle_alone(expert, folded, layout, synthetic[SHOWN])
+        limit = least_score(model.graph, found.outputs)
+        if (fault := detections.below_limit(expert, limit)) is not None:
+            raise mismatch(expert, fault)
+        detections.note(folded, layout, limit)
     return folded
 
 

@@ -60,6 +60,11 @@ class Detector:
     orientation: Orientation = Orientation.EXIF
     prepared: Mapping[str, Any] | None = None
 
+    @property
+    def chooses(self) -> bool:
+        """True where the graph may leave out boxes by itself."""
+        return not {Layout.ANCHORS_LAST, Layout.OBJECTNESS, Layout.CELLS, Layout.QUERIES} & {*self.layouts}
+
     def fitting(
         self,
         shape: Sequence[int | None] | None,

@@ -20,6 +20,7 @@ from torchvision.ops import box_convert
 from experts.backends.boxes import best_labels, prediction, selected, suppressed
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import mismatch
+from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import require_numbers
 from experts.errors import OutputInvalid
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from experts.expert import Expert, Prediction
 
 RECIPE = "what its boxes mean is noted"  # in manifests
-_NOTE = "coserve.detections"
+_NOTE, _LIMIT_NOTE = "coserve.detections", "coserve.least"
+_ROUNDED = 1e-6  # of a limit in float32
 _SCORE_TOLERANCE = 1e-3  # of a score below 0 or above 1
 _STRIDES = ((8, 16, 32), (8, 16, 32, 64))  # of YOLOX's levels
 
@@ -91,12 +93,41 @@ def _are_scores(layout: Layout, answers: Sequence[np.ndarray], label_count: int)
     return bool(((known >= -_SCORE_TOLERANCE) & (known <= 1 + _SCORE_TOLERANCE)).all())
 
 
+def settle_alone(expert: Expert, model: onnx.ModelProto, layout: Layout, images: np.ndarray) -> None:
+    """See ``neighbours``. Scores are compared; chosen ones by their order, as equal ones may change places."""
+    count, chosen = len(expert.labels), {Layout.CHOSEN, Layout.CHOSEN_QUERIES, Layout.LABELLED, Layout.TARGETED}
+
+    def read(outputs: Sequence[np.ndarray]) -> np.ndarray:
+        found = outputs[1] if layout is Layout.LOGITS else outputs[2] if layout is Layout.TARGETED else outputs[0]
+        if layout in chosen:
+            return np.sort(found if layout is Layout.TARGETED else found[:, :, 4], axis=1)
+        return found[:, 4 : 4 + count] if layout is Layout.ANCHORS_LAST else found[:, :, -count:]
+
+    settle_batch(expert, model, images, read)
+
+
 def _are_labels(labels: np.ndarray, label_count: int) -> bool:
     return bool(((labels == np.round(labels)) & (labels >= 0) & (labels < label_count)).all())
 
 
-def note(model: onnx.ModelProto, layout: Layout) -> None:
+def note(model: onnx.ModelProto, layout: Layout, limit: float | None) -> None:
     model.metadata_props.add(key=_NOTE, value=layout)
+    if limit is not None:
+        model.metadata_props.add(key=_LIMIT_NOTE, value=str(limit))
+
+
+def below_limit(expert: Expert, limit: float | None) -> str | None:
+    """The fault of a `confidence` for which the graph has left out boxes already."""
+    if limit is None or expert.confidence >= limit - _ROUNDED:
+        return None
+    return (
+        f"leaves out boxes that score below {limit:g} by itself, and `confidence` is {expert.confidence:g}: write "
+        f"`confidence: {limit:g}`, or export it with a lower limit"
+    )
+
+
+def noted_limit(notes: Mapping[str, str]) -> float | None:
+    return float(notes[_LIMIT_NOTE]) if _LIMIT_NOTE in notes else None
 
 
 def noted(notes: Mapping[str, str]) -> Layout | None:

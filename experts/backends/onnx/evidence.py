@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from experts.backends.onnx.decoders import DETECTORS
-from experts.backends.onnx.heading import FLOAT, INT64, INTEGERS, read_nodes
+from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, INTEGERS, read_nodes
 from experts.errors import WeightsCorrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import onnx
@@ -36,6 +36,19 @@ KEEPING = frozenset(  # operators that pass values on, at most with other places
         "Unsqueeze",
     }
 )
+CHOOSING = KEEPING | {
+    "Concat",
+    "Gather",
+    "GatherElements",
+    "GatherND",
+    "Max",
+    "Mul",
+    "ReduceMax",
+    "Slice",
+    "Split",
+    "TopK",
+}
+COMPARING = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 CELL = ("Conv", "Sigmoid", "Sigmoid")  # what YOLOX joins on each level: place, objectness, labels
 DFL = re.compile(r"model\.\d+[./]dfl[./]")  # ultralytics' and YOLOv9's distribution of distances
 ANCHORED = re.compile(r"model\.\d+[./]m\.[012][./]")  # a convolution for three anchors a cell: YOLOv5 and v7
@@ -70,6 +83,19 @@ class Structure:
     def operators(self) -> frozenset[str]:
         return frozenset(node.op_type for node in self.nodes)
 
+    def before(self, names: Sequence[str], through: frozenset[str] | None = None) -> Iterator[onnx.NodeProto]:
+        """Nodes that these values are computed by; ``through``: behind other operators, none."""
+        waiting, seen = [*names], set(names)
+        for name in waiting:
+            node = self.makers.get(name)
+            if node is None:
+                continue
+            yield node
+            if through is None or node.op_type in through:
+                new = {*node.input} - seen
+                seen |= new
+                waiting += sorted(new)
+
     def names(self, pattern: re.Pattern[str]) -> bool:
         """True if a weight or a node is named so."""
         return any(map(pattern.search, (*self.weights, *(node.name for node in self.nodes))))
@@ -102,6 +128,30 @@ def recognised(expert: str, path: Path, heading: Heading, label_count: int | Non
     if found is None and may_be_boxes(heading):
         found = _by_operators(heading, Structure.read(expert, path))
     return found
+
+
+def least_score(graph: onnx.GraphProto, outputs: Sequence[str]) -> float | None:
+    """Score below which a graph leaves out boxes by itself, before these outputs; None: it does not show one."""
+    from onnx import numpy_helper
+
+    structure = Structure(tuple(graph.node), frozenset())
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+
+    def number(name: str) -> float | None:
+        tensor = constants.get(name)
+        is_one = tensor is not None and tensor.data_type in FLOATS and not [each for each in tensor.dims if each != 1]
+        return float(numpy_helper.to_array(tensor).item()) if is_one else None
+
+    found = []
+    for node in structure.before(outputs):
+        if node.op_type == "NonMaxSuppression":
+            found.append(number(node.input[4]) if len(node.input) > 4 else None)
+        elif node.op_type in COMPARING:
+            value, limit = node.input if node.op_type.startswith("Greater") else reversed(node.input)
+            made = {each.op_type for each in structure.before([value], CHOOSING)}
+            found.append(number(limit) if made & {"Sigmoid", "Softmax"} else None)
+    return max((round(each, 6) for each in found if each is not None and 0 < each < 1), default=None)
 
 
 def may_be_boxes(heading: Heading) -> bool:

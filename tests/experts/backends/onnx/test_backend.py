@@ -118,6 +118,41 @@ def test_a_score_does_not_depend_on_the_images_beside_it(files):
     assert alone.score == pytest.approx(float(torch.tensor([0.2, 0.3, 0.5]).softmax(dim=0).max()), abs=1e-5)
 
 
+def one_image_inside(graph):
+    graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
+    add_weights(graph, shape=[1, 16])
+
+
+def beside_the_largest(graph):
+    add_behind(graph, "most = ReduceMax<axes=[0, 1], keepdims=1>(raw)", "logits = Mul(raw, most)")
+
+
+def levelled_together(graph):
+    add_behind(
+        graph, "levels, scale, zero = DynamicQuantizeLinear(raw)", "logits = DequantizeLinear(levels, scale, zero)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (one_image_inside, "it does not take several images"), (beside_the_largest, "beside other images"),
+        (levelled_together, "DynamicQuantizeLinear takes its range from all images"),
+    ],
+)  # fmt: skip
+def test_a_graph_whose_answers_depend_on_their_neighbours_gets_one_image_at_a_time(files, image, edit, why):
+    expert = edited(files.onnx("cls/x"), edit)
+    assert why in BACKEND.pack(expert, Precision.FP32).remark
+    white, black = np.full_like(image, 255), np.zeros_like(image)
+    alone = [answers(expert, each)[0] for each in (image, white, black)]
+    assert list(answers(expert, image, white, black)) == alone
+
+
+def test_a_fixed_batch_that_mixes_its_images_is_refused(files):
+    with pytest.raises(WeightsMismatch, match=r"for images of one batch together .*: export it with a batch of 1"):
+        BACKEND.pack(edited(files.onnx("cls/x", batch=3), beside_the_largest), Precision.FP32)
+
+
 @pytest.mark.parametrize(
     ("ending", "meaning"),
     [
@@ -155,11 +190,6 @@ def two_inputs(graph):
     graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["n", 1]))
 
 
-def one_image_inside(graph):
-    graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
-    add_weights(graph, shape=[1, 16])
-
-
 def no_numbers(graph):
     weights = np.full((3, 16), np.nan, dtype=np.float32)
     index = [tensor.name for tensor in graph.initializer].index("fc.weight")
@@ -177,7 +207,6 @@ INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multi
         (partial(softmax_ending, axis=0), {}, WeightsMismatch, OVER_IMAGES),
         (partial(softmax_ending, axis=0), {"batch": 1}, WeightsMismatch, OVER_IMAGES),
         (two_inputs, {}, WeightsMismatch, "it has image, mask"),
-        (one_image_inside, {}, WeightsMismatch, "does not run on ONNX Runtime"),
         (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds NaN or infinity"),
         (lambda graph: None, {"outputs": 4}, WeightsMismatch, "has 4 labels, the line names 3"),
     ],

@@ -11,10 +11,10 @@ from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.decoders import DETECTORS
 from experts.backends.onnx.layouts import image_facts, read_detections
 from experts.catalog import DetectorName, FitSection
-from experts.errors import WeightsMismatch
+from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Normalization, Precision
 from experts.model_files.formats import describe_file
-from tests.experts.conftest import answers
+from tests.experts.conftest import answers, bound
 from tests.experts.onnx_text import add_nodes, add_weights, model_of
 
 SIDE = 32  # levels of 4x4, 2x2 and 1 cells
@@ -169,10 +169,63 @@ def test_the_line_file_knows_each_row_of_detectors():
     assert set(DETECTORS) == set(DetectorName.__args__)
 
 
+def leaving_out(path):
+    """An end2end.onnx that leaves out boxes below 0.4: the second one has 0.3."""
+    model = model_of(
+        f"""test (float[1,3,{SIDE},{SIDE}] image) => (float[1,2,5] dets, int64[1,2] labels) {{
+            nothing = ReduceSum<keepdims=0>(image)
+            none = Mul(nothing, zero)
+            seen = Add(logits, none)
+            scores = Sigmoid(seen)
+            counts = Greater(scores, limit)
+            kept = Cast<to=1>(counts)
+            rest = Mul(scores, kept)
+            dets = Concat<axis=2>(boxes, rest)
+            labels = Cast<to=7>(places)
+        }}""",
+        zero=np.array(0.0, np.float32), limit=np.array(0.4, np.float32), boxes=rows(BOX, BOX), places=rows(1, 0),
+        logits=np.log(rows((0.9,), (0.3,)) / (1 - rows((0.9,), (0.3,)))).astype(np.float32),
+    )  # fmt: skip
+    onnx.save(model, path)
+    return path
+
+
+def test_a_confidence_below_the_graph_s_own_limit_is_refused_with_both_numbers(tmp_path):
+    expert = expert_of(leaving_out(tmp_path / "x.onnx"), confidence=0.4)
+    said = r"leaves out boxes that score below 0\.4 by itself, and `confidence` is 0\.2: write `confidence: 0\.4`"
+    low = replace(expert, confidence=0.2)
+    for refuses in (OnnxBackend().check, lambda expert: OnnxBackend().pack(expert, Precision.FP32)):
+        with pytest.raises(WeightsMismatch, match=said):
+            refuses(low)
+    image = np.zeros((SIDE, SIDE, 3), np.uint8)
+    (found,) = answers(expert, image)[0].boxes
+    assert found.score == pytest.approx(0.9)
+    skeleton = bound(expert)
+    with pytest.raises(OutputInvalid, match=said):  # the line changed after packing
+        skeleton.infer(low, [OnnxBackend().prepare(low, image)])
+
+
+def test_a_limit_above_the_default_confidence_becomes_the_entry_s(tmp_path):
+    assert describe_file(leaving_out(tmp_path / "x.onnx")).confidence == 0.4
+    model = model_of(
+        f"""test (float[1,3,{SIDE},{SIDE}] image) => (float[k,7] output) {{
+            chosen = NonMaxSuppression(boxes, scores, most, overlap, limit)
+            columns = Cast<to=1>(chosen)
+            one = Slice(columns, at_0, at_1, at_1)
+            output = Concat<axis=1>(columns, columns, one)
+        }}""",
+        boxes=rows(BOX), scores=rows((0.9,)), most=np.array([9]), overlap=[0.5], limit=[0.6],
+        at_0=np.array([0]), at_1=np.array([1]),
+    )  # fmt: skip
+    onnx.save(model, tmp_path / "y.onnx")
+    found = describe_file(tmp_path / "y.onnx", detector="yolo-batched")
+    assert (found.confidence, found.sure["confidence"]) == (0.6, "its graph leaves out boxes of lower scores")
+
+
 GREY = Normalization((0.5,) * 3, (0.25,) * 3, channels="grey")
 AS_PIXELS = Normalization((0.0,) * 3, (1.0,) * 3, 255)
 FORMS = {
-    "mono": ("float[n,1,8,8]", "x = Concat<axis=1>(image, image, image)", GREY),
+    "mono": ("float[n,1,8,8]", "no = Sub(image, image)\nx = Concat<axis=1>(image, no, no)", GREY),
     "channels-last": ("float[n,8,8,3]", "x = Transpose<perm=[0, 3, 1, 2]>(image)", "imagenet"),
     "one-grey-image": ("float[8,8,1]", "x = Reshape(image, extents)", GREY),
     "float16": ("float16[n,3,8,8]", "x = Cast<to=1>(image)", "imagenet"),
@@ -194,7 +247,8 @@ class TestFormsOfInputs:
             model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 1
             add_weights(model.graph, extents=np.array([1, 1, 8, 8], np.int64))
             model.graph.node[1].input[0] = "wide"
-            model.graph.node.insert(1, onnx.parser.parse_node("wide = Concat<axis=1>(x, x, x)"))
+            for number, text in enumerate(("no = Sub(x, x)", "wide = Concat<axis=1>(x, no, no)"), start=1):
+                model.graph.node.insert(number, onnx.parser.parse_node(text))
         onnx.save(model, path)
         return path
 
@@ -206,8 +260,8 @@ class TestFormsOfInputs:
         OnnxBackend().check(expert)
         assert OnnxBackend().workspace_bytes(expert, Precision.FP32, 1) > 0
         pixels = np.zeros((8, 8, 3), np.uint8)
-        pixels[:, :, 1] = 200
-        pixels[:, :, 0] = 199 if form == "uint8" else 0
+        pixels[:, :, 1] = 250
+        pixels[:, :, 0] = 249 if form == "uint8" else 0
         found = answers(expert, pixels, pixels)[1]
         assert found.label == ("red" if normalize == GREY else "green")
         if form == "uint8":
