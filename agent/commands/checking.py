@@ -26,7 +26,7 @@ from experts.images import decode_image
 from experts.proving.answers import read_answers
 from experts.proving.comparing import compare, require_comparable
 from experts.proving.judging import Judge
-from experts.proving.search import MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
+from experts.proving.search import FEW, MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -164,7 +164,7 @@ def _changed(entry: Entry, other: Entry) -> list[str]:
 
 def _evidence(found: Explanation, key: str) -> str:
     assert found.best is not None, "evidence is of what was found"
-    text = f"found by --check: {_counted(found.best.comparison)}"
+    text = f"found by --check: {_counted(found.best.comparison)}{_within(found.best.comparison)}"
     rival = found.rivals.get(key)
     if rival is None:
         return text
@@ -184,7 +184,8 @@ def _refusal(check: Check, first: Comparison, found: Explanation, changed: Seque
         lines.append(EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task")))
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
-        lines.append(f"all answers agree with {' and as well with '.join(ways)}: give what the trainer did")
+        within = _within(found.best.comparison)
+        lines.append(f"all answers agree{within} with {' and as well with '.join(ways)}: give what the trainer did")
     else:
         way = _options(changed, found.best.entry)
         lines.append(f"give {way}: {_evidence(found, changed[0]).removeprefix('found by --check: ')}")
@@ -209,6 +210,11 @@ def _shown(value: object) -> str:
 def _counted(comparison: Comparison) -> str:
     agree = "answers agree" if comparison.images != 1 else "answer agrees"
     return f"{comparison.agreed} of {comparison.images} {agree}"
+
+
+def _within(comparison: Comparison) -> str:
+    far = comparison.largest_difference
+    return f", within {far:.1g}" if far > 0 else ""
 
 
 def table_lines(comparison: Comparison) -> list[str]:
@@ -274,7 +280,9 @@ class _Asker:
         judge = self._judge(expert, entry)
         self._tried += 1
         self._progress("compare with answers", self._tried, max(self._tried, MOST_TRIED))
-        return tuple(judge.answer(self._image(each.image), expert) for each in known)
+        if len(known) > FEW:
+            return tuple(judge.answer(self._image(each.image), expert) for each in known)
+        return judge.answers([self._image(each.image) for each in known], expert)
 
     def _judge(self, expert: Expert, entry: Entry) -> Judge:
         inner = rendered({key: value for key, value in entry.items() if key not in {"input", "labels"}})

@@ -13,6 +13,8 @@ from experts.backends import backend_for, prepare
 from experts.expert import Precision, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from experts.expert import Expert, Prediction
     from experts.images import Decoded
 
@@ -32,8 +34,11 @@ class Judge:
 
     def answer(self, image: Decoded, expert: Expert | None = None) -> Prediction:
         """``expert``: the same with another input or other labels. Raises OutputInvalid for NaN or infinity."""
+        return self.answers([image], expert)[0]
+
+    def answers(self, images: Sequence[Decoded], expert: Expert | None = None) -> tuple[Prediction, ...]:
+        """Answers of one batch."""
         asked = expert or self._expert
         if asked.task is Task.ANOMALY and asked.threshold is None:
             asked = replace(asked, threshold=ANY_THRESHOLD)
-        (prediction,) = self._skeleton.infer(asked, [prepare(asked, image)])
-        return prediction
+        return self._skeleton.infer(asked, [prepare(asked, image) for image in images])

@@ -41,10 +41,11 @@ MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of
     {"mean": [0, 0, 0], "std": [1, 1, 1], "scale": 255},
     {"mean": [123.675, 116.28, 103.53], "std": [1, 1, 1], "scale": 255},
 )
+STEPS = (-1, 1)  # of a shorter side in pixels
 NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
 APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit that a key excludes
 FEW = 6  # images on which all entries are tried
-BEAM, ROUNDS, MOST_TRIED = 3, 4, 500
+BEAM, ROUNDS, MOST_TRIED = 2, 5, 300
 CLEARLY, NEGLIGIBLE = 3.0, 1e-4  # a rival is no worse up to so many times the distance, or within rounding
 
 
@@ -265,6 +266,8 @@ def _fits(entry: Entry) -> Iterator[Any]:
     yield "stretched"
     for share in CROPS:
         yield _fit(present, "resize", math.floor(min(entry["input"]["size"]) / share + 1e-6))
+    if isinstance(near := present.get("resize"), int):
+        yield from (_fit(present, "resize", near + step) for step in STEPS)
     for name, info in FitSection.model_fields.items():
         for value in (*_choices(info.annotation), *NUMBERS.get(name, ())):
             yield _fit(present, name, value)
