@@ -146,7 +146,7 @@ def _taken(
 ) -> Checked:
     if found.best is not None and found.alike is not None and (keys := {*found.open} & {*check.asked}):
         one, other = (_options(found.open, each.entry) for each in (found.best, found.alike))
-        why = f"{_counted(found.best.comparison)} of {check.named} with {one}, and as well with {other}"
+        why = f"{check.named}: {_counted(found.best.comparison)} with {one}, and as well with {other}"
         ask = "add images that tell them apart, or give it"
         raise WeightsUnclear(name, {key: f"{why}; {ask}: {check.asked[key]}" for key in sorted(keys)})
     if found.best is None and check.asked:

@@ -43,10 +43,11 @@ MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of
 )
 STEPS = (-1, 1)  # of a shorter side in pixels
 NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
+DETAILS = {"rounding", "color"}  # of a fit, with a default
 APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit that a key excludes
 FEW = 6  # images on which all entries are tried
 BEAM, ROUNDS, MOST_TRIED = 2, 5, 300
-CLEARLY, NEGLIGIBLE = 3.0, 1e-4  # a rival is no worse up to so many times the distance, or within rounding
+CLEARLY, NEGLIGIBLE = 3.0, 3e-6  # a rival is no worse up to so many times the distance, or within rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole:
             rivals[key] = max(others, key=lambda each: (each not in near, each.comparison.agreed, -each.distance))
     for other in (each for each in near if each is not best):
         apart = [key for key in keys if value_of(other.entry, key) != value_of(best.entry, key)]
-        decisive = [key for key in apart if key in asked or _is_rival(key, start, best.entry, other.entry)]
+        decisive = [key for key in apart if _is_rival(key, start, best.entry, other.entry, key in asked)]
         if decisive:
             return Explanation(best, rivals, other, tuple(decisive))
     return Explanation(best, rivals)
@@ -156,11 +157,13 @@ def _limit(candidates: Sequence[Candidate]) -> float:
     return CLEARLY * min(each.distance for each in candidates) + NEGLIGIBLE
 
 
-def _is_rival(key: str, start: Entry, best: Entry, other: Entry) -> bool:
-    """False where the best has the value that was there before, or the other one only adds to its keys."""
+def _is_rival(key: str, start: Entry, best: Entry, other: Entry, is_asked: bool) -> bool:
+    """False where the best keeps a value that needs no answer, or the other one only adds to its keys: of an asked one,
+    details that have a default."""
     own, another = value_of(best, key), value_of(other, key)
-    adds = isinstance(own, dict) and isinstance(another, dict) and own.items() <= another.items()
-    return own != value_of(start, key) and not adds
+    if isinstance(own, dict) and isinstance(another, dict) and own.items() <= another.items():
+        return is_asked and not another.keys() - own.keys() <= DETAILS
+    return is_asked or own != value_of(start, key)
 
 
 def _few(start: Entry, known: Sequence[KnownAnswer], ask: Ask) -> list[KnownAnswer]:

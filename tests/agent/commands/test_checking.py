@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
     added = adding(line, trained, replace(RIGHT, normalize=None, labels=None, passing=("ok",)))
     assert added.entry["labels"] == list(LABELS)
     assert added.entry["input"]["normalize"] == "imagenet"
-    assert added.sure["normalize"].startswith("found by --check: 10 of 10 answers agree; next best ")
+    assert re.match(r"found by --check: 10 of 10 answers agree, within \S+; next best ", added.sure["normalize"])
     assert "# normalize: found by --check: 10 of 10" in line.read_text()
 
 
