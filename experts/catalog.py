@@ -72,6 +72,7 @@ OF_IMAGES = (
     "detector",
     "input",
     "iou",
+    "nothing_found",
     "otherwise",
     "stem",
     "task",
@@ -421,6 +422,11 @@ class ExpertSection(Section):
         description="detectors: of two boxes of a label that overlap more, the better counts (intersection over "
         "union), 0 to 1; default 0.45; where a graph suppresses its boxes itself, it has no effect",
     )
+    nothing_found: Literal["pass"] | None = Field(
+        None,
+        description="detectors whose labels are all defects: pass = an image without a box is good; its verdicts are "
+        "UNKNOWN until it is proven on images with and without defects; default: nothing-found is NG",
+    )
     detector: DetectorName | None = Field(
         None,
         description="of onnx: which exporter's boxes the graph answers with; default: as the file itself shows",
@@ -492,7 +498,7 @@ class ExpertSection(Section):
             raise ValueError(f"weights of {self.architecture} must be a {wanted} file, not {found}")
         self._consistent_labels(kind)
         if kind != "detector" and (kind != "onnx" or self.task):
-            for key in sorted(self.model_fields_set & {"confidence", "iou"}):
+            for key in sorted(self.model_fields_set & {"confidence", "iou", "nothing_found"}):
                 raise ValueError(f"{key} is for detectors - remove it")
         if self.detector is not None and (kind != "onnx" or self.task):
             raise ValueError("detector is for onnx graphs that answer with boxes - remove it")
@@ -614,13 +620,18 @@ def build_catalog(
     facts = KeptImageFacts(packed)
     experts = {name: _expert(name, section, facts) for name, section in sections.experts.items()}
     routes = {
-        component: tuple(RouteStep(step.expert, frozenset(step.passing), step.min_score) for step in steps)
+        component: tuple(_step(step, sections.experts[step.expert]) for step in steps)
         for component, steps in sections.routes.items()
     }
     routes |= {name: route.steps for name, route in texts.items() if route.steps}
     shadows = {name: section.shadow for name, section in sections.experts.items() if section.shadow is not None}
     graph = ExpertGraph(experts, routes, shadows)
     return Catalog(MappingProxyType(experts), graph, document.sha256, MappingProxyType({**texts}))
+
+
+def _step(step: StepSection, expert: ExpertSection) -> RouteStep:
+    passing = {*step.passing} | ({NOTHING_FOUND} if expert.nothing_found else set())
+    return RouteStep(step.expert, frozenset(passing), step.min_score)
 
 
 def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
@@ -660,6 +671,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         "iou",
         "check",
         "detector",
+        "nothing_found",
     )
     expert = Expert(
         id=name,
@@ -724,8 +736,16 @@ def _route_problems(
             yield document.error(f"{step.expert} takes texts, not images - name it in texts.routes", *where, "expert")
             continue
         first_steps.setdefault(step.expert, index)
+        if expert.nothing_found and step.min_score > 0:
+            told = f"{step.expert} passes what has no box, and so no score - remove min_score"
+            yield document.error(told, *where, "min_score")
         for label in step.passing:
-            if label not in (labels := [*(expert.words or ()), *([expert.otherwise] if expert.otherwise else ())]):
+            may_find = family(expert.architecture) == "detector" or (expert.architecture == "onnx" and not expert.task)
+            if label == NOTHING_FOUND and may_find:
+                if not expert.nothing_found:
+                    told = f"{NOTHING_FOUND} passes only by `nothing_found: pass` of {step.expert} - write it there"
+                    yield document.error(told, *where, "pass")
+            elif label not in (labels := [*(expert.words or ()), *([expert.otherwise] if expert.otherwise else ())]):
                 hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from experts.llm.parallel.shape import MeshShape
 
 ANOMALY_LABELS = ("ok", "anomalous")  # default of `task: anomaly`; the passing label comes first
-NOTHING_FOUND = "nothing-found"  # no object was detected, or no label holds; never in a route's `pass`
+NOTHING_FOUND = "nothing-found"  # no object was detected, or no label holds; passes only by an expert's `nothing_found`
 ONE_LABEL = (  # refusal of a softmax over one label
     "one label leaves a softmax nothing to choose from: every image would be it - write `task: multilabel` for a model "
     "of one output, and `otherwise:` what an image is that is not its label; or name all of its labels"
@@ -196,6 +196,7 @@ class Expert:
     names: tuple[str, ...] | None = None  # words of the weights file for ``labels``, where the line maps them
     confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes must score higher
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
+    nothing_found: str | None = None  # "pass": a detector whose labels are all defects; an image without a box is good
     detector: str | None = None  # ONNX graphs without evidence of their exporter: a row of its decoders' table
     calibration: Path | None = None
     is_automatic: bool = False  # language models: the profile chooses, whatever the line's precision

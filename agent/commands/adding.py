@@ -27,7 +27,7 @@ from agent.runtime.images.sources import decoded
 from experts.architectures import PLAIN
 from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsRefused, WeightsUnclear
-from experts.expert import Precision
+from experts.expert import NOTHING_FOUND, Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
 from experts.images import decode_image, is_turned
 from experts.labels import moved, renamed
@@ -239,6 +239,10 @@ class _Settled:
             missing["component"] = "the line has no routes yet: name with --component whose images the expert judges"
         elif wishes.components and known.labels and not passing:
             missing["pass"] = "no label clearly means a good part: --pass label,... with which a route goes on"
+            if known.kind == "detector":
+                missing["pass"] += f", or --pass {NOTHING_FOUND} if all labels are defects"
+        if NOTHING_FOUND in passing and known.kind != "detector":
+            raise ConfigError(f"--pass {NOTHING_FOUND} is for detectors, and {described.file} is none: name a label")
         if missing:
             raise WeightsUnclear(str(described.file), missing)
         stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
@@ -276,6 +280,10 @@ class _Settled:
 
     @property
     def said(self) -> tuple[str, ...]:
+        if "nothing_found" in self.entry and "check" not in self.entry:
+            verify = f"coserve experts verify {self.line} {self.expert} --check DATA"
+            need = "it is proven on images with and without defects"
+            return (*self.found, f"every verdict is UNKNOWN until {need}: `{verify}`")
         if not self.lacks_threshold:
             return self.found
         learn = f"coserve experts threshold {self.line} {self.expert} --samples DATA"
@@ -352,6 +360,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         "labels": words,
         "otherwise": wishes.otherwise,
         "confidence": known.confidence,
+        "nothing_found": "pass" if NOTHING_FOUND in (wishes.passing or ()) else None,
         "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
         "threshold": None if is_multilabel else threshold,
         "input": {"size": list(known.size or ()), "normalize": known.normalize}

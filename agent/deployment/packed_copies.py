@@ -11,7 +11,7 @@ from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
 from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
 from agent.runtime.expert_copy import ExpertCopy
-from experts.expert import Precision
+from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.sources import is_there, sha256_of, stamp_of
 from experts.proving.comparing import GOOD_LABELS
@@ -96,7 +96,8 @@ def proof_of(
     """
     form, sha256 = served
     steps = [step for route in config.catalog.components.values() for step in route if step.expert == expert]
-    passing = comparison.count_of({label for step in steps for label in step.passing} or GOOD_LABELS)
+    good = {label for step in steps for label in step.passing} or GOOD_LABELS
+    passing = comparison.count_of(good | ({NOTHING_FOUND} if config.catalog.experts[expert].nothing_found else set()))
     if not comparison.is_proof and not by[1]:
         trusted = [each for each in kept_proofs(config.state) if each.expert == expert and each.why]
         is_no_worse = trusted and trusted[-1].images == comparison.images and trusted[-1].agreed <= comparison.agreed
@@ -123,7 +124,11 @@ def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
     stops = config.golden is not None and config.golden.on_difference == "stop"
     reasons = {name: told(name, lack) for name, lack in lacks.items()}
     passing = {name: reasons[name] for name, lack in lacks.items() if lack.differs and stops}
-    return Doubts(reasons if config.require_proof else {}, passing)
+    blank = {name for name, each in config.catalog.experts.items() if each.nothing_found}
+    wanted = {
+        name: why for name, why in reasons.items() if config.require_proof or name.partition(GENERATION)[0] in blank
+    }
+    return Doubts(wanted, passing)
 
 
 def copy_name(expert: str, precision: Precision) -> str:

@@ -173,6 +173,8 @@ def proven(
         there = [each for each in own if each is not None]
         if failed := [each for each in there if not each.holds]:
             found.lacks[expert.id] = Lack(failed[0].text, differs=True)
+        elif expert.nothing_found and not all(each.passing and each.others for each in there):
+            found.lacks[expert.id] = Lack("it passes what has no box, and was not compared on images with and without")
         elif not own or len(there) < len(own):
             found.lacks[expert.id] = Lack(_lack(expert, expert.id in proven_once))
         else:

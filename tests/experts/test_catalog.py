@@ -296,6 +296,19 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expec
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
 
 
+def test_nothing_found_passes_only_where_a_detector_says_so(tmp_path):
+    asked = GOOD.replace("pass: [aligned]", "pass: [nothing-found]", 1)
+    with pytest.raises(ConfigError, match="nothing-found passes only by `nothing_found: pass` of det/a"):
+        catalog_of(tmp_path, asked)
+    granted = asked.replace("det/a: {", "det/a: {nothing_found: pass, ")
+    (*_, step) = catalog_of(tmp_path, granted).components["resistor-0402"]
+    assert step.passing == {"nothing-found"}
+    with pytest.raises(ConfigError, match="nothing_found is for detectors"):
+        catalog_of(tmp_path, GOOD.replace("cls/c: {", "cls/c: {nothing_found: pass, "))
+    with pytest.raises(ConfigError, match="passes what has no box, and so no score - remove min_score"):
+        catalog_of(tmp_path, granted.replace("pass: [nothing-found]", "pass: [nothing-found], min_score: 0.5", 1))
+
+
 def with_input(told):
     return GOOD.replace("input: {size: [64, 48]}", f"input: {{size: [64, 48], {told}}}")
 

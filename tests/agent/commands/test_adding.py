@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from agent.commands.adding import Wishes, add_model
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
+from agent.deployment.packed_copies import doubts_of
+from agent.line_file.proofs import Lack
 from coserve import app
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
-from experts.expert import Task
+from experts.expert import NOTHING_FOUND, Prediction, Task, Verdict
 from experts.images import TAG
 from experts.thresholds.binding import threshold_of
 from tests.experts.backends.onnx.anomaly_graphs import brightness
@@ -92,6 +94,25 @@ def test_a_detector_is_asked_after_whoever_was_there(line, models):
     steps = read_line(line, {}).catalog.components["coil"]
     assert [step.expert for step in steps] == ["cls/a", "det/all"]
     assert (added.kind, added.entry["architecture"]) == ("detector", "yolov8n")
+
+
+def test_a_detector_of_defects_alone_passes_what_has_no_box_once_it_is_proven_with_both(line, models):
+    wishes = Wishes(
+        id="det/pcb", components=("board",), labels=("short", "spur"), size=(64, 64), passing=(NOTHING_FOUND,),
+        variant="plain",
+    )  # fmt: skip
+    with pytest.raises(WeightsUnclear, match="or --pass nothing-found if all labels are defects"):
+        add_model(line, models / "yolo.safetensors", replace(wishes, passing=None))
+    with pytest.raises(ConfigError, match="--pass nothing-found is for detectors"):
+        add_model(line, models / "graph.onnx", replace(wishes, labels=None, size=None))
+    added = add_model(line, models / "yolo.safetensors", wishes)
+    assert added.entry["nothing_found"] == "pass"
+    assert "every verdict is UNKNOWN until it is proven on images with and without defects" in added.said[-1]
+    config = read_line(line, {})
+    assert config.catalog.graph.judge("board", 0, Prediction(NOTHING_FOUND, 0.0)).verdict is Verdict.OK
+    assert config.catalog.graph.judge("board", 0, Prediction("spur", 0.9)).verdict is Verdict.NG
+    doubts = doubts_of(config, {"det/pcb": Lack("its trainer's answers are not known")})
+    assert "det/pcb is unproven" in doubts.any["det/pcb"]  # though the line does not require proofs
 
 
 def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):

@@ -49,6 +49,15 @@ def test_a_changed_entry_makes_an_expert_unproven(changed):
     assert "proven with another entry" in reasons(proof(), expert=replace(EXPERT, **changed))
 
 
+@pytest.mark.parametrize(("images", "is_enough"), [(20, True), (10, False)])
+def test_an_expert_that_passes_what_has_no_box_is_proven_with_defects_and_without(images, is_enough):
+    expert = replace(EXPERT, nothing_found="pass")
+    given = proof(identity(expert), images=images, agreed=images)
+    lack = "it passes what has no box, and was not compared on images with and without"
+    assert reasons(given, expert=expert) == (None if is_enough else lack)
+    assert reasons(given.model_copy(update={"why": "by eye"}), expert=expert) == (None if is_enough else lack)
+
+
 def test_other_weights_or_another_form_make_an_expert_unproven():
     assert reasons(proof(), forms=((Precision.FP32, "cd" * 32),))
     assert reasons(proof(), forms=((Precision.FP32, SHA), (Precision.BF16, SHA)))
