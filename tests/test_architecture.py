@@ -174,8 +174,8 @@ ROOMS = {
     "agent.demo.training": ("agent.demo.rendering",),
     "agent.demo.texts": ("agent.demo.training.learning",),
     "agent.demo": (
-        "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts", "agent.runtime",
-        "agent.records", "agent.deployment", "agent.service", "agent.api.calls",
+        "agent.config", "agent.line_file", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts",
+        "agent.runtime", "agent.records", "agent.deployment", "agent.service", "agent.api.calls",
     ),
     "profiler.charts": (),
     "profiler.tables": (),

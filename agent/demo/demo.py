@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.demo.line import INBOX, LINE_FILE, PICTURE, crops_of, file_of, judge_apart, renamed, write_line_yaml
+from agent.demo.proving import prove, render_held_back, write_answers
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from agent.demo.training.anomalies import TrainedAnomaly
     from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
+    from agent.line_file.proofs import Proof
     from experts.packed.weights import PackedExpert
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -58,6 +60,7 @@ ROWS = {
     "label accuracy": "{label_accuracy:.4f}",
     "throughput": "{images_per_s:.1f} images/s ({judging_s:.1f} s)",
     "experts": "{experts}, {expert_bytes} in all; budgets {budget_bytes}, and {images_bytes} for images",
+    "proof": "{proven} of {experts} experts answer {compared} held-back crops as their own networks do",
     "expert management": "{switches} switches, {evictions} evictions, {bytes_read} read from SSD",
     "held by experts": "ledger: at most {held_bytes}; process: {process_bytes}, {judgement}",
     "process grew by": "at most {grown_bytes}, {left_bytes} of it the runtimes' own",
@@ -96,13 +99,15 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
         return [crop for board in boards for crop in crops_of(board)] or renamed(kept)
 
     trained = train_experts(crops, folder / "weights", progress, threads, seed, are_rendered=data is None)
+    trained = write_answers(folder, trained, kept or render_held_back(seed, threads))
     expert_bytes = packed_bytes(folder, trained, progress)
     budget_bytes = int(expert_bytes * RESIDENT_FRACTION) + WORKSPACE_BYTES
     write_line_yaml(folder, trained, budget_bytes, has_boards=data is None)
+    proofs = prove(folder / LINE_FILE, progress)
     held_out, judged = judge_apart(folder / LINE_FILE, draw, progress)
     if boards:
         paint(folder / PICTURE, boards, judged.verdicts)
-    return report_of(folder, trained, expert_bytes, held_out, judged, started)
+    return report_of(folder, trained, expert_bytes, held_out, judged, started) | proof_report(proofs)
 
 
 def fresh_folder(directory: Path) -> Path:
@@ -184,6 +189,11 @@ def report_of(
         "stage_s": dict(trained.seconds),
         "anomalies": [anomaly_report(each, answers) for each in trained.anomalies],
     }
+
+
+def proof_report(proofs: Sequence[Proof]) -> dict[str, Any]:
+    proven = sum(proof.holds for proof in proofs)
+    return {"proven": proven, "compared": sum(proof.images for proof in proofs)}
 
 
 def mistakes(answers: Sequence[tuple[LabelledCrop, PartVerdict]]) -> dict[str, int]:

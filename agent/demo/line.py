@@ -61,7 +61,8 @@ line: demo
 state: ./state
 
 # Classifiers share the tensors of their trunk, which are held once. An anomaly expert knows good parts
-# alone; its threshold was learned on crops that it was not made from, with the weights of threshold_of.
+# alone; its threshold was learned on crops that it was not made from, with the weights of threshold_of. Each
+# expert is proven by its network's own answers in `check`.
 {as_yaml({"experts": experts})}
 # A part's classifier first; what it passes goes on to a detector that several components share.
 {as_yaml({"routes": routes})}
@@ -87,6 +88,8 @@ def expert_values(expert: Expert, folder: Path) -> dict[str, Any]:
         "task": expert.task and str(expert.task),
         "threshold": expert.threshold,
         "threshold_of": expert.threshold_of,
+        "detector": expert.detector,
+        "check": expert.check and os.path.relpath(expert.check, folder),
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
-from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
+from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proofs
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.manifests import ManifestFolder
@@ -82,7 +82,8 @@ def keep_proof(
     config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
 ) -> Proof:
     """``proof_of``, kept in the line's state. Raises OSError."""
-    save_proof(config.state, proof := proof_of(config, expert, served, comparison, by))
+    proof = proof_of(config, expert, served, comparison, by)
+    save_proofs(config.state, [proof])
     return proof
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training.learning import beside_one_another
 from agent.demo.training.network import INPUT_PX, CropFeatures, Trunk, write_graph
-from experts.expert import IMAGENET, Expert, Fit, InputSpec
+from experts.expert import IMAGENET, Expert, Fit, InputSpec, Orientation
 from experts.llm.training.descent import descend
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ def train_detectors(network: nn.Module, seen: Sequence[CropFeatures], folder: Pa
     experts = []
     for module, _, _ in asked:
         name = f"det/{module.detector}"
-        pixels = InputSpec(INPUT_PX, INPUT_PX, "unit", fit=Fit.LETTERBOXED)
-        experts.append(Expert(name, "onnx", folder / f"{name}.onnx", module.detector.labels, pixels))
+        pixels = InputSpec(INPUT_PX, INPUT_PX, "unit", fit=Fit.LETTERBOXED, orientation=Orientation.EXIF)
+        file = folder / f"{name}.onnx"
+        experts.append(Expert(name, "onnx", file, module.detector.labels, pixels, detector="yolov8"))
         write_graph(module.eval(), "boxes", experts[-1].weights)
     return experts
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.packed_copies import proof_of
-from agent.line_file.proofs import NAMED, save_proof
+from agent.line_file.proofs import NAMED, save_proofs
 from agent.records.station.alarms import Alarm
 from agent.records.station.shifts import Shifts
 from agent.service.inspections.inspector import Submission
@@ -161,7 +161,7 @@ class GoldenSource:
         comparison = compare(run.expert, run.known, run.predictions)
         for form in sorted(run.forms):
             proof = proof_of(self._config, name, (form, run.sha256), comparison, (BY, ""))
-            save_proof(self._config.state, proof.model_copy(update={"at": self._wall()}))
+            save_proofs(self._config.state, [proof.model_copy(update={"at": self._wall()})])
             if not proof.holds:
                 worst = "; ".join(f"{each.known.image.name}: {each.why}" for each in comparison.worst(1))
                 log.error("golden_differs expert=%s %s %s", name, proof.text, worst)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.demo.demo import MARKER, fresh_folder, paint, report_of, run_demo, show_report
+from agent.demo.demo import MARKER, fresh_folder, paint, proof_report, report_of, run_demo, show_report
 from agent.demo.line import Judged, crops_of, part_verdict, renamed
 from agent.demo.rendering.picture import STRIP_PX, PartVerdict
 from agent.demo.rendering.render import Placement, RenderedBoard, render_board
@@ -50,7 +50,7 @@ def judged():
 def report(anomalies):
     crops = [LabelledCrop(component, label, f"{n}.png", PIXELS) for n, (component, label, *_) in enumerate(ANSWERS)]
     trained = SimpleNamespace(experts=[1, 2], seconds={"trunk": 1.0}, anomalies=anomalies)
-    return report_of(Path("demo"), trained, 2**22, crops, judged(), 20.0)
+    return report_of(Path("demo"), trained, 2**22, crops, judged(), 20.0) | proof_report([])
 
 
 @pytest.fixture
@@ -72,6 +72,7 @@ def test_verdicts_are_held_against_the_truth(anomaly, capsys):
     page = capsys.readouterr().out
     assert "2 defects missed, 1 false alarms" in page
     assert "40 s after the start" in page
+    assert "0 of 2 experts answer 0 held-back crops as their own networks do" in page
     assert "process: 2 MiB, within the budget" in page
     assert "judged 5 on the boards, 3 of them defective: 1 missed, 1 false alarms" in page
     show_report(report(()))

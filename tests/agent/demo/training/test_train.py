@@ -9,8 +9,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from agent.commands.proving import unproven_line
 from agent.config import read_line
+from agent.demo.demo import packed_bytes
 from agent.demo.line import write_line_yaml
+from agent.demo.proving import prove, write_answers
 from agent.demo.rendering.components import COMPONENTS, OK, Detector
 from agent.demo.training import anomalies, detectors, train, trunk
 from agent.demo.training.crops import render_crops
@@ -90,6 +93,29 @@ def test_serving_backends_accept_the_weights(line, crops):
         skeleton.bind(packed.tensors)
         (prediction,) = skeleton.infer(expert, [backend.prepare(expert, np.array(crops[0].pixels))])
         assert prediction.label in {*expert.labels, "nothing-found"}
+
+
+def test_experts_are_proven_by_their_networks_own_answers_and_one_with_labels_in_another_order_is_not(
+    line, crops, tmp_path
+):
+    _, trained = line
+    answered = write_answers(tmp_path, trained, crops)
+    changed = tuple(
+        dataclasses.replace(each, labels=each.labels[::-1]) if each.id == "cls/diode-sod123" else each
+        for each in answered.experts
+    )
+    packed_bytes(tmp_path, answered, quiet)
+    write_line_yaml(tmp_path, dataclasses.replace(answered, experts=changed), 100 * MEBIBYTE, has_boards=False)
+    proofs = prove(tmp_path / "line.yaml", quiet)
+    found = {proof.expert: proof.holds for proof in proofs if not proof.expert.startswith("det/")}  # untrained boxes
+    assert found == {
+        "cls/resistor-0402": True,
+        "cls/capacitor-0805": True,
+        "cls/diode-sod123": False,
+        "ano/shield-can": True,
+    }
+    lacks = unproven_line(read_line(tmp_path / "line.yaml"))
+    assert {name for name in lacks if not name.startswith("det/")} == {"cls/diode-sod123"}
 
 
 @pytest.mark.slow
