@@ -72,16 +72,12 @@ def cpu_and_drive(database: Database) -> None:
 
 @migrations()
 def samples_by_class(database: Database) -> None:
-    """A proof from before has counted no classes: it stands until its samples are compared again."""
-    for column in ("failing", "least_each"):
-        database.execute(f"ALTER TABLE agreements ADD COLUMN {column} DEFAULT 0")
-
-
-@migrations()
-def decodings_bound(database: Database) -> None:
-    """A proof of smaller JPEGs from before is bound to nothing: images are decoded in full until the next profile."""
-    for column in ("failing", "least", "least_each"):
-        database.execute(f"ALTER TABLE decodings ADD COLUMN {column} DEFAULT 0")
+    """A form's proof from before counted no classes, and stands until it is compared again. One of smaller JPEGs is
+    bound to nothing: images are decoded in full until the next profile."""
+    for table in ("agreements", "decodings"):
+        for column in ("failing", "least_each"):
+            database.execute(f"ALTER TABLE {table} ADD COLUMN {column} DEFAULT 0")
+    database.execute("ALTER TABLE decodings ADD COLUMN least DEFAULT 0")
     database.execute("ALTER TABLE decodings ADD COLUMN bound_sha256 DEFAULT ''")
 
 

@@ -60,15 +60,6 @@ class Skeleton(Protocol):
         """Predict in order. ValueError for an empty batch, OutputInvalid for NaN or too many boxes."""
 
 
-class ModuleOutputs(Protocol):
-    """Skeleton of a module, whose outputs can be compared between forms."""
-
-    def outputs(self, images: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Outputs before they are read as predictions, of images (3, height, width) in float32, in inference mode.
-
-        Raises FloatingPointError for NaN that the form would hide."""
-
-
 class Backend(Protocol):
     """One family of architectures. A form outside ``precisions`` is WeightsMismatch, never a silent fp32."""
 

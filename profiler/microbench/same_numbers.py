@@ -14,7 +14,7 @@ import hashlib
 import logging
 import math
 import random
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,13 +27,12 @@ from experts.backends.base import Prepared
 from experts.errors import ExpertError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
-    from experts.backends.base import ModuleOutputs
     from experts.expert import Expert
     from profiler.microbench.batches import Bench
     from profiler.workload.samples import LineSamples
@@ -117,20 +116,20 @@ def _batches(images: Sequence[Tensor], largest: int) -> list[list[Tensor]]:
 
 
 def _outputs(rig: MeasuringRig, copy: ExpertCopy, batches: Sequence[Sequence[Tensor]]) -> Outputs | None:
-    """Outputs of each batch; None where the copy cannot be run, or its family has no module."""
-
-    def run(skeleton: ModuleOutputs) -> Outputs:
-        with torch.inference_mode():
-            return [tuple(each.float().clone() for each in skeleton.outputs(batch)) for batch in batches]
-
+    """Outputs of each batch, before they are read as predictions; None where the copy cannot be run or has none."""
     try:
         rig.bring(copy)
         with rig.skeleton_of(copy) as skeleton:
-            if not hasattr(skeleton, "outputs"):
+            if (outputs := getattr(skeleton, "outputs", None)) is None:  # a graph's, or a fake's
                 return None
-            return on_executor_thread(lambda: run(cast("ModuleOutputs", skeleton)), rig.device, rig.threads)
+            return on_executor_thread(lambda: [_answer(outputs, batch) for batch in batches], rig.device, rig.threads)
     except (ExpertError, ArithmeticError, RuntimeError, MemoryError) as error:
         logger.warning("cannot_compare copy=%s reason=%s", copy.name, error)
         return None
     finally:
         rig.clear()
+
+
+def _answer(outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]], batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    with torch.inference_mode():
+        return tuple(each.float().clone() for each in outputs(batch))
