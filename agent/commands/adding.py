@@ -23,6 +23,7 @@ from agent.commands.checking import checked, known_answers, opened, table_lines,
 from agent.config import line_of
 from agent.deployment.packed_copies import keep_proof
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
+from agent.line_file.proofs import UNKNOWN_ANSWERS
 from agent.runtime.images.sources import decoded
 from experts.architectures import PLAIN
 from experts.document import parse_document, read_document
@@ -164,6 +165,7 @@ class Added:
                 "seconds": round(self.tried.seconds, 6),
             },
             "checked": None if self.checked is None else self.checked.as_json(),
+            "unproven": UNKNOWN_ANSWERS if self.checked is None else None,
         }
 
 
@@ -555,6 +557,9 @@ def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
     if added.weights is None:
         return [*lines, f"nothing was written; {line} would get {where}:"]
+    if added.checked is None:
+        give = f"`coserve experts verify {line} {added.expert} --check DATA`"
+        lines.append(f"unproven: {UNKNOWN_ANSWERS} - give them with {give}")
     return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
 
 

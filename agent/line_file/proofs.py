@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "proofs.json"  # in the state folder
 LIBRARIES = ("coserve", "torch", "torchvision", "ultralytics", "onnxruntime", "Pillow", "numpy")
+UNKNOWN_ANSWERS = "its trainer's answers are not known"
 NAMED = 3  # experts of one reason
 KEPT = 16  # of each expert: forms, and versions that may serve again
 
@@ -199,4 +200,4 @@ def told_lacks(lacks: Mapping[str, Lack]) -> str:
 def _lack(expert: Expert, was_proven: bool) -> str:
     if was_proven:
         return "proven with another entry, other weights, another form or other libraries than it has now"
-    return "not compared with its known answers yet" if expert.check else "its trainer's answers are not known"
+    return "not compared with its known answers yet" if expert.check else UNKNOWN_ANSWERS

@@ -9,13 +9,12 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
-from agent.line_file.proofs import kept_proofs, save_proofs
+from agent.line_file.proofs import UNKNOWN_ANSWERS, kept_proofs, save_proofs
 from experts.backends.classifier import write_random_weights
 from experts.images import decode_image
 from experts.proving.judging import Judge
 from tests.agent.line_files import LineFile, expert, fake, route
 
-UNKNOWN_ANSWERS = "its trainer's answers are not known"
 IMAGES = 6
 
 
@@ -122,3 +121,17 @@ def test_a_check_without_its_answers_or_of_an_unknown_expert_is_refused_by_name(
     assert "checks/none: holds no labelled images" in told("experts", "verify", file)[1]
     code, page = told("experts", "verify", file, "cls/f1")
     assert (code, "no expert 'cls/f1' - did you mean 'cls/f0'?" in page) == (78, True)
+
+
+def test_an_expert_that_is_added_without_known_answers_is_called_unproven(tmp_path):
+    (tmp_path / "line.yaml").write_text("line: new\nstate: ./state\n")
+    write_random_weights(tmp_path / "cls.safetensors", "shufflenet_v2_x0_5", 2, seed=0, image_size=64)
+    options = {
+        "labels": "ok,bad", "size": "64x64", "normalize": "unit", "fit": "stretched", "resample": "bilinear",
+        "task": "multiclass", "variant": "plain", "component": "c0", "id": "cls/new",
+    }  # fmt: skip
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    code, page = told("experts", "add", tmp_path / "line.yaml", tmp_path / "cls.safetensors", *given)
+    assert code == 0, page
+    verify = f"coserve experts verify {tmp_path / 'line.yaml'} cls/new --check DATA"
+    assert f"unproven: {UNKNOWN_ANSWERS} - give them with `{verify}`" in page
