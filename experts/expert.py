@@ -113,6 +113,11 @@ RESAMPLERS = (
     *("torch-float-bilinear", "torch-float-bicubic", "torch-float-bilinear-antialias", "torch-float-bicubic-antialias"),
     *("keras-bilinear", "keras-nearest"),
 )  # by library, and Pillow's without a word before: see experts.backends.resampling
+ALIKE_BUT_FOR_ROUNDING = {  # functions with one formula: pixels, even of noise, differ by 3 of 255 at most
+    "torch-bilinear-antialias": "bilinear", "torch-float-bilinear-antialias": "bilinear",
+    "torch-bicubic-antialias": "bicubic", "keras-nearest": "nearest", "torch-nearest": "opencv-nearest",
+    "torch-bilinear": "opencv-linear", "torch-float-bilinear": "opencv-linear", "keras-bilinear": "opencv-linear",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

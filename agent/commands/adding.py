@@ -180,12 +180,9 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
         others = parse_document(line, content).values.get("routes") or {}
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
     images = [each for each in (wishes.image, *(() if check is None else (one.image for one in check.known))) if each]
-    described = _asked_for_turned(described, images)
+    described = _asked_for_function(_asked_for_turned(described, images), wishes)
     if check is not None:
-        lacks_function = _fit(described, wishes) is None
-        described, check = opened(
-            described, lambda key: None if key == "fit" and lacks_function else getattr(wishes, key, None), check
-        )
+        described, check = opened(described, lambda key: getattr(wishes, key, None), check)
     settled = _Settled.of(line, described, wishes, content)
     text = content.decode("utf-8")
     settled.edited(text)  # its errors come before weights are read
@@ -308,7 +305,10 @@ class _Settled:
 
 
 def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
-    kind, keys = described.kind or wishes.kind, ("task", "labels", "size", "normalize", "orientation", "variant")
+    kind, keys = (
+        described.kind or wishes.kind,
+        ("task", "labels", "size", "normalize", "orientation", "variant", "resample"),
+    )
     taken = {key: getattr(wishes, key) or getattr(described, key) for key in keys}
     known = replace(described, kind=kind, fit=_fit(described, wishes), **taken)
     return replace(known, normalize=in_grey(known.normalize)) if described.is_grey else known
@@ -334,15 +334,21 @@ def _asked_for_turned(described: ModelDescription, images: Iterable[Path]) -> Mo
     return replace(described, missing={**described.missing, "orientation": TURNED.format(turned)})
 
 
+def _asked_for_function(described: ModelDescription, wishes: Wishes) -> ModelDescription:
+    """Ask for the function that scales alone, where the fit is known but for it."""
+    if "fit" not in described.missing or (wishes.fit is None and described.fit is None):
+        return described
+    missing = {key: why for key, why in described.missing.items() if key != "fit"}
+    return replace(described, missing=missing if _fit(described, wishes) else {**missing, "resample": NO_RESAMPLER})
+
+
 def _is_cut(fit: str | dict[str, Any] | None) -> bool:
     return isinstance(fit, dict) and "resize" in fit
 
 
 def _missing_facts(described: ModelDescription, known: ModelDescription, wishes: Wishes) -> dict[str, str]:
     missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
-    if "fit" in missing and (wishes.fit is not None or described.fit is not None):
-        missing["fit"] = NO_RESAMPLER
-    elif wishes.fit is None and _is_cut(known.fit) and described.size not in {None, known.size}:
+    if wishes.fit is None and _is_cut(known.fit) and described.size not in {None, known.size}:
         found = f"{rendered(known.fit)} ({described.sure['fit']})"
         missing["fit"] = f"the file has {found}, for another size: {FIT_OPTIONS}"
     if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:

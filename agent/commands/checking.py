@@ -26,7 +26,7 @@ from experts.images import decode_image
 from experts.proving.answers import read_answers
 from experts.proving.comparing import compare, require_comparable
 from experts.proving.judging import Judge
-from experts.proving.search import FEW, MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
+from experts.proving.search import FEW, FUNCTION, MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ HELD_PIXELS = 64_000_000  # of decoded images, for entries that are tried one af
 JUDGES = 2  # models in memory
 PICTURE_COLUMNS, TILE_PX = 2, 1200
 START: dict[str, Any] = {  # where the search begins
-    "normalize": "imagenet", "fit": None, "task": "multiclass", "variant": "plain",
+    "normalize": "imagenet", "fit": None, "task": "multiclass", "variant": "plain", FUNCTION: "bilinear",
 }  # fmt: skip
 EVERY_RULE = "every {} that can be served was tried: is the file the model that gave the answers, with their softmax?"
 
@@ -133,12 +133,13 @@ def checked(
     first = compare(expert, check.known, asker.answers(expert, entry, check.known))
     if first.is_proof and not check.asked:
         return Checked(check.named, entry, first)
-    keys = [key for key in searchable_keys() if key in check.asked]
+    keys = [key for key in (*searchable_keys(), FUNCTION) if key in check.asked]
     found = explain(entry, keys, keys, check.known, asker) if keys else Explanation()
     if found.best is None:
         tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
         found = explain(entry, tried, keys, check.known, asker)
-    return _taken(name, entry, {*sure} - {*keys}, check, first, found)
+    open_keys = {*keys, "fit"} if FUNCTION in keys else {*keys}
+    return _taken(name, entry, {*sure} - open_keys, check, first, found)
 
 
 def _taken(
@@ -193,7 +194,7 @@ def _refusal(check: Check, first: Comparison, found: Explanation, changed: Seque
 
 
 def _options(keys: Collection[str], entry: Entry) -> str:
-    return " ".join(as_option(key, value_of(entry, key)) for key in searchable_keys() if key in keys)
+    return " ".join(as_option(key, value_of(entry, key)) for key in (*searchable_keys(), FUNCTION) if key in keys)
 
 
 def as_option(key: str, value: object) -> str:

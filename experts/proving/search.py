@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from experts.catalog import ExpertSection, FitSection, InputSection
-from experts.expert import NAMED
+from experts.expert import ALIKE_BUT_FOR_ROUNDING, NAMED, RESAMPLERS
 from experts.proving.comparing import compare, overlap
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of
 STEPS = (-1, 1)  # of a shorter side in pixels
 NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
 DETAILS = {"rounding", "color"}  # of a fit, with a default
+PILLOW_DEFAULT = FitSection.model_fields["interpolation"].default
+FUNCTION = "resample"  # the fit's interpolation alone, where the rest of the fit is known
 APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit that a key excludes
 FEW = 6  # images on which all entries are tried
 BEAM, ROUNDS, MOST_TRIED = 2, 5, 300
@@ -83,12 +85,29 @@ class Explanation:
 
 def value_of(entry: Entry, key: str) -> object:
     """``fit`` is stretched where it is not there."""
+    if key == FUNCTION:
+        fit = entry.get("input", {}).get("fit")
+        return fit.get("interpolation", PILLOW_DEFAULT) if isinstance(fit, dict) else PILLOW_DEFAULT
     found = entry.get("input", {}).get(key) if key in InputSection.model_fields else entry.get(key)
     return "stretched" if key == "fit" and found is None else found
 
 
+def _meaning(entry: Entry, key: str) -> object:
+    """The value, where functions that scale alike but for rounding are one."""
+    value = value_of(entry, key)
+    if key == FUNCTION:
+        return ALIKE_BUT_FOR_ROUNDING.get(str(value), value)
+    if key != "fit" or not isinstance(value, dict):
+        return value
+    whole = {**value, "interpolation": _meaning(entry, FUNCTION)}
+    return "stretched" if whole == {"interpolation": PILLOW_DEFAULT} else whole
+
+
 def with_value(entry: Entry, key: str, value: object) -> Entry:
     """None, or the default fit: without the key."""
+    if key == FUNCTION:
+        present = entry["input"].get("fit")
+        return with_value(entry, "fit", _fit(present if isinstance(present, dict) else {}, "interpolation", value))
     is_input = key in InputSection.model_fields
     keys = dict(entry["input"] if is_input else entry)
     keys.pop(key, None)
@@ -145,7 +164,7 @@ def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole:
         if others:
             rivals[key] = max(others, key=lambda each: (each not in near, each.comparison.agreed, -each.distance))
     for other in (each for each in near if each is not best):
-        apart = [key for key in keys if value_of(other.entry, key) != value_of(best.entry, key)]
+        apart = [key for key in keys if _meaning(other.entry, key) != _meaning(best.entry, key)]
         decisive = [key for key in apart if _is_rival(key, start, best.entry, other.entry, key in asked)]
         if decisive:
             return Explanation(best, rivals, other, tuple(decisive))
@@ -246,6 +265,8 @@ def _values(entry: Entry, key: str) -> Iterator[Any]:
         return
     if key == "normalize":
         yield from _normalizations()
+    elif key == FUNCTION:
+        yield from RESAMPLERS
     elif key == "fit":
         yield from _fits(entry)
     else:

@@ -10,7 +10,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from experts.backends.pixels import fitted, normalized
 from experts.backends.resampling import resampled
-from experts.expert import RESAMPLERS, Fit, InputSpec, Normalization, Padding
+from experts.expert import ALIKE_BUT_FOR_ROUNDING, RESAMPLERS, Fit, InputSpec, Normalization, Padding
 
 SIZES = [(97, 61), (33, 120), (20, 24), (300, 411)]
 HEIGHT, WIDTH = 32, 40
@@ -44,6 +44,13 @@ def test_torchs_are_the_resize_of_its_transforms_v2_on_a_tensor(size, name):
     expected = v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True)])(image)
     found = fitted(image, InputSpec(HEIGHT, WIDTH, "unit", interpolation=name)).tensor
     assert torch.allclose(found, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(97, 61), (20, 24), (300, 411)])
+@pytest.mark.parametrize(("name", "other"), ALIKE_BUT_FOR_ROUNDING.items())
+def test_functions_with_one_formula_differ_by_rounding_alone(size, name, other):
+    found, expected = (resampled(picture(*size), HEIGHT, WIDTH, each).astype(np.float64) for each in (name, other))
+    assert np.abs(found - expected).max() <= 3
 
 
 def test_kerass_are_tensorflows_image_resize_without_antialiasing():
