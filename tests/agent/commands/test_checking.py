@@ -124,7 +124,7 @@ def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
 def test_the_function_that_scales_is_found_where_the_rest_of_the_fit_is_given(line, trained):
     added = adding(line, trained, replace(RIGHT, fit="stretched"))
     assert added.entry["input"]["fit"] == {"interpolation": "bicubic"}
-    assert added.sure["resample"].startswith("found by --check: 10 of 10 answers agree; next best ")
+    assert added.sure["resample"].startswith("found by --check: 10 of 10 answers agree")
 
 
 def test_answers_that_do_not_decide_are_asked_for(line, trained, tmp_path):
