@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Setting: TypeAlias = "bool | int | float | str | list[Setting] | None"
 Layer: TypeAlias = "dict[str, Setting]"
 
-LAYERS_MAXIMUM, VALUES_MAXIMUM, TEXT_MAXIMUM = 20_000, 64, 200
+LAYERS_MAXIMUM, VALUES_MAXIMUM, TEXT_MAXIMUM = 5_000, 64, 200
+COMPILED = "_orig_mod"  # attribute of torch's OptimizedModule
 CLASS, CHANGES = "its class", "its hooks and forwards of its own"  # beside the names of settings
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 WRAPPERS = frozenset({
@@ -36,6 +37,7 @@ def recorded_layers(model: PickledObject, prefix: str) -> tuple[dict[str, Layer]
     """Layers below ``prefix`` of a pickled module, and the class of a wrapper around them whose code is not known."""
     unknown: str | None = None
     for name in prefix.split(".")[:-1]:
+        model = model if name == COMPILED else _compiled(model)
         if model.kind.module.partition(".")[0] not in {"torch", "timm"} or model.kind.name not in WRAPPERS:
             unknown = unknown or str(model.kind)
         below = dict(_children(model)).get(name)
@@ -43,7 +45,7 @@ def recorded_layers(model: PickledObject, prefix: str) -> tuple[dict[str, Layer]
             return {}, unknown
         model = below
     found: dict[str, Layer] = {}
-    waiting = [("", model)]
+    waiting = [("", _compiled(model))]
     while waiting and len(found) < LAYERS_MAXIMUM:
         path, layer = waiting.pop()
         found[path] = _recorded(layer)
@@ -77,7 +79,14 @@ def _children(layer: PickledObject) -> Iterator[tuple[str, PickledObject]]:
     modules = layer.attribute("_modules")
     for name, child in modules.items() if isinstance(modules, dict) else ():
         if isinstance(name, str) and isinstance(child, PickledObject):
-            yield name, child
+            yield name, child if name == COMPILED else _compiled(child)
+
+
+def _compiled(layer: PickledObject) -> PickledObject:
+    """The layer that torch.compile wrapped."""
+    modules = layer.attribute("_modules") if layer.kind.name == "OptimizedModule" else None
+    inner = modules.get(COMPILED) if isinstance(modules, dict) else None
+    return inner if isinstance(inner, PickledObject) else layer
 
 
 def _is_setting(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experts.checkpoints.names import network_of
 from experts.checkpoints.tensors import CheckpointTensor
 from experts.checkpoints.unpickler import SAVE_ADVICE, PickledObject
 from experts.errors import WeightsRefused
@@ -20,8 +21,6 @@ AVERAGES = ("ema", "model_ema", "ema_model", "state_dict_ema", "ema_state_dict",
 MODELS = (
     "model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "net_state_dict", "weights",
 )  # fmt: skip
-PARALLEL, COMPILED = "module.", "_orig_mod."
-WRAPPERS = (PARALLEL, COMPILED, "model.", "net.")  # the last two are attributes of trainers' classes
 LIGHTNING_VERSION = "pytorch-lightning_version"
 EXTRA_STATE = "_extra_state"  # state of a module beside its tensors
 DEPTH_MAXIMUM = 4  # of keys; ema.module.state_dict is the deepest known
@@ -30,8 +29,6 @@ TENSORS_MAXIMUM = 200_000  # of one set: nested references to the same module mu
 KEYS_NAMED, NAME_SHOWN = 8, 80
 KEYS_MAXIMUM = 1000  # searched where no key has a usual name
 TRAINING = ("optimizer", "optimizer_states", "optimizer_state_dict", "optim", "scaler", "scheduler", "lr_schedulers")
-POSITIVE_WEIGHT = "pos_weight"  # a buffer of torch's BCEWithLogitsLoss
-AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +60,11 @@ def select(source: str, document: object) -> Selection:
     if taken.where.rpartition(".")[2] in AVERAGES and others and set(weights) < set(others[0].weights):
         said.append(f"what {taken.where} lacks was taken from {others[0].where}")
         weights = {**others[0].weights, **weights}
-    of_loss = tuple(name for name in weights if name.rpartition(".")[2] == POSITIVE_WEIGHT)
-    if of_loss:
-        said.append(f"{', '.join(of_loss)} is of a loss: left out")
-        weights = {name: tensor for name, tensor in weights.items() if name not in of_loss}
-    weights, removed = _unwrapped(weights, anyone=isinstance(document, dict) and LIGHTNING_VERSION in document)
-    if removed:
-        said.append(f"{removed} before every name was left out")
-    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss, removed)
+    network = network_of(source, weights, anyone=isinstance(document, dict) and LIGHTNING_VERSION in document)
+    said += network.said
+    return Selection(
+        network.weights, taken.where or "the file itself", taken.owner, tuple(said), network.of_loss, network.prefix
+    )
 
 
 class _WeightsSearch:
@@ -174,32 +168,6 @@ def _bounded(source: str, weights: dict[str, CheckpointTensor]) -> dict[str, Che
     if len(weights) > TENSORS_MAXIMUM:
         raise WeightsRefused(source, f"has over {TENSORS_MAXIMUM} tensors: no expert has")
     return weights
-
-
-def _unwrapped(weights: Mapping[str, CheckpointTensor], *, anyone: bool) -> tuple[dict[str, CheckpointTensor], str]:
-    """Weights without the prefix common to all names, and that prefix.
-
-    ``anyone``: any attribute name may be a prefix, as in a LightningModule; else only the usual ones.
-    """
-    removed = ""
-    weights = {name: tensor for name, tensor in weights.items() if name != AVERAGED_COUNT}
-    names = list(weights)
-    while prefix := _common(names, anyone=anyone):
-        names = [name.removeprefix(prefix) for name in names]
-        removed += prefix
-    return dict(zip(names, weights.values(), strict=True)), removed
-
-
-def _common(names: list[str], *, anyone: bool) -> str:
-    first, dot, rest = names[0].partition(".") if names else ("", "", "")
-    prefix = first + dot
-    known = prefix in WRAPPERS or (anyone and not first.isdigit())
-    if not rest or not known or not all(name.startswith(prefix) for name in names):
-        return ""
-    by_number = all(name.removeprefix(prefix).partition(".")[0].isdigit() for name in names)
-    if by_number and prefix not in {PARALLEL, COMPILED}:  # numbered layers: the prefix belongs to the model
-        return ""
-    return prefix
 
 
 def _kind(value: object) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.facts import Facts
 from experts.checkpoints.modules import recorded_layers
+from experts.checkpoints.names import POSITIVE_WEIGHT
 from experts.checkpoints.preprocessing import fit_of, normalization_of, openmmlab_preprocessor
-from experts.checkpoints.selection import LIGHTNING_VERSION, POSITIVE_WEIGHT
+from experts.checkpoints.selection import LIGHTNING_VERSION
 from experts.checkpoints.unpickler import PickledObject
 
 if TYPE_CHECKING:

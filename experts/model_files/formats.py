@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from experts.backends.weight_files import LABELS, read_tensors, saving, write_gathered_onnx
+from experts.backends.weight_files import LABELS, read_labels, read_tensors, saving, write_gathered_onnx
+from experts.checkpoints.facts import Facts
 from experts.checkpoints.importing import is_checkpoint
+from experts.checkpoints.names import network_of
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
 from experts.model_files.onnx_graphs import describe_graph
@@ -39,9 +41,13 @@ def describe_file(
     if file.suffix == ".onnx":
         return with_side_facts(describe_graph(file, kind, detector), side)
     if file.suffix == ".safetensors":
-        facts = side.of_weights(file, architecture)
-        described = describe_state_dict(file, read_tensors(str(file), file), architecture, facts)
-        return with_side_facts(replace(described, tensors=None), side)  # served directly
+        tensors, labels = read_tensors(str(file), file), read_labels(file)
+        network, facts = network_of(str(file), tensors, anyone=False), side.of_weights(file, architecture) or Facts()
+        if labels is not None:
+            facts = replace(facts, labels=labels, evidence={**facts.evidence, "labels": "its metadata"})
+        described = describe_state_dict(file, network.weights, architecture, facts, network.said)
+        is_as_served = described.tensors is not None and described.tensors.keys() == tensors.keys()
+        return with_side_facts(replace(described, tensors=None) if is_as_served else described, side)
     if is_checkpoint(file):
         found = read_checkpoint(file)
         described = describe_state_dict(file, found.weights, architecture, found.facts, found.said)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import empty
 
 from experts.architectures import CLASSIFIERS, known_architecture
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     Shapes = dict[str, tuple[int, ...]]
 
+NO_TENSOR = empty(0)
 AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, used in training only
 USUAL_SIZE = 224  # where the weights do not show one
 EXPORT_ADVICE = "export it to ONNX, and add that"
@@ -80,7 +84,7 @@ FAMILIES = (
 )
 OTHERS = (  # a weight's name, the models that have it, and why they are not served directly
     (r"roi_heads\.|rpn\.head\.|head\.classification_head\.", "detector of torchvision", SERVED_AS_GRAPHS),
-    (r"conv1\.0\.weight", "ResNet of timm with a deep stem", ""),
+    (r"conv1\.3\.weight", "ResNet of timm with a deep stem", ""),
     (r"s1\.b1\.conv1\.conv\.weight", "RegNet of timm", ""),
     (r"pre_logits\.fc1\.weight", "VGG of timm", ""),
     (r"patch_embed\.proj\.weight|blocks\.\d+\.attn\.qkv\.weight", "vision transformer of timm", ""),
@@ -98,6 +102,61 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
     return _yolo(shapes, hint) or _classifier(shapes, hint) or _other(shapes)
+
+
+def with_usual_head(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str | None]:
+    """Weights whose head is one linear layer at another path, under its usual name; and a remark.
+
+    Sequential(Dropout, Linear) in place of a Linear, and a Linear in place of such a Sequential.
+    """
+    for family in (each for each in FAMILIES if each.mark in weights and each.head not in weights):
+        usual = family.head.removesuffix(".weight")
+        for place in (usual, usual.partition(".")[0]):
+            of_head = {name.rpartition(".")[0] for name in weights if name.startswith(f"{place}.")}
+            if len(of_head) == 1 and weights.get(f"{(own := of_head.pop())}.weight", NO_TENSOR).dim() == 2:
+                renamed = {re.sub(rf"^{re.escape(own)}\.", f"{usual}.", name): one for name, one in weights.items()}
+                return renamed, f"its head {own}, the only layer with weights there, was taken for {usual}"
+    return weights, None
+
+
+def nearest(weights: Mapping[str, Tensor]) -> str | None:
+    """The nearest classifier and the first tensor that differs, in words; None where no family is near."""
+    from experts.backends.classifier import weight_shapes  # loads torchvision
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
+    marks = [(each, name.removesuffix(each.mark)) for each in FAMILIES for name in shapes if name.endswith(each.mark)]
+    for family, prefix in (found for found in marks if not found[1] or found[1].endswith(".")):
+        ours = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        labels = _rows(ours.get(family.head)) or 2
+        members = {}
+        for name in (name for name in CLASSIFIERS if name.startswith(family.prefixes)):
+            with suppress(ValueError):
+                stem = "3x3" if family.prefixes[0] == "resnet" and ours.get("conv1.weight", ())[2:] == (3, 3) else None
+                members[name] = weight_shapes(name, labels, stem, _position_size(ours) or USUAL_SIZE)
+        if members:
+            name = max(members, key=lambda each: len(members[each].items() & ours.items()) - len(members[each]) / 2)
+            return _difference(name, members[name], ours, family.head)
+    return None
+
+
+def _difference(architecture: str, expected: Shapes, ours: Shapes, head: str) -> str:
+    """The first tensor, the head's before others, that is not as the architecture has it."""
+    near = f"{architecture} is the nearest"
+    if head not in ours:
+        place = f"{head.partition('.')[0]}."
+        of_head = [f"{name} {_sides(ours[name])}" for name in ours if name.startswith(place) and len(ours[name]) > 1]
+        return f"{near}, whose head is one layer, {head}, and this head is {', '.join(of_head) or 'missing'}"
+    wanted = {name: shape for name, shape in expected.items() if not name.endswith("num_batches_tracked")}
+    for name, shape in wanted.items():
+        if ours.get(name) != shape:
+            there = _sides(ours[name]) if name in ours else "missing"
+            return f"{near}: its {name} is {there}, where {architecture} has {_sides(shape)}"
+    more = next((name for name in ours if name not in wanted and not name.startswith(AUXILIARY_HEADS)), head)
+    return f"{near}, and has no {more} {_sides(ours[more])}"
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a number"
 
 
 def may_be_twin(architecture: str, name: str) -> bool:

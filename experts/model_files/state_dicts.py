@@ -18,7 +18,15 @@ from experts.model_files.description import (
     unknown_task,
     unserved_fit,
 )
-from experts.model_files.recognition import EXPORT_ADVICE, USUAL_SIZE, Recognised, may_be_twin, recognise
+from experts.model_files.recognition import (
+    EXPORT_ADVICE,
+    USUAL_SIZE,
+    Recognised,
+    may_be_twin,
+    nearest,
+    recognise,
+    with_usual_head,
+)
 from experts.model_files.variants import question, settled
 
 if TYPE_CHECKING:
@@ -41,6 +49,8 @@ def describe_state_dict(
 
     Raises WeightsRefused for tensors of an unserved model.
     """
+    tensors, remark = with_usual_head(tensors)
+    said = said if remark is None else (*said, remark)
     found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
         raise WeightsRefused(str(file), _unknown(tensors, facts))
@@ -52,7 +62,7 @@ def describe_state_dict(
     if architecture is None and facts is not None and facts.architecture is not None:
         _require_no_twin(file, found, facts.architecture, facts.evidence.get("architecture", "the checkpoint"))
     try:
-        variant = settled(found, facts, min(found.size or (USUAL_SIZE,)))
+        variant = settled(found, facts, min(found.size or (USUAL_SIZE,)), remark)
     except ValueError as error:
         raise WeightsRefused(
             str(file), f"has the weights of {found.architecture}, and computes otherwise: {error}: {EXPORT_ADVICE}"
@@ -68,7 +78,7 @@ def describe_state_dict(
         label_count=found.labels,
         tensors=tensors,
         sure={key: evidence for key, (_, evidence) in known.items()},
-        missing={key: why for key, why in _unknowable(found, facts).items() if key not in known},
+        missing={key: why for key, why in _unknowable(found, facts, remark).items() if key not in known},
         said=said,
     )
 
@@ -108,13 +118,13 @@ def _known_facts(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any,
     return known
 
 
-def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
+def _unknowable(found: Recognised, facts: Facts | None, remark: str | None) -> dict[str, str]:
     """Questions, by key, for facts that weights alone do not show."""
     unknown = {
         "labels": unknown_labels("weights have", found.labels),
         "size": "weights do not show to what size images were scaled in training: --size HEIGHTxWIDTH",
         "normalize": f"weights do not show how pixels were scaled in training: {NORMALIZE_OPTIONS}",
-        "variant": question(found, facts),
+        "variant": question(found, facts, remark),
     }
     if family(found.architecture) != "detector":
         unknown["task"] = unknown_task("weights do")
@@ -126,7 +136,8 @@ def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
 def _unknown(tensors: Mapping[str, Tensor], facts: Facts | None) -> str:
     shown = ", ".join(sorted(tensors)[:3]) or "none"
     named = "" if facts is None or facts.architecture is None else f"says that it is a {facts.architecture}; "
+    near = nearest(tensors)
     return (
         f"{named}its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO "
-        "detectors: export the model to ONNX with its trainer and add the .onnx"
+        f"detectors{'' if near is None else f' ({near})'}: export the model to ONNX with its trainer and add the .onnx"
     )

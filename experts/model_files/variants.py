@@ -47,17 +47,17 @@ UNSERVED = (  # beginnings of architectures, and others with their names and sha
 )
 
 
-def settled(found: Recognised, facts: Facts | None, size: int) -> tuple[str, str] | None:
+def settled(found: Recognised, facts: Facts | None, size: int, changed: str | None = None) -> tuple[str, str] | None:
     """Variant and evidence, of a whole module and of the files of known scripts; None: to be asked.
 
-    Raises ValueError with the first layer that no served variant has.
+    ``changed``: remark on a head at another path than its library's. Raises ValueError with the first layer that no
+    served variant has.
     """
     if facts is None or (facts.layers is None and facts.builder is None):
         return None
     if facts.layers is None:
-        is_named = facts.architecture == found.architecture and TRANSFORM_INPUT not in served_variants(
-            facts.architecture
-        )
+        is_plain = changed is None and TRANSFORM_INPUT not in served_variants(found.architecture)
+        is_named = is_plain and facts.architecture == found.architecture
         return (PLAIN, f"its script builds a {facts.architecture} by name ({facts.builder})") if is_named else None
     root = facts.layers[""][CLASS]
     if root.startswith("timm.") and not root.endswith(".ResNet"):
@@ -71,7 +71,7 @@ def settled(found: Recognised, facts: Facts | None, size: int) -> tuple[str, str
     raise ValueError(str(differences[PLAIN]))
 
 
-def question(found: Recognised, facts: Facts | None) -> str:
+def question(found: Recognised, facts: Facts | None, changed: str | None = None) -> str:
     architecture, stem = found.architecture, "" if found.stem is None else f" with a {found.stem} stem of stride 1"
     library = "ultralytics" if family(architecture) == "detector" else "torchvision"
     options = [f"--variant {PLAIN} (all of them as in {library}'s {architecture}{stem})"]
@@ -80,14 +80,17 @@ def question(found: Recognised, facts: Facts | None) -> str:
     why = "weights do not show layers without weights"
     if facts is not None and facts.wrapper is not None:
         why = f"the model is inside a {facts.wrapper}, whose code the file does not have"
+    beside = "" if changed is None else f"; {changed}: beside it only a Dropout is plain"
     return (
         f"{why}: {', '.join(options)}; export others to ONNX (another activation{others}); `--check DATA` shows which"
+        f"{beside}"
     )
 
 
 def difference(recorded: Layers, expected: Layers, architecture: str) -> str | None:
     """The first layer that is not as in the architecture, in words."""
-    found, wanted = _by_path(recorded), {path: one for path, one in expected.items() if not _is_neutral(one)}
+    found = _by_path(_collapsed(recorded))
+    wanted = {path: each for path, (each,) in _by_path(_collapsed(expected)).items()}
     for path, layer in wanted.items():
         where, others = path or "model", found.get(path, ())
         if not others:
@@ -105,12 +108,25 @@ def _built(found: Recognised, variant: str | None, size: int) -> Module:
     return classifier.weightless(found.architecture, found.labels or 0, found.stem, size, variant)
 
 
+def _collapsed(layers: Layers) -> Layers:
+    """Layers that compute; a Sequential of a single one is that one, wherever a Dropout stood beside it."""
+    found = {path: one for path, one in layers.items() if not _is_neutral(one)}
+    for path in [each for each in reversed(found) if _name(found[each]) == "Sequential"]:
+        inside = [each for each in found if each.startswith(f"{path}.")]
+        children = [each for each in inside if "." not in each.removeprefix(f"{path}.")]
+        if len(children) == 1:
+            (child,) = children
+            found = {path + each.removeprefix(child) if each in inside else each: one for each, one in found.items()
+                     if each != path}  # fmt: skip
+    return found
+
+
 def _by_path(recorded: Layers) -> dict[str, list[Mapping[str, Any]]]:
     """Layers that compute something, by their paths in torchvision and ultralytics."""
     found: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     is_of_timm = recorded[""][CLASS].startswith("timm.")
     for path, layer in recorded.items():
-        if not (_is_neutral(layer) or AUXILIARY.match(path)):
+        if not AUXILIARY.match(path):
             for here in _translated(path) if is_of_timm else (path,):
                 found[here].append(layer)
     return found

@@ -83,7 +83,7 @@ def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("conv1.0.weight", "ResNet of timm with a deep stem"), ("s1.b1.conv1.conv.weight", "RegNet of timm"),
+        ("conv1.3.weight", "ResNet of timm with a deep stem"), ("s1.b1.conv1.conv.weight", "RegNet of timm"),
         ("pre_logits.fc1.weight", "VGG of timm"), ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
         ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
         ("roi_heads.box_head.fc6.weight", "detector of torchvision"),
