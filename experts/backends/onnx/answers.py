@@ -116,6 +116,13 @@ def decided(expert: Expert, model: onnx.ModelProto, session: InferenceSession, i
         raise mismatch(expert, "ends in a Softmax that is not over the labels: export it with axis=1")
     if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
         return OutputKind.PROBABILITIES
+    sums = known.sum(axis=1, dtype=np.float64)
+    is_varied = len(known) == PROBES and np.ptp(known, axis=0).max() > 0
+    if is_varied and (known >= 0).all() and np.ptp(sums) <= ROW_SUM_TOLERANCE * sums.max():
+        raise mismatch(
+            expert,
+            f"answers with numbers that add up to {sums[0]:.4g} for any image: export it so that they add up to 1",
+        )
     return OutputKind.LOGITS
 
 

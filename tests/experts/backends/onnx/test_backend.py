@@ -196,6 +196,12 @@ def no_numbers(graph):
     graph.initializer[index].CopyFrom(numpy_helper.from_array(weights, "fc.weight"))
 
 
+def in_percent(graph):
+    softmax_ending(graph, axis=1)
+    add_behind(graph, "logits = Mul(raw, hundred)", hundred=100.0)
+    graph.node[-2].output[0], graph.node[-3].output[0], graph.node[-2].input[0] = "raw", "before", "before"
+
+
 OVER_IMAGES = "Softmax that is not over the labels: export it with axis=1"
 INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multilabel`, or if only one .* without that"
 
@@ -206,6 +212,12 @@ INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multi
         (partial(softmax_ending, op_type="Sigmoid"), {}, WeightsMismatch, INDEPENDENT),
         (partial(softmax_ending, axis=0), {}, WeightsMismatch, OVER_IMAGES),
         (partial(softmax_ending, axis=0), {"batch": 1}, WeightsMismatch, OVER_IMAGES),
+        (
+            in_percent,
+            {},
+            WeightsMismatch,
+            "numbers that add up to 100 for any image: export it so that they add up to 1",
+        ),
         (two_inputs, {}, WeightsMismatch, "it has image, mask"),
         (no_numbers, {}, WeightsCorrupt, r"fc\.weight holds NaN or infinity"),
         (lambda graph: None, {"outputs": 4}, WeightsMismatch, "has 4 labels, the line names 3"),
