@@ -227,7 +227,8 @@ class _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
         wishes = _with_names(described, wishes)
         _refuse_other_labels(described, wishes)
-        if described.kind == "detector" and (wishes.resample or wishes.trainer):
+        states_fit = described.kind == "detector" and "fit" not in described.missing
+        if states_fit and (wishes.resample or wishes.trainer):
             raise ConfigError("--resample and --trainer are not for detectors, which state their own: leave them out")
         known = _known(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
