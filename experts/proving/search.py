@@ -157,7 +157,9 @@ def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole:
     if not explaining:
         return Explanation()
     near = [each for each in explaining if each.distance <= _limit(explaining)]
-    best = min(near, key=lambda each: (_changes(start, each.entry, keys), each.distance))
+    best = min(
+        near, key=lambda each: (_changes(start, each.entry, keys), round(each.distance, 6), len(_text(each.entry)))
+    )
     rivals = {}
     for key in keys:
         others = [each for each in whole if value_of(each.entry, key) != value_of(best.entry, key)]
