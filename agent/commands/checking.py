@@ -46,7 +46,7 @@ PICTURE_COLUMNS, TILE_PX = 2, 1200
 START: dict[str, Any] = {  # where the search begins
     "normalize": "imagenet", "fit": None, "task": "multiclass", "variant": "plain", FUNCTION: "bilinear",
 }  # fmt: skip
-EVERY_RULE = "every {} that can be served was tried: is the file the model that gave the answers, with their softmax?"
+EVERY_RULE = "every value of {} that is served was tried: is the file the model that gave the answers?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ def test_answers_that_nothing_explains_refuse_it(line, trained):
     rows = json.loads((trained / "answers.json").read_text())
     moved = [{**row, "scores": other["scores"]} for row, other in zip(rows, rows[5:] + rows[:5], strict=True)]
     (trained / "moved.json").write_text(json.dumps(moved))
-    with pytest.raises(WeightsRefused, match=r"every labels, normalize, fit, .* that can be served was tried"):
+    with pytest.raises(WeightsRefused, match=r"every value of labels, normalize, fit, .* that is served was tried"):
         adding(line, trained, RIGHT, "moved.json")
 
 
