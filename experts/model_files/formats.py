@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from experts.backends.weight_files import LABELS, read_labels, read_tensors, saving, write_gathered_onnx
-from experts.checkpoints.facts import Facts
 from experts.checkpoints.importing import is_checkpoint
 from experts.checkpoints.names import network_of
 from experts.checkpoints.reading import read_checkpoint
@@ -42,7 +41,7 @@ def describe_file(
         return with_side_facts(describe_graph(file, kind, detector), side)
     if file.suffix == ".safetensors":
         tensors, labels = read_tensors(str(file), file), read_labels(file)
-        network, facts = network_of(str(file), tensors, anyone=False), side.of_weights(file, architecture) or Facts()
+        network, facts = network_of(str(file), tensors, anyone=False), side.of_weights(file, architecture)
         if labels is not None:
             facts = replace(facts, labels=labels, evidence={**facts.evidence, "labels": "its metadata"})
         described = describe_state_dict(file, network.weights, architecture, facts, network.said)
@@ -50,7 +49,8 @@ def describe_file(
         return with_side_facts(replace(described, tensors=None) if is_as_served else described, side)
     if is_checkpoint(file):
         found = read_checkpoint(file)
-        described = describe_state_dict(file, found.weights, architecture, found.facts, found.said)
+        facts = side.of_weights(file, architecture, found.facts)
+        described = describe_state_dict(file, found.weights, architecture, facts, found.said)
         return with_side_facts(described, side)
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 

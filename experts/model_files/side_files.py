@@ -29,12 +29,9 @@ PROCESSOR, CONFIG, TIMM = "preprocessor_config.json", "config.json", "pretrained
 PIXELS = ("size", "normalize", "fit", "orientation")
 LENGTH_MAXIMUM = 1_000_000
 UNREAD = {
-    "environment.json": "Roboflow's export",
-    "metadata.json": "Anomalib's export",
-    "inference.yml": "PaddleX's export",
-    "pipeline.json": "mmdeploy's export",
-    "args.yaml": "ultralytics' training",
-}
+    "environment.json": "Roboflow's export", "metadata.json": "Anomalib's export", "inference.yml": "PaddleX's export",
+    "pipeline.json": "mmdeploy's export", "args.yaml": "ultralytics' training",
+}  # fmt: skip
 TIMM_STATED = frozenset({"architecture", "model_args", "global_pool", "label_names", TIMM})
 TIMM_HARMLESS = frozenset({"num_classes", "num_features", "label_descriptions"})  # of weights, or of people
 CFG_STATED = frozenset({"mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation"})
@@ -66,11 +63,14 @@ class SideFiles:
         unread = tuple(name for name in UNREAD if (folder / name).is_file())
         return cls(_table(folder / PROCESSOR), _table(folder / CONFIG), unread)
 
-    def of_weights(self, file: Path, given: str | None) -> Facts | None:
-        """The architecture that timm names. Raises WeightsRefused for layers that weights do not show."""
-        name = self.config.get("architecture")
-        if not isinstance(self.config.get(TIMM), dict) or not isinstance(name, str):
-            return None
+    def of_weights(self, file: Path, given: str | None, own: Facts | None = None) -> Facts:
+        """A file's ``own`` facts with the architecture that timm names. ``given``: by the user.
+
+        Raises WeightsRefused for layers that weights do not show.
+        """
+        name, own = self.config.get("architecture"), own or Facts()
+        if not isinstance(self.config.get(TIMM), dict) or not isinstance(name, str) or own.architecture is not None:
+            return own
         others = {key: self.config[key] for key in ("model_args", "global_pool") if self.config.get(key)}
         if others.get("global_pool") == "avg":
             del others["global_pool"]
@@ -82,7 +82,8 @@ class SideFiles:
             )
         builder = None if others else "timm"  # which builds the model by its name
         plain = name.partition(".")[0]  # without the tag of its training
-        return Facts(architecture=plain, builder=builder, evidence={"architecture": f"{CONFIG} architecture"})
+        evidence = {**own.evidence, "architecture": f"{CONFIG} architecture"}
+        return replace(own, architecture=plain, builder=builder, evidence=evidence)
 
 
 def with_side_facts(described: ModelDescription, side: SideFiles) -> ModelDescription:

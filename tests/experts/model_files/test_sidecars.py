@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
@@ -92,6 +93,16 @@ def test_an_architecture_that_timm_names_agrees_with_the_weights(tmp_path, weigh
         beside(tmp_path, weights, "config.json", {**TIMM, **config})
     assert reason in str(caught.value)
     assert "export it to ONNX" in str(caught.value)
+
+
+def test_an_architecture_that_timm_names_holds_also_for_a_checkpoint_beside_it(tmp_path, weights):
+    torch.save(load_file(weights), tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text(json.dumps({**TIMM, "architecture": "squeezenet1_0"}))
+    with pytest.raises(WeightsRefused, match="says that it is a squeezenet1_0"):
+        describe_file(tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text(json.dumps(TIMM))
+    found = describe_file(tmp_path / "model.pth")
+    assert (found.normalize, found.missing.keys()) == (HALF, {"labels", "task"})
 
 
 def test_labels_that_timm_names_are_taken_if_there_are_as_many(tmp_path, weights):
