@@ -36,12 +36,14 @@ class Line:
         self.submit_subject = self.entered.append
         monkeypatch.setattr(shadow_source, "write_answer", lambda _, row: self.rows.append(row))
         monkeypatch.setattr(shadow_source, "count_dropped", self.count)
+        monkeypatch.setattr(shadow_source, "pair_sha256", lambda config, *names: f"terms of {' and '.join(names)}")
         self.source = ShadowSource(self, SimpleNamespace(write=lambda write: write(None)))
 
     def graph(self, graph):
         loop = getattr(getattr(self, "agent", None), "loop", None)
         setup = SimpleNamespace(graph=graph, executors=[ExecutorSpec(0, "cpu", "host"), ExecutorSpec(2, "gpu", "host")])
-        self.agent = SimpleNamespace(setup=setup, loop=loop)
+        config = SimpleNamespace(catalog=SimpleNamespace(sha256="0"))
+        self.agent = SimpleNamespace(setup=setup, loop=loop, config=config)
 
     def count(self, _, pair, dropped):
         self.dropped += dropped
