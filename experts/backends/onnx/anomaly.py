@@ -22,8 +22,9 @@ from torch.nn.functional import adaptive_max_pool2d
 
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.layouts import mismatch
+from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.onnx.pruning import keep_outputs
-from experts.backends.ort.session import REFUSALS, session_once
+from experts.backends.ort.session import session_once
 from experts.errors import OutputInvalid
 from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
 from experts.images import upright_map
@@ -58,15 +59,22 @@ class AnomalyOutputs:
         return tuple(name for name in (self.score, self.map) if name is not None)
 
 
-def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
-    """Keep score and map outputs, and fix a batch of one if needed. In place. Raises WeightsMismatch, REFUSALS."""
+def settle_outputs(expert: Expert, model: onnx.ModelProto) -> AnomalyOutputs:
+    """Keep score and map outputs, and see ``neighbours``. In place. Raises WeightsMismatch, REFUSALS."""
     synthetic = probe_images(expert.pixels)
     alone = _answers(session_once(model.SerializeToString()), synthetic, at_once=1)
     outputs = _counting(expert, alone)
     keep_outputs(model, outputs.names)
-    first = images.type.tensor_type.shape.dim[0]
-    if not first.dim_value and not _takes_several(model, outputs, synthetic, alone):
-        first.dim_value = 1
+    scales = [
+        float(np.abs(rows[np.isfinite(rows)]).max(initial=0.0)) or 1.0
+        for rows in (alone[name] for name in outputs.names)
+    ]
+
+    def read(found: Sequence[np.ndarray]) -> np.ndarray:
+        parts = zip(map(np.atleast_1d, found), scales, strict=True)
+        return np.concatenate([rows.reshape(len(rows), -1) / scale for rows, scale in parts], axis=1)
+
+    settle_batch(expert, model, synthetic, read, BATCH_TOLERANCE)
     return outputs
 
 
@@ -161,23 +169,3 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
     named = [name for name in candidates if name in known]
     chosen = named or candidates
     return chosen[0] if len(chosen) == 1 else None
-
-
-def _takes_several(
-    model: onnx.ModelProto, outputs: AnomalyOutputs, synthetic: np.ndarray, alone: Mapping[str, np.ndarray]
-) -> bool:
-    """True if two images at once get the same answers as each alone."""
-    try:
-        together = _answers(session_once(model.SerializeToString()), synthetic, at_once=2)
-    except REFUSALS:
-        return False
-    return all(_are_alike(together[name], alone[name]) for name in outputs.names)
-
-
-def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """True within BATCH_TOLERANCE, with NaN and infinity at the same places."""
-    numbers = np.isfinite(other)
-    if one.shape != other.shape or not np.array_equal(np.isfinite(one), numbers):
-        return False
-    tolerance = BATCH_TOLERANCE * float(np.abs(other[numbers]).max(initial=0.0))
-    return bool((np.abs(one[numbers] - other[numbers]) <= tolerance).all())

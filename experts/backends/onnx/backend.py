@@ -213,7 +213,7 @@ def packed(expert: Expert) -> Packable:
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
     """Graph to run, still in standard operators, with its outputs' meaning."""
     if expert.task is Task.ANOMALY:
-        outputs = anomaly.settle_outputs(expert, model, images)
+        outputs = anomaly.settle_outputs(expert, model)
         folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
         anomaly.note(folded, outputs)
         return folded

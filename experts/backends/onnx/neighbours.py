@@ -35,7 +35,8 @@ def settle_batch(
 
     Raises WeightsMismatch for a fixed batch that mixes its images, and REFUSALS for a graph that does not run alone.
     """
-    first = model.graph.input[0].type.tensor_type.shape.dim[0]
+    weights = {tensor.name for tensor in model.graph.initializer}  # which older files list as inputs, too
+    first = next(value for value in model.graph.input if value.name not in weights).type.tensor_type.shape.dim[0]
     if first.dim_value == 1:
         return
     session, count = session_once(model.SerializeToString()), len(images)

@@ -127,6 +127,15 @@ def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_t
         assert [one.label for one in answers(expert_of(each), grey(255), grey(10))] == ["anomalous", "ok"]
 
 
+def test_a_fixed_batch_whose_scores_depend_on_one_another_is_refused(expert_of):
+    model = brightness(("output", "score"), batch=2)
+    top = next(node for node in model.graph.node if node.output == ["output"])
+    top.CopyFrom(helper.make_node("Sum", ["top", "most"], ["output"]))
+    model.graph.node.insert(2, helper.make_node("ReduceMax", ["top"], ["most"], keepdims=1))
+    with pytest.raises(WeightsMismatch, match="for images of one batch together"):
+        BACKEND.pack(expert_of(model), Precision.FP32)
+
+
 def memory_bank(seed):
     """As PatchCore: an image's features against a bank of them, which no operator reads that reads weights alone."""
     return model_of(

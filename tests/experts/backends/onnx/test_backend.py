@@ -148,6 +148,19 @@ def test_a_graph_whose_answers_depend_on_their_neighbours_gets_one_image_at_a_ti
     assert list(answers(expert, image, white, black)) == alone
 
 
+def test_weights_that_an_older_file_lists_before_its_images_are_none(files, image):
+    def weights_first(graph):
+        images = list(graph.input)
+        graph.ClearField("input")
+        graph.input.extend(helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in graph.initializer)
+        graph.input.extend(images)
+
+    expected = answers(files.onnx("cls/new"), image)[0]
+    expert = edited(files.onnx("cls/x"), weights_first)
+    assert BACKEND.pack(expert, Precision.FP32).remark is None
+    assert [each.label for each in answers(expert, image, image)] == [expected.label] * 2
+
+
 def test_a_fixed_batch_that_mixes_its_images_is_refused(files):
     with pytest.raises(WeightsMismatch, match=r"for images of one batch together .*: export it with a batch of 1"):
         BACKEND.pack(edited(files.onnx("cls/x", batch=3), beside_the_largest), Precision.FP32)
