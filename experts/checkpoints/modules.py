@@ -5,6 +5,7 @@ The same settings are read from a pickled module, as data, and from a built one,
 
 from __future__ import annotations
 
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -72,7 +73,8 @@ def _recorded(layer: PickledObject) -> Layer:
     state = layer.state if isinstance(layer.state, dict) else {}
     hooks = (state.get(key) for key in HOOKS)
     changes = sum(len(each) for each in hooks if isinstance(each, dict)) + ("forward" in state)
-    return {**_settings(state), CLASS: str(layer.kind)[:TEXT_MAXIMUM], CHANGES: changes}
+    settings = dict(islice(_settings(state).items(), VALUES_MAXIMUM))
+    return {**settings, CLASS: str(layer.kind)[:TEXT_MAXIMUM], CHANGES: changes}
 
 
 def _children(layer: PickledObject) -> Iterator[tuple[str, PickledObject]]:

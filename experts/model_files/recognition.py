@@ -120,7 +120,7 @@ def with_usual_head(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor]
 
 
 def nearest(weights: Mapping[str, Tensor]) -> str | None:
-    """The nearest classifier and the first tensor that differs, in words; None where no family is near."""
+    """The nearest architecture and the first tensor that differs, in words; None where no family is near."""
     from experts.backends.classifier import weight_shapes  # loads torchvision
 
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
@@ -134,9 +134,30 @@ def nearest(weights: Mapping[str, Tensor]) -> str | None:
                 stem = "3x3" if family.prefixes[0] == "resnet" and ours.get("conv1.weight", ())[2:] == (3, 3) else None
                 members[name] = weight_shapes(name, labels, stem, _position_size(ours) or USUAL_SIZE)
         if members:
-            name = max(members, key=lambda each: len(members[each].items() & ours.items()) - len(members[each]) / 2)
-            return _difference(name, members[name], ours, family.head)
-    return None
+            if prefix and any(_fits(each, ours) for each in members.values()):
+                return f"its names begin with {prefix}: save the state_dict() of that part"
+            return _difference(*_nearest_of(members, ours), ours, family.head)
+    return _nearest_detector({f"model.{re.sub(r'^(model[.])+', '', name)}": shape for name, shape in shapes.items()})
+
+
+def _nearest_detector(shapes: Shapes) -> str | None:
+    """Of the detectors with as many layers and first channels."""
+    from experts.backends.detector import Outline, outline, weight_shapes  # loads ultralytics
+
+    numbers = [int(match[1]) for name in shapes if (match := LAYER.match(name))]
+    last = max(numbers, default=0)
+    head = f"model.{last}.cv3.0.2.weight"
+    wanted = Outline(last + 1, _rows(shapes.get("model.0.conv.weight")))
+    members = {}
+    for name in _detectors() if head in shapes else ():
+        with suppress(ValueError):
+            if outline(name) == wanted:
+                members[name] = weight_shapes(name, _rows(shapes[head]))
+    return _difference(*_nearest_of(members, shapes), shapes, head) if members else None
+
+
+def _nearest_of(members: Mapping[str, Shapes], ours: Shapes) -> tuple[str, Shapes]:
+    return max(members.items(), key=lambda each: len(each[1].items() & ours.items()) - len(each[1]) / 2)
 
 
 def _difference(architecture: str, expected: Shapes, ours: Shapes, head: str) -> str:

@@ -110,7 +110,7 @@ def _built(found: Recognised, variant: str | None, size: int) -> Module:
 
 def _collapsed(layers: Layers) -> Layers:
     """Layers that compute; a Sequential of a single one is that one, wherever a Dropout stood beside it."""
-    found = {path: one for path, one in layers.items() if not _is_neutral(one)}
+    found = {path: one for path, one in layers.items() if not (path and _is_neutral(one))}
     for path in [each for each in reversed(found) if _name(found[each]) == "Sequential"]:
         inside = [each for each in found if each.startswith(f"{path}.")]
         children = [each for each in inside if "." not in each.removeprefix(f"{path}.")]

@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from experts.backends.classifier import build_trainable
+from experts.backends.detector import weight_shapes
 from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 
@@ -110,6 +111,20 @@ def test_a_softmax_in_a_module_s_own_head_is_refused(tmp_path):
     net = with_head("shufflenet_v2_x0_5", "fc", nn.Sequential(nn.Linear(1024, 3), nn.Softmax(1)))
     with pytest.raises(WeightsRefused, match=r"computes otherwise: its fc is Sequential, where shufflenet_v2_x0_5 has"):
         described(tmp_path, net)
+
+
+@pytest.mark.slow
+def test_a_detector_that_fits_nothing_names_the_nearest_too(tmp_path):
+    state = {name: torch.zeros(each) for name, each in weight_shapes("yolov8n", 2).items()}
+    state["model.9.cv2.conv.weight"] = torch.zeros(256, 512, 3, 3)
+    told = "yolov8n is the nearest: its model.9.cv2.conv.weight is 256x512x3x3, where yolov8n has 256x512x1x1"
+    with pytest.raises(WeightsRefused, match=told):
+        described(tmp_path, state)
+
+
+def test_a_network_under_an_attribute_of_unknown_code_is_told_by_its_prefix(tmp_path):
+    with pytest.raises(WeightsRefused, match=r"its names begin with cnn\.: save the state_dict\(\) of that part"):
+        described(tmp_path, under("cnn."))
 
 
 @pytest.mark.parametrize(
