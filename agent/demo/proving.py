@@ -67,6 +67,8 @@ def write_answers(folder: Path, trained: TrainedLine, crops: Iterable[LabelledCr
 
     def written(expert: Expert) -> Expert:
         own, place = _shown_to(expert, trained.routes, chosen), folder / CHECKS / expert.id
+        if not own:  # of crops that are given, none was held back: it stays unproven
+            return expert
         with TemporaryDirectory(prefix="coserve-demo-") as scratch:
             files = [Path(scratch) / f"{each.component}-{each.label}.png" for each in own]
             for file, each in zip(files, own, strict=True):
@@ -81,10 +83,11 @@ def write_answers(folder: Path, trained: TrainedLine, crops: Iterable[LabelledCr
 def prove(line_file: Path, progress: Callable[[str, int, int], None]) -> list[Proof]:
     """Compare each expert of the line with its answers, and keep the proofs in the line's state."""
     config = read_line(line_file, environment={})
-    experts, packed, proofs = config.catalog.experts.values(), packed_manifests(config), []
+    experts = [expert for expert in config.catalog.experts.values() if expert.check is not None]
+    packed, proofs = packed_manifests(config), []
 
     def proven(expert: Expert) -> Proof:
-        assert expert.check is not None, "each expert of a demo has answers"
+        assert expert.check is not None, "asked of experts with answers"
         known, judge = read_answers(expert.check), Judge(expert)
         images = (decode_image(each.image, each.image.name) for each in known)
         comparison = compare(expert, known, [judge.answer(image) for image in images])
