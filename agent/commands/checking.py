@@ -152,11 +152,24 @@ def _taken(
         raise WeightsUnclear(name, {key: f"{why}; {ask}: {check.asked[key]}" for key in sorted(keys)})
     if found.best is None and check.asked:
         raise WeightsUnclear(name, {**check.asked, "check": f"no value that is served explains {check.named}"})
+    if "labels" in check.asked and found.best is not None and len(unseen := _unseen(check, found.best.entry)) > 1:
+        why = f"no answer of {check.named} is {' or '.join(unseen)}, so their order is not shown: add images of them"
+        raise WeightsUnclear(name, {"labels": f"{why}; {check.asked['labels']}"})
     changed = [] if found.best is None else _changed(entry, found.best.entry)
     if found.best is None or {*sure} & {*changed} or found.open:
         return Checked(check.named, entry, first, refusal=_refusal(check, first, found, changed))
     evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
     return Checked(check.named, found.best.entry, found.best.comparison, evidence)
+
+
+def _unseen(check: Check, entry: Entry) -> list[str]:
+    """Labels of which no image is known; the last one left is known, too."""
+    seen = {box.label for each in check.known for box in each.boxes or ()}
+    for each in check.known:
+        likeliest = max(each.scores, key=lambda pair: pair[1], default=("", 0.0))[0]
+        is_each_compared = entry.get("task") == "multilabel"
+        seen |= {name for name, _ in each.scores} if is_each_compared else {each.label or likeliest}
+    return [label for label in entry["labels"] if label not in seen]
 
 
 def _changed(entry: Entry, other: Entry) -> list[str]:

@@ -137,6 +137,17 @@ def test_answers_that_do_not_decide_are_asked_for(line, trained, tmp_path):
     assert files_of(line) == {"line.yaml", "grey/0.png", "grey/answers.json"}
 
 
+def test_labels_that_no_answer_has_are_asked_for(line, trained):
+    rows = json.loads((trained / "answers.json").read_text())
+    best = [max(row["scores"], key=row["scores"].get) for row in rows]
+    kept = [row for row, label in zip(rows, best, strict=True) if label == "ok"]
+    (trained / "one.json").write_text(json.dumps(kept))
+    with pytest.raises(
+        WeightsUnclear, match=r"labels: no answer of one.json is \w+ or \w+, so their order is not shown"
+    ):
+        adding(line, trained, replace(RIGHT, labels=None, passing=("ok",)), "one.json")
+
+
 def test_answers_that_nothing_explains_refuse_it(line, trained):
     rows = json.loads((trained / "answers.json").read_text())
     moved = [{**row, "scores": other["scores"]} for row, other in zip(rows, rows[5:] + rows[:5], strict=True)]
