@@ -252,12 +252,15 @@ def test_a_packed_file_that_packing_finds_corrupt_is_made_anew_the_next_time(fil
 
 @pytest.mark.parametrize("form", each_of(Precision.FP32, Precision.ONNXRUNTIME, Precision.ONEDNN_FP32))
 def test_a_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, make_slot, image, form):
-    module = files.build("mobilenet_v3_small", 3)
-    first = files.torch_module("cls/first", module.eval(), "mobilenet_v3_small")
-    with torch.no_grad():
-        for parameter in module.classifier[-1].parameters():
-            parameter.normal_()
-    second = files.torch_module("cls/second", module, "mobilenet_v3_small")
+    module = files.build("mobilenet_v3_small", 3).eval()
+
+    def with_another_head(name):
+        with torch.no_grad():
+            for parameter in module.classifier[-1].parameters():
+                parameter.normal_()  # a fresh head's scores are equal, and no answer
+        return files.torch_module(name, module, "mobilenet_v3_small")
+
+    first, second = map(with_another_head, ("cls/first", "cls/second"))
     packed = pack(store, [first, second], form).packed
     one, other = (packed[expert.id][form] for expert in (first, second))
     assert one.own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
