@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from agent.core.performance import SSD, Performance, PoolSpec
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
+from agent.runtime.weights.drive import staging_bytes
 from experts.sizes import size_text
 from profiler.planning.advice import FASTEST_SSD, REMOVED, Advice, DecodingLoad, Limit, speed_text
 from profiler.planning.limits import STEP, advise
@@ -137,7 +138,7 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
     trace = [TracedArrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
     scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
     small = line.split({"host": 3 * SLOT_BYTES})
-    assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
+    assert small.pools[0].workspace_bytes == (3 * SLOT_BYTES - staging_bytes(3 * SLOT_BYTES)) // 4
     advice = advise(scenario, small, line.profile.box, None, line.split)
     target = REMOVED * advice.unlimited_images_per_s
     followed = line.split(advice.memory.budget_bytes)
