@@ -1,17 +1,26 @@
-"""Pixels in experts' input form: scaled, normalised, channels first."""
+"""Pixels in experts' input form: scaled, normalised, channels first.
+
+An image is scaled as the library of its trainer does it, by that library itself where the agent has it. Pillow's
+filters are antialiased; OpenCV's are not, but for `area`. torch's are those of torchvision's transforms v2 on tensors:
+of whole numbers, or of floats, whose values are not rounded. Keras' are TensorFlow's `image.resize` (2.x, half pixel
+centres), which is torch's on floats without antialiasing, and its nearest-exact.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+import cv2
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import resize_image
 
 from experts.backends.base import Prepared
-from experts.backends.resampling import resampled
-from experts.expert import NAMED, Fit, Normalization, Padding
+from experts.expert import NAMED, PILLOW, RESAMPLERS, Fit, Normalization, Padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +29,10 @@ if TYPE_CHECKING:
 
     from experts.expert import InputSpec
 
+OPENCV = {
+    "linear": cv2.INTER_LINEAR, "area": cv2.INTER_AREA, "cubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST,
+    "lanczos4": cv2.INTER_LANCZOS4,
+}  # fmt: skip
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 ROUNDED: dict[str, Callable[[float], int]] = {"nearest": round, "down": math.floor, "up": math.ceil}
 
@@ -124,3 +137,30 @@ def _before(scaled: int, wanted: int, rounding: str | None) -> int:
     if scaled < wanted:
         return -((wanted - scaled) // 2)
     return ROUNDED[rounding or "nearest"]((scaled - wanted) / 2)  # torchvision: nearest, others down
+
+
+def resampled(image: np.ndarray, height: int, width: int, resampler: str) -> np.ndarray:
+    """An image (height, width, 3), uint8 or as ``resampler`` gives it: float32, of values from 0 to 255."""
+    if image.shape[:2] == (height, width):
+        return image
+    if resampler in PILLOW:
+        return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling[resampler.upper()]))
+    library, _, name = resampler.partition("-")
+    if resampler not in RESAMPLERS:
+        raise ValueError(f"interpolation is {resampler!r}: {', '.join(RESAMPLERS)} are known")
+    if library == "opencv":
+        return np.asarray(cv2.resize(image, (width, height), interpolation=OPENCV[name]))
+    pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
+    scale = _by_torch if library == "torch" else _by_keras
+    return np.asarray(scale(pixels, (height, width), name).permute(1, 2, 0))
+
+
+def _by_torch(pixels: torch.Tensor, size: tuple[int, int], name: str) -> torch.Tensor:
+    mode = name.removeprefix("float-").removesuffix("-antialias")
+    values = pixels.float() if name.startswith("float-") else pixels
+    return resize_image(values, list(size), InterpolationMode(mode), antialias=name.endswith("-antialias"))
+
+
+def _by_keras(pixels: torch.Tensor, size: tuple[int, int], name: str) -> torch.Tensor:
+    mode = "nearest-exact" if name == "nearest" else name
+    return interpolate(pixels[None].float(), size, mode=mode)[0]

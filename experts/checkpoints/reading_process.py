@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python -I adds n
 
 from experts.checkpoints.archive import opened
 from experts.checkpoints.selection import select
+from experts.checkpoints.tensors import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.checkpoints.trainer_facts import collected_facts
 from experts.checkpoints.training_states import training_state
-from experts.checkpoints.writing import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.errors import WeightsCorrupt, WeightsRefused
 
 if TYPE_CHECKING:

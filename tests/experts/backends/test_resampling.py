@@ -8,8 +8,7 @@ import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from experts.backends.pixels import fitted, normalized
-from experts.backends.resampling import resampled
+from experts.backends.pixels import fitted, normalized, resampled
 from experts.expert import ALIKE_BUT_FOR_ROUNDING, RESAMPLERS, Fit, InputSpec, Normalization, Padding
 
 SIZES = [(97, 61), (33, 120), (20, 24), (300, 411)]
