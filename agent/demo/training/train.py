@@ -54,7 +54,7 @@ OWN_RENDERED = Descent((64,), learning_rate=1e-4, batch_size=32)  # the stored n
 JOINT = Descent((64,), learning_rate=6e-3, batch_size=64, crops_centre=True)
 OWN = Descent((64,), learning_rate=2e-4, batch_size=32)
 SHOWN_JOINTLY, SHOWN_ALONE = 15_000, 5_000  # crops of all epochs together: fewer crops are shown more often
-MOST_EPOCHS = 9
+MOST_JOINTLY, MOST_ALONE = 6, 2  # epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,11 @@ def train_experts(
             else:
                 turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
                 together = [crop for name in labels for crop in parts[name]]
-                first = JOINT._replace(turns=turns, sides_px=(48,) * (epochs(SHOWN_JOINTLY, together) - 1) + (64,))
+                first = JOINT._replace(
+                    turns=turns, sides_px=(48,) * (epochs(SHOWN_JOINTLY, together, MOST_JOINTLY) - 1) + (64,)
+                )
                 joint = train_jointly(resnet(all_labels(labels)), together, labels, first, seed, progress)
-                plan = OWN._replace(turns=turns, sides_px=(64,) * epochs(SHOWN_ALONE, together))
+                plan = OWN._replace(turns=turns, sides_px=(64,) * epochs(SHOWN_ALONE, together, MOST_ALONE))
 
         def train(numbered: tuple[int, str]) -> tuple[Expert, CropFeatures]:
             number, name = numbered
@@ -140,8 +142,8 @@ def train_experts(
     return TrainedLine((*experts, *(each.expert for each in anomalies)), routes, seconds, anomalies)
 
 
-def epochs(shown: int, crops: Sequence[LabelledCrop]) -> int:
-    return min(max(round(shown / len(crops)), 1), MOST_EPOCHS)
+def epochs(shown: int, crops: Sequence[LabelledCrop], most: int) -> int:
+    return min(max(round(shown / len(crops)), 1), most)
 
 
 def train_classifier(
