@@ -54,7 +54,7 @@ ROOMS = {
     ),
     "experts.proving": (
         "experts.backends", "experts.catalog", "experts.document", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.images", "experts.labels",
+        "experts.filesystem", "experts.images", "experts.labels", "experts.model_files.trainers",
     ),
     "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
     "experts.packed": (

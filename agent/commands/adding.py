@@ -27,7 +27,7 @@ from agent.line_file.proofs import UNKNOWN_ANSWERS
 from agent.runtime.images.sources import decoded
 from experts.architectures import PLAIN
 from experts.document import parse_document, read_document
-from experts.errors import ConfigError, LoadError, WeightsRefused, WeightsUnclear
+from experts.errors import ConfigError, ExpertError, LoadError, WeightsRefused, WeightsUnclear
 from experts.expert import NOTHING_FOUND, Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
 from experts.images import decode_image, is_turned
@@ -56,6 +56,7 @@ GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = (
     "architecture",
+    "detector",
     "task",
     "labels",
     "otherwise",
@@ -77,6 +78,7 @@ STORED = "nothing states it: pixels as the file has them; --orientation exif if 
 COMMENT_WIDTH = 100
 CHECKS = "checks"  # folder of known answers beside the line file
 TRIAL = ": that shows only that it runs"
+TRYING = "one of several that are tried"
 LABELS_SHOWN = 8
 LABELS_OF_FILE = 100  # of a file, if the line has other names
 
@@ -89,13 +91,15 @@ class Wishes:
     ``otherwise`` is the label if none holds. ``components``: their routes get the expert; ``passing``: labels with
     which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``resample``: function
     that scales images; ``trainer``: see experts.model_files.trainers. ``check``: its trainer's answers; ``anyway``: why
-    it is added even if they differ. ``prints``: write nothing.
+    it is added even if they differ. ``detector_found``: evidence of a ``detector`` that no option gave. ``prints``:
+    write nothing.
     """
 
     id: str | None = None
     components: tuple[str, ...] = ()
     kind: Kind | None = None
     detector: str | None = None
+    detector_found: str | None = None
     architecture: str | None = None
     task: str | None = None
     labels: tuple[str, ...] | None = None
@@ -174,11 +178,15 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
     WeightsUnclear names the missing facts."""
     content = content_of(line)
     described, check = describe_file(file, wishes.architecture, wishes.kind, wishes.detector), None
+    if wishes.check is not None and "detector" in described.missing:
+        wishes = _with_detector(line, file, described, wishes, progress)
+        described = describe_file(file, wishes.architecture, wishes.kind, wishes.detector)
     if wishes.trainer is not None and described.kind != "detector":
         described = as_trained(described, wishes.trainer, wishes.size or described.size)
     if wishes.check is not None:
         others = parse_document(line, content).values.get("routes") or {}
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
+        check = replace(check, advises=wishes.detector_found != TRYING)
     images = [each for each in (wishes.image, *(() if check is None else (one.image for one in check.known))) if each]
     described = _asked_for_function(_asked_for_turned(described, images), wishes)
     if check is not None:
@@ -205,6 +213,34 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
         wishes.components, settled.sure, (*settled.said, *filter(None, [tried.remark])),
         None if wishes.prints else settled.weights, sha256, tried, compared,
     )  # fmt: skip
+
+
+def _with_detector(line: Path, file: Path, described: ModelDescription, wishes: Wishes, progress: Report) -> Wishes:
+    """Wishes with the one meaning of its boxes that gives the trainer's answers: each is tried with its own input.
+
+    Raises WeightsUnclear for none and for several.
+    """
+    found: dict[str, str] = {}
+    others: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name in described.detectors:
+        try:
+            added = add_model(
+                line, file, replace(wishes, detector=name, detector_found=TRYING, anyway=None, prints=True), progress
+            )
+            found[name] = added.checked.text if added.checked is not None else ""
+        except WeightsUnclear as error:
+            others[name] = error.missing.get("check", "asked for more")
+            missing |= {} if "check" in error.missing else error.missing
+        except ExpertError as error:
+            others[name] = error.message.splitlines()[0]
+    if len(found) != 1:
+        listed = "; ".join(f"{name}: {text}" for name, text in (found or others).items()) or "none was tried"
+        why = f"add images that tell them apart: {listed}" if found else f"none gives the trainer's answers: {listed}"
+        raise WeightsUnclear(str(file), {"detector": described.missing["detector"], **missing, "check": why})
+    ((name, text),) = found.items()
+    rest = f"; not with {', '.join(others)}" if others else ""
+    return replace(wishes, detector=name, detector_found=f"found by --check: {text}{rest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +423,7 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with the file's different value."""
     sure = dict(described.sure)
     for key in (
-        *("detector", "task", "labels", "otherwise", "size", "normalize", "fit", "orientation"),
+        *("task", "labels", "otherwise", "size", "normalize", "fit", "orientation"),
         *("bits", "window", "variant"),
     ):
         given, found = getattr(wishes, key), getattr(described, key, None)
@@ -396,6 +432,8 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
             sure[key] = f"given by --{key}; the file has {shown} ({described.sure[key]})"
         elif given is not None:
             sure[key] = f"given by --{key}"
+    if wishes.detector_found is not None:
+        sure["detector"] = wishes.detector_found
     if wishes.resample is not None:
         sure["fit"] = f"{sure['fit']}; given by --resample" if "fit" in sure else "given by --resample"
     elif wishes.fit is not None and "resample" in sure:

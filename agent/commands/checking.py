@@ -51,11 +51,13 @@ EVERY_RULE = "every value of {} that is served was tried: is the file the model 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Known answers for one expert. ``asked``: by key the questions that they must decide."""
+    """Known answers for one expert. ``asked``: by key the questions that they must decide; ``advises``: where they do
+    not agree, the keys that the file states are tried, too."""
 
     named: str
     known: tuple[KnownAnswer, ...]
     asked: Mapping[str, str] = field(default_factory=dict)
+    advises: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,9 @@ def known_answers(
 def opened(described: ModelDescription, given: Callable[[str], object], check: Check) -> tuple[ModelDescription, Check]:
     """The description with a value to begin with for each missing fact that answers may decide."""
     names = sorted({name for each in check.known for name in _names(each)})
-    start = START | ({"labels": tuple(names)} if len(names) == described.label_count else {})
-    start |= {"detector": described.detectors[0]} if described.detectors else {}
-    asked = {key: why for key, why in described.missing.items() if key in {*start, *searchable_keys()}}
+    start = START | ({"labels": tuple(names)} if names and described.label_count in {None, len(names)} else {})
+    may_be_found = {*start, *searchable_keys()} - ({"labels", "detector"} - {*start})
+    asked = {key: why for key, why in described.missing.items() if key in may_be_found}
     asked = {key: why for key, why in asked.items() if given(key) is None and (key in start or hasattr(described, key))}
     values = {key: start.get(key, getattr(described, key)) for key in asked}
     missing = {key: why for key, why in described.missing.items() if key not in asked}
@@ -135,7 +137,7 @@ def checked(
         return Checked(check.named, entry, first)
     keys = [key for key in (*searchable_keys(), FUNCTION) if key in check.asked]
     found = explain(entry, keys, keys, check.known, asker) if keys else Explanation()
-    if found.best is None:
+    if found.best is None and check.advises:
         tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
         found = explain(entry, tried, keys, check.known, asker)
     open_keys = {*keys, "fit"} if FUNCTION in keys else {*keys}
@@ -293,7 +295,7 @@ class _Asker:
         """Raises as packing does, and ImageError."""
         judge = self._judge(expert, entry)
         self._tried += 1
-        self._progress("compare with answers", self._tried, max(self._tried, MOST_TRIED))
+        self._progress("compare with answers", self._tried, max(self._tried + 1, MOST_TRIED))
         if len(known) > FEW:
             return tuple(judge.answer(self._image(each.image), expert) for each in known)
         return judge.answers([self._image(each.image) for each in known], expert)

@@ -58,7 +58,7 @@ def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = 
             f"takes {_listed(heading.inputs)}: only graphs with one input of images are served, (n, 3, height, width), "
             "of one channel, or with channels last, in float32, float16 or uint8",
         )
-    named = None if detector is None else Recognised(detector, "given by --detector")
+    named = None if detector is None else Recognised(detector, "as `detector` says")
     found = named or _recognised(file, heading)
     limit = None if found is None else least_score(model.graph, outputs_of(found.detector, heading))
     kind = "detector" if named else kind

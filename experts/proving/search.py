@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import NoneType, UnionType
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from experts.catalog import ExpertSection, FitSection, InputSection
 from experts.expert import ALIKE_BUT_FOR_ROUNDING, NAMED, RESAMPLERS
+from experts.model_files.trainers import TRAINERS
 from experts.proving.comparing import compare, overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from experts.expert import Expert, Prediction
     from experts.proving.answers import KnownAnswer
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     Entry = dict[str, Any]
     Ask = Callable[["Entry", Sequence[KnownAnswer]], "Asked | None"]  # None: no such expert
 
-CLOSED = frozenset({"precision", "pin", "normalize", "fit"})  # no choices of a section, or choices that decide nothing
+CLOSED = frozenset(
+    {"precision", "pin", "nothing_found", "normalize", "fit"}
+)  # no choices of a section, or choices that decide nothing
 CROPS = (1.0, 0.875, 0.9, 0.95, 0.96, 224 / 232)  # size by shorter side: torchvision's and timm's
 MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of pixels up to 255 as Caffe's
     {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
@@ -132,9 +136,10 @@ def explain(
     """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide."""
     few = _few(start, known, ask)
     tried: dict[str, Candidate] = {}
-    beam, expanded = [start], set[str]()
+    beam, expanded, recipes = [start], set[str](), [*_recipes(start, keys)]
     for _ in range(ROUNDS):
-        new = [entry for each in beam for entry in (each, *_neighbours(each, keys)) if _text(entry) not in tried]
+        around = [entry for each in beam for entry in (each, *_neighbours(each, keys))]
+        new = [entry for entry in (*recipes, *around) if _text(entry) not in tried]
         expanded |= {_text(entry) for entry in beam}
         for entry in {_text(entry): entry for entry in new}.values():
             if len(tried) < MOST_TRIED and (candidate := _candidate(entry, keys, few, ask)) is not None:
@@ -252,6 +257,21 @@ def _relabelled(prediction: Prediction, order: dict[str, str]) -> Prediction:
         boxes=tuple(replace(box, label=order[box.label]) for box in prediction.boxes),
         outputs=tuple(replace(output, label=order[output.label]) for output in prediction.outputs),
     )
+
+
+def _recipes(start: Entry, keys: Collection[str]) -> Iterator[Entry]:
+    """The entry with several keys at once, as a known trainer has them by default."""
+    for trainer in TRAINERS.values():
+        entry = start
+        if trainer.normalize is not None and "normalize" in keys:
+            entry = with_value(
+                entry, "normalize", trainer.normalize if isinstance(trainer.normalize, str) else dict(trainer.normalize)
+            )
+        if "fit" in keys:
+            cut = {"resize": min(start["input"]["size"])} if trainer.fit == "cut" else {}
+            fit = dict(trainer.fit) if isinstance(trainer.fit, Mapping) else cut
+            entry = with_value(entry, "fit", _fit(fit, "interpolation", trainer.resample or PILLOW_DEFAULT))
+        yield entry
 
 
 def _neighbours(entry: Entry, keys: Collection[str]) -> Iterator[Entry]:

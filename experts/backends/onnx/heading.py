@@ -28,6 +28,7 @@ _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # of GraphProto
 _INITIALIZER_NAME = 8
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _VARINT_BYTES_MAXIMUM = 10
+_NEGATIVE = 1 << 63  # a number below zero is written as from here on
 _TEXT_BYTES_MAXIMUM = 1 << 20  # of one name, or one entry of metadata
 
 
@@ -191,5 +192,5 @@ def _value(message: bytes) -> Value:
         element = part.value
     for part in _within(file, whole, 2, 1, 2):
         extents = [[found.value for found in _within(file, dim, 1)] for dim in _within(file, part, 1)]
-        shape = tuple(found[-1] or None if found else None for found in extents)
+        shape = tuple(found[-1] if found and 0 < found[-1] < _NEGATIVE else None for found in extents)
     return Value(name, element, shape)

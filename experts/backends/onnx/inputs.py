@@ -96,6 +96,9 @@ def take_agents_form(model: onnx.ModelProto, form: InputForm, size: tuple[int, i
 
     _settle_targets(model, size)
     images = next(value for value in model.graph.input if value.name == form.name)
+    for extent in images.type.tensor_type.shape.dim:
+        if extent.dim_value < 0:  # open, as Paddle's exporter writes it
+            extent.Clear()
     if form.is_agents:
         return images
     shape = images.type.tensor_type.shape

@@ -184,3 +184,59 @@ def test_without_answers_the_trial_is_called_what_it_is_and_anyway_is_usage(line
     assert CliRunner().invoke(app, [*words, "--anyway", "because"]).exit_code == 2
     done = CliRunner().invoke(app, [*words[:-1], "{interpolation: bicubic}", "--check", str(trained / "answers.json")])
     assert "compared with answers.json: 10 of 10 answers agree\n  bent " in done.stdout
+
+
+BLUE, GREEN = 2, 1
+CELLS = """cells (float[1, 3, 64, 64] image) => (float[1, 64, 6] rows) {
+    means = AveragePool <kernel_shape = [8, 8], strides = [8, 8]> (image)
+    flat = Reshape (means, extents)
+    turned = Transpose <perm = [0, 2, 1]> (flat)
+    scaled = Div (turned, most)
+    scores = Gather <axis = 2> (scaled, first)
+    rows = Concat <axis = 2> (places, scores)
+}"""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """A detector as YOLOX answers with decoded boxes, which nothing in its file shows; and what it finds."""
+    folder, random = tmp_path_factory.mktemp("cells"), np.random.default_rng(0)
+    down, right = np.divmod(np.arange(64), 8)
+    places = np.stack((right * 8.0 + 4, down * 8.0 + 4, np.full(64, 8.0), np.full(64, 8.0)), axis=1)[None]
+    graph = model_of(CELLS, extents=np.array([1, 3, 64]), most=np.array(255.0), first=np.array([0, 1]), places=places)
+    onnx.save(graph, folder / "graph.onnx")
+    rows = []
+    for number in range(6):
+        shades = random.integers(0, 60, (8, 8, 3))
+        shades[(random.random((8, 8)) < 0.1) & (number != 0)] = (10, 220, 200)
+        Image.fromarray(shades.repeat(8, 0).repeat(8, 1).astype(np.uint8)).save(folder / f"{number}.png")
+        scores = (shades[..., BLUE] / 255 * shades[..., GREEN] / 255).flatten()
+        found = [(scores[at], right[at] * 8, down[at] * 8) for at in np.flatnonzero(scores > 0.25)]
+        boxes = [
+            {"label": "bent", "score": score, "left": int(x), "top": int(y), "right": int(x) + 8, "bottom": int(y) + 8}
+            for score, x, y in found
+        ]
+        rows.append({"file": f"{number}.png", "boxes": boxes})
+    (folder / "answers.json").write_text(json.dumps(rows))
+    return folder
+
+
+ONE = Wishes(components=("coil",), kind="detector", passing=("bent",))
+
+
+def test_what_boxes_mean_is_found_by_the_answers_with_their_labels(line, cells):
+    added = adding(line, cells, ONE)
+    assert (added.entry["detector"], added.entry["labels"]) == ("yolox-decoded", ["bent"])
+    assert added.sure["detector"].startswith("found by --check: 6 of 6 answers agree; not with")
+    assert read_line(line, {}).catalog.experts["det/graph"].detector == "yolox-decoded"
+
+
+def test_boxes_of_no_known_meaning_are_asked_for_and_the_answers_differ_from_each(line, cells):
+    rows = json.loads((cells / "answers.json").read_text())
+    for box in (box for row in rows for box in row["boxes"]):
+        box["score"] *= 0.5
+    (cells / "other.json").write_text(json.dumps(rows))
+    with pytest.raises(WeightsUnclear) as refused:
+        adding(line, cells, ONE, "other.json")
+    assert "--detector" in refused.value.missing["detector"]
+    assert "yolox-decoded: no value that is served explains other.json" in refused.value.missing["check"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper
+from onnx import helper, load_from_string
 
 from experts.backends.onnx import layouts
 from experts.backends.onnx.heading import FLOAT, INT64, Heading, Value, read_heading
@@ -47,6 +47,12 @@ def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
         Value("sum", FLOAT, (None, 3, None, 8)), Value("extents", INT64, (4,)), Value("open", FLOAT, None),
     )  # fmt: skip
     assert dict(found.metadata) == {"task": "detect"}
+
+
+def test_an_extent_below_zero_is_an_open_one(heading_of):
+    made = load_from_string(model())
+    made.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert heading_of(made.SerializeToString()).inputs == (Value("images", FLOAT, (None, 3, 8, 8)),)
 
 
 @pytest.mark.parametrize(

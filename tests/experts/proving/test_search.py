@@ -1,0 +1,35 @@
+"""The input that explains known answers is found among those of known trainers, too."""
+
+from pathlib import Path
+
+from experts.catalog import expert_of
+from experts.expert import Prediction
+from experts.model_files.trainers import HALF
+from experts.proving.answers import KnownAnswer
+from experts.proving.search import Asked, explain
+
+START = {
+    "architecture": "onnx", "weights": "x.onnx", "labels": ["ok", "turned"],
+    "input": {"size": [48, 192], "normalize": "imagenet"},
+}  # fmt: skip
+KNOWN = tuple(
+    KnownAnswer(Path(f"{number}.png"), label=label, score=0.9) for number, label in enumerate(("ok", "turned"))
+)
+
+
+def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alone_explains_nothing():
+    paddles = {"pad": "right", "color": "mean", "rounding": "up", "interpolation": "opencv-linear"}
+
+    def ask(entry, known):
+        try:
+            expert = expert_of("cls/turn", entry, Path())
+        except ValueError:
+            return None
+        is_right = (entry["input"].get("fit"), entry["input"]["normalize"]) == (paddles, HALF)
+        score = 0.9 if is_right else 0.6
+        return Asked(expert, tuple(Prediction(each.label, score) for each in known))
+
+    found = explain(START, ("normalize", "fit"), ("normalize", "fit"), KNOWN, ask)
+    assert found.best is not None
+    assert (found.best.entry["input"]["fit"], found.best.entry["input"]["normalize"]) == (paddles, HALF)
+    assert not found.open
