@@ -196,15 +196,24 @@ class PrecisionChoice:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Experts that a form is not proven for, and why; and the proofs of the others.
 
-        A form in fp32's numbers is proven by outputs. If it is not, or in other numbers, samples prove it.
+        A form in fp32's numbers is proven by outputs. If it is not, or in other numbers, samples prove it; where they
+        have been compared before, outputs are not asked again.
         """
         if not form_of(form).has_numbers_of_fp32:
             return self._refuted_by(bench, form, references, None)
         largest = min((each.max_batch for each in profiles if each.precision in (form, Precision.FP32)), default=1)
-        refuted, proofs = self._refuted_by(bench, form, references, largest)
-        left = [copy for copy in references if copy.expert.id in refuted]
+        known = {(each.expert, each.processor, each.precision): each for each in self.draft.agreements()}
+
+        def is_by_samples(copy: ExpertCopy) -> bool:
+            there = known.get((copy.expert.id, bench.processor, form))
+            return there is not None and (there.tolerance, there.of_sha256) == self._terms(bench, copy, None)
+
+        fresh = [copy for copy in references if not is_by_samples(copy)]
+        refuted, proofs = self._refuted_by(bench, form, fresh, largest)
+        left = [copy for copy in references if copy.expert.id not in proofs]
         unsampled, further = self._refuted_by(bench, form, left, None)
-        return {name: f"{refuted[name]}; {why}" for name, why in unsampled.items()}, proofs | further
+        whys = {name: f"{refuted[name]}; {why}" if name in refuted else why for name, why in unsampled.items()}
+        return whys, proofs | further
 
     def _refuted_by(
         self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], outputs: int | None

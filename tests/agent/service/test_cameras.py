@@ -185,4 +185,4 @@ def test_a_part_that_lies_partly_outside_of_its_frame_is_unknown(line):
     del line.document["boards"]["main"]["layout"], line.document["intake"]
     rows = judged_left_overs(line, keys)
     assert [row.verdict for row in rows] == [OK, UNKNOWN]
-    assert "its box [16, 0, 32, 16] leaves the frame of 31 x 16 pixels" in rows[1].reason
+    assert "its box [16, 0, 32, 16] leaves the frame of 31 x 16" in rows[1].reason

@@ -413,7 +413,12 @@ def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_othe
         until(lambda: service.judged == 6)
     reasons = {row.subject.ref: row.reason for row in line.rows if row.verdict is UNKNOWN}
     assert reasons.keys() == files.keys()
-    expected = {"bomb": "900000000 pixels", "text": "not an image", "empty": "empty", "broken": "cannot be decoded"}
+    expected = {
+        "bomb": "900000000 pixels",
+        "text": "not an image",
+        "empty": "empty",
+        "broken": "a checksum of IDAT is wrong",
+    }
     for ref, reason in expected.items():
         explained = json.loads((line.inbox / "failed" / f"B1_c0_{ref}.png.error.json").read_text())
         assert reason in reasons[ref]

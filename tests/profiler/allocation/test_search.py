@@ -13,6 +13,7 @@ from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from profiler.allocation.search import DEFAULTS, SearchOptions, search_allocation
 from tests.profiler.lines import fakes, row
@@ -83,9 +84,9 @@ def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
     config, matrix = line_of(folder, 80), device_of(80, max_batch=16)
     found = searched(config, SPLIT, matrix, throughput, host=400 * MIB, device=64 * MIB)
     assert (found.allocation.origin, dict(found.allocation.executors)) == ("made up", {"cuda": 3, "cpu": 1})
-    assert dict(found.allocation.budget_bytes) == {"host": 400 * MIB, "device": 64 * MIB}
+    assert dict(found.allocation.budget_bytes) == {"host": 400 * MIB - staging_bytes(400 * MIB), "device": 64 * MIB}
     assert found.allocation.pools == (
-        PoolAllocation("host", 384 * MIB, 16 * MIB, 80),
+        PoolAllocation("host", 384 * MIB - staging_bytes(400 * MIB), 16 * MIB, 80),
         PoolAllocation("device", 34 * MIB, 30 * MIB, 34),
     )
     assert found.images_per_s == pytest.approx(19.4)
