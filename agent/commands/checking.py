@@ -48,6 +48,11 @@ START: dict[str, Any] = {  # where the search begins
 }  # fmt: skip
 EVERY_RULE = "every value of {} that is served was tried: is the file the model that gave the answers?"
 
+OWN_INPUT = (
+    "such a detector is served on images as its own trainer prepares them alone: if other code gave the answers, and "
+    "pads or orders channels otherwise, give those of the trainer's own predict"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -159,7 +164,9 @@ def _taken(
         raise WeightsUnclear(name, {"labels": f"{why}; {check.asked['labels']}"})
     changed = [] if found.best is None else _changed(entry, found.best.entry)
     if found.best is None or {*sure} & {*changed} or found.open:
-        return Checked(check.named, entry, first, refusal=_refusal(check, first, found, changed))
+        is_prepared = "fit" not in entry["input"] and any(each.boxes is not None for each in check.known)
+        why = _refusal(check, first, found, changed, is_prepared=is_prepared)
+        return Checked(check.named, entry, first, refusal=why)
     evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
     return Checked(check.named, found.best.entry, found.best.comparison, evidence)
 
@@ -190,7 +197,7 @@ def _evidence(found: Explanation, key: str) -> str:
     return f"{nearest}, with a mean difference of {rival.distance:.1g} instead of {found.best.distance:.1g}"
 
 
-def _refusal(check: Check, first: Comparison, found: Explanation, changed: Sequence[str]) -> str:
+def _refusal(check: Check, first: Comparison, found: Explanation, changed: Sequence[str], *, is_prepared: bool) -> str:
     lines = [f"{check.named}: {_counted(first)}", *table_lines(first)]
     if first.blind:
         lines.append(f"the model is blind: {first.blind}")
@@ -198,6 +205,7 @@ def _refusal(check: Check, first: Comparison, found: Explanation, changed: Seque
         lines.append(f"the worst of them are drawn in {picture}")
     if found.best is None:
         lines.append(EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task")))
+        lines += [OWN_INPUT] if is_prepared else []
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
         within = _within(found.best.comparison)
