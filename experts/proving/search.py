@@ -97,13 +97,15 @@ def value_of(entry: Entry, key: str) -> object:
 
 
 def _meaning(entry: Entry, key: str) -> object:
-    """The value, where functions that scale alike but for rounding are one."""
+    """The value, where functions that scale alike but for rounding are one, and details of no cut or pad are none."""
     value = value_of(entry, key)
     if key == FUNCTION:
         return ALIKE_BUT_FOR_ROUNDING.get(str(value), value)
     if key != "fit" or not isinstance(value, dict):
         return value
-    whole = {**value, "interpolation": _meaning(entry, FUNCTION)}
+    details = set() if {"resize", "pad"} & value.keys() else DETAILS
+    whole = {name: kept for name, kept in value.items() if name not in details}
+    whole["interpolation"] = _meaning(entry, FUNCTION)
     return "stretched" if whole == {"interpolation": PILLOW_DEFAULT} else whole
 
 
