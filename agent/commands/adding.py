@@ -266,6 +266,11 @@ class _Settled:
         states_fit = described.kind == "detector" and "fit" not in described.missing
         if states_fit and (wishes.resample or wishes.trainer):
             raise ConfigError("--resample and --trainer are not for detectors, which state their own: leave them out")
+        is_yolo = states_fit and described.architecture != "onnx"
+        if is_yolo and (wishes.fit or wishes.normalize not in (None, described.normalize)):
+            raise ConfigError(
+                "--fit and --normalize are not for ultralytics' weights, which state both: leave them out"
+            )
         known = _known(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
         good = tuple(label for label in named if label.lower() in GOOD_LABELS)

@@ -366,6 +366,11 @@ class TestPixels:
         with pytest.raises(ConfigError, match="--resample and --trainer are not for detectors"):
             add_model(line, models / "yolo.safetensors", replace(RESNET, fit=None, resample="opencv-linear"))
 
+    @pytest.mark.parametrize("wish", [{"fit": "stretched", "normalize": None}, {"fit": None, "normalize": "imagenet"}])
+    def test_what_ultralytics_weights_do_not_follow_is_not_taken_as_a_fact(self, line, models, wish):
+        with pytest.raises(ConfigError, match="--fit and --normalize are not for ultralytics' weights"):
+            add_model(line, models / "yolo.safetensors", replace(RESNET, resample=None, trainer=None, **wish))
+
 
 def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
     line = tmp_path / "top side" / "line.yaml"
