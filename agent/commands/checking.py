@@ -23,8 +23,9 @@ from experts.catalog import expert_of
 from experts.errors import ConfigError, ExpertError, WeightsUnclear
 from experts.expert import Verdict
 from experts.images import decode_image
+from experts.model_files.description import in_grey
 from experts.proving.answers import read_answers
-from experts.proving.comparing import compare, require_comparable
+from experts.proving.comparing import Comparison, compare, require_comparable
 from experts.proving.judging import Judge
 from experts.proving.search import FEW, FUNCTION, MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from experts.images import Decoded
     from experts.model_files.description import ModelDescription
     from experts.proving.answers import KnownAnswer
-    from experts.proving.comparing import Compared, Comparison
+    from experts.proving.comparing import Compared
 
     Entry = dict[str, Any]
 
@@ -113,6 +114,7 @@ def opened(described: ModelDescription, given: Callable[[str], object], check: C
     """The description with a value to begin with for each missing fact that answers may decide."""
     names = sorted({name for each in check.known for name in _names(each)})
     start = START | ({"labels": tuple(names)} if names and described.label_count in {None, len(names)} else {})
+    start |= {"normalize": in_grey("unit")} if described.is_grey else {}
     may_be_found = {*start, *searchable_keys()} - ({"labels", "detector"} - {*start})
     asked = {key: why for key, why in described.missing.items() if key in may_be_found}
     asked = {key: why for key, why in asked.items() if given(key) is None and (key in start or hasattr(described, key))}
@@ -137,11 +139,21 @@ def checked(
     asker = _Asker(name, progress)
     expert = expert_of(name, entry, Path())
     require_comparable(expert, check.known, check.named)
-    first = compare(expert, check.known, asker.answers(expert, entry, check.known))
+    failed = ""
+    try:
+        first = compare(expert, check.known, asker.answers(expert, entry, check.known))
+    except ExpertError as error:
+        if not check.asked:
+            raise
+        first, failed = Comparison(()), error.message  # where the search begins is nobody's word
     if first.is_proof and not check.asked:
         return Checked(check.named, entry, first)
     keys = [key for key in (*searchable_keys(), FUNCTION) if key in check.asked]
     found = explain(entry, keys, keys, check.known, asker) if keys else Explanation()
+    if found.best is None and failed:
+        raise WeightsUnclear(
+            name, {**check.asked, "check": f"no value that is served explains {check.named}: {failed}"}
+        )
     if found.best is None and check.advises:
         tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
         found = explain(entry, tried, keys, check.known, asker)

@@ -45,6 +45,10 @@ MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of
     {"mean": [0, 0, 0], "std": [1, 1, 1], "scale": 255},
     {"mean": [123.675, 116.28, 103.53], "std": [1, 1, 1], "scale": 255},
 )
+GREYS: tuple[dict[str, Any], ...] = tuple(  # of graphs that take one channel
+    {"mean": [mean] * 3, "std": [std] * 3, "scale": scale, "channels": "grey"}
+    for mean, std, scale in ((0.0, 1.0, 1), (0.5, 0.5, 1), (0.0, 1.0, 255))
+)
 STEPS = (-1, 1)  # of a shorter side in pixels
 NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
 DETAILS = {"rounding", "color"}  # of a fit, with a default
@@ -265,7 +269,7 @@ def _recipes(start: Entry, keys: Collection[str]) -> Iterator[Entry]:
     """The entry with several keys at once, as a known trainer has them by default."""
     for trainer in TRAINERS.values():
         entry = start
-        if trainer.normalize is not None and "normalize" in keys:
+        if trainer.normalize is not None and "normalize" in keys and not _is_grey(start):
             entry = with_value(
                 entry, "normalize", trainer.normalize if isinstance(trainer.normalize, str) else dict(trainer.normalize)
             )
@@ -288,7 +292,7 @@ def _values(entry: Entry, key: str) -> Iterator[Any]:
     if key == "labels":
         return
     if key == "normalize":
-        yield from _normalizations()
+        yield from GREYS if _is_grey(entry) else _normalizations()
     elif key == FUNCTION:
         yield from RESAMPLERS
     elif key == "fit":
@@ -296,6 +300,11 @@ def _values(entry: Entry, key: str) -> Iterator[Any]:
     else:
         section = InputSection if key in InputSection.model_fields else ExpertSection
         yield from _choices(section.model_fields[key].annotation)
+
+
+def _is_grey(entry: Entry) -> bool:
+    present = value_of(entry, "normalize")
+    return isinstance(present, dict) and present.get("channels") == "grey"
 
 
 def _normalizations() -> Iterator[Any]:

@@ -242,3 +242,24 @@ def test_boxes_of_no_known_meaning_are_asked_for_and_the_answers_differ_from_eac
         adding(line, cells, replace(ONE, detector="yolov5", labels=("bent",)), "other.json")
     assert "--detector" in refused.value.missing["detector"]
     assert "yolox-decoded: no value that is served explains other.json" in refused.value.missing["check"]
+
+
+def test_the_pixels_of_a_graph_of_one_channel_are_found(line, tmp_path):
+    text = """mono (float[n, 1, 8, 8] image) => (float[n, 2] logits) {
+        mean = GlobalAveragePool(image)
+        flat = Flatten(mean)
+        logits = Mul(flat, sides)
+    }"""
+    onnx.save(model_of(text, sides=np.array([[2.0, -2.0]])), tmp_path / "graph.onnx")
+    rows = []
+    for shade in (0, 40, 90, 120, 180, 250):
+        Image.new("L", (8, 8), shade).save(tmp_path / f"{shade}.png")
+        bright = 1 / (1 + np.exp(-4 * (shade / 255 - 0.5) / 0.5))
+        rows.append({"file": f"{shade}.png", "scores": {"bright": bright, "dark": 1 - bright}})
+    (tmp_path / "answers.json").write_text(json.dumps(rows))
+    wishes = Wishes(
+        components=("coil",), task="multiclass", labels=("bright", "dark"), passing=("dark",), fit="stretched",
+        resample="bilinear",
+    )  # fmt: skip
+    added = adding(line, tmp_path, wishes)
+    assert added.entry["input"]["normalize"] == {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 1, "channels": "grey"}

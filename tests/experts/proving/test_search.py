@@ -33,3 +33,19 @@ def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alon
     assert found.best is not None
     assert (found.best.entry["input"]["fit"], found.best.entry["input"]["normalize"]) == (paddles, HALF)
     assert not found.open
+
+
+def test_a_graph_of_one_channel_is_searched_among_grey_pixels():
+    grey = {"mean": [0.0] * 3, "std": [1.0] * 3, "channels": "grey"}
+    tried = []
+
+    def ask(entry, known):
+        tried.append(entry["input"]["normalize"])
+        score = 0.9 if tried[-1].get("scale") == 255 else 0.6
+        return Asked(expert_of("cls/turn", entry, Path()), tuple(Prediction(each.label, score) for each in known))
+
+    start = {**START, "input": {"size": [48, 192], "normalize": grey}}
+    found = explain(start, ("normalize",), ("normalize",), KNOWN, ask)
+    assert found.best is not None
+    assert found.best.entry["input"]["normalize"]["scale"] == 255
+    assert {each["channels"] for each in tried} == {"grey"}
