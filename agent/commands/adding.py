@@ -234,6 +234,8 @@ def _with_detector(line: Path, file: Path, described: ModelDescription, wishes: 
             missing |= {} if "check" in error.missing else error.missing
         except ExpertError as error:
             others[name] = error.message.splitlines()[0]
+        except ConfigError as error:  # an option that this kind does not take
+            others[name] = str(error).splitlines()[0]
     if len(found) != 1:
         listed = "; ".join(f"{name}: {text}" for name, text in (found or others).items()) or "none was tried"
         why = f"add images that tell them apart: {listed}" if found else f"none gives the trainer's answers: {listed}"
@@ -264,13 +266,13 @@ class _Settled:
         wishes = _with_names(described, wishes)
         _refuse_other_labels(described, wishes)
         states_fit = described.kind == "detector" and "fit" not in described.missing
-        if states_fit and (wishes.resample or wishes.trainer):
-            raise ConfigError("--resample and --trainer are not for detectors, which state their own: leave them out")
-        is_yolo = states_fit and described.architecture != "onnx"
-        if is_yolo and (wishes.fit or wishes.normalize not in (None, described.normalize)):
+        if states_fit and (wishes.fit or wishes.resample or wishes.trainer):
             raise ConfigError(
-                "--fit and --normalize are not for ultralytics' weights, which state both: leave them out"
+                "--fit, --resample and --trainer are not for detectors, which state their own: leave them out"
             )
+        is_yolo = states_fit and described.architecture != "onnx"
+        if is_yolo and wishes.normalize not in (None, described.normalize):
+            raise ConfigError("--normalize is not for ultralytics' weights, which take pixels in [0, 1]: leave it out")
         known = _known(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
         good = tuple(label for label in named if label.lower() in GOOD_LABELS)

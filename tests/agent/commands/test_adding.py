@@ -366,9 +366,15 @@ class TestPixels:
         with pytest.raises(ConfigError, match="--resample and --trainer are not for detectors"):
             add_model(line, models / "yolo.safetensors", replace(RESNET, fit=None, resample="opencv-linear"))
 
-    @pytest.mark.parametrize("wish", [{"fit": "stretched", "normalize": None}, {"fit": None, "normalize": "imagenet"}])
-    def test_what_ultralytics_weights_do_not_follow_is_not_taken_as_a_fact(self, line, models, wish):
-        with pytest.raises(ConfigError, match="--fit and --normalize are not for ultralytics' weights"):
+    @pytest.mark.parametrize(
+        ("wish", "sentence"),
+        [
+            ({"fit": "stretched", "normalize": None}, "--fit, --resample and --trainer are not for detectors"),
+            ({"fit": None, "normalize": "imagenet"}, "--normalize is not for ultralytics' weights"),
+        ],
+    )
+    def test_what_ultralytics_weights_do_not_follow_is_not_taken_as_a_fact(self, line, models, wish, sentence):
+        with pytest.raises(ConfigError, match=sentence):
             add_model(line, models / "yolo.safetensors", replace(RESNET, resample=None, trainer=None, **wish))
 
 
