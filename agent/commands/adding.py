@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agent.commands.checking import Check, Checked
+    from agent.commands.checking import ComparedEntry, GivenAnswers
     from agent.commands.progress import Report
     from agent.config import LineConfig
     from experts.expert import Expert, Prediction
@@ -148,7 +148,7 @@ class Added:
     weights: Path | None
     sha256: str
     tried: Tried
-    checked: Checked | None = None
+    checked: ComparedEntry | None = None
 
     @property
     def judges(self) -> bool:
@@ -303,7 +303,7 @@ class _Settled:
         said = (*described.said, *_renamed(described, wishes))
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, described.file.name, said)
 
-    def having(self, compared: Checked, *, is_kept: bool) -> _Settled:
+    def having(self, compared: ComparedEntry, *, is_kept: bool) -> _Settled:
         """The expert with what its known answers decided. ``is_kept``: they are kept beside the line."""
         kept = {"check": f"{CHECKS}/{self.expert}"} if is_kept else {}
         entry = {**compared.entry, "weights": self.entry["weights"], **kept}
@@ -536,14 +536,16 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
         raise
 
 
-def _compared(settled: _Settled, weights: Path, check: Check, anyway: str | None, progress: Report) -> Checked:
+def _compared(
+    settled: _Settled, weights: Path, check: GivenAnswers, anyway: str | None, progress: Report
+) -> ComparedEntry:
     found = checked(settled.expert, {**settled.entry, "weights": str(weights)}, settled.sure, check, progress)
     if found.refusal and anyway is None:
         raise WeightsRefused(settled.expert, found.refusal)
     return replace(found, trusted=(who(), str(anyway))) if found.refusal else found
 
 
-def _keep_proof(config: LineConfig, expert: str, sha256: str, compared: Checked) -> None:
+def _keep_proof(config: LineConfig, expert: str, sha256: str, compared: ComparedEntry) -> None:
     try:
         keep_proof(config, expert, (Precision.FP32, sha256), compared.comparison, compared.trusted or (who(), ""))
     except OSError as error:
@@ -553,7 +555,7 @@ def _keep_proof(config: LineConfig, expert: str, sha256: str, compared: Checked)
 
 
 @contextmanager
-def _answers_in_place(settled: _Settled, check: Check | None) -> Iterator[None]:
+def _answers_in_place(settled: _Settled, check: GivenAnswers | None) -> Iterator[None]:
     """Known answers beside the line file; removed after an error."""
     if check is None:
         yield

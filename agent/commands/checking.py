@@ -25,9 +25,18 @@ from experts.expert import Verdict
 from experts.images import decode_image
 from experts.model_files.description import in_grey
 from experts.proving.answers import read_answers
-from experts.proving.comparing import Comparison, compare, require_comparable
+from experts.proving.comparing import AnswerComparison, compare, require_comparable
 from experts.proving.judging import Judge
-from experts.proving.search import FEW, FUNCTION, MOST_TRIED, Asked, Explanation, explain, searchable_keys, value_of
+from experts.proving.search import (
+    FEW,
+    FUNCTION,
+    MOST_TRIED,
+    AnsweredEntry,
+    FoundInputs,
+    explain,
+    searchable_keys,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,7 +65,7 @@ OWN_INPUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GivenAnswers:
     """Known answers for one expert. ``asked``: by key the questions that they must decide; ``advises``: where they do
     not agree, the keys that the file states are tried, too."""
 
@@ -67,13 +76,13 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ComparedEntry:
     """An entry beside its answers. ``found``: evidence by key that the answers decided. ``refusal``: why it is not
     added; ``trusted``: who adds it all the same, and why."""
 
     named: str
     entry: Entry
-    comparison: Comparison
+    comparison: AnswerComparison
     found: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
     trusted: tuple[str, str] | None = None
@@ -101,16 +110,18 @@ class Checked:
 
 def known_answers(
     data: Path, components: Collection[str], line_components: Collection[str], labels: Sequence[str] | None
-) -> Check:
+) -> GivenAnswers:
     """Answers for an expert of these components; those of others are left out. Raises ConfigError."""
     known = read_answers(data, {*components, *line_components}, labels or ())
     own = tuple(each for each in known if each.component is None or each.component in components)
     if not own:
         raise ConfigError(f"{data}: has answers of other components alone - name theirs with --component")
-    return Check(data.name, own)
+    return GivenAnswers(data.name, own)
 
 
-def opened(described: ModelDescription, given: Callable[[str], object], check: Check) -> tuple[ModelDescription, Check]:
+def opened(
+    described: ModelDescription, given: Callable[[str], object], check: GivenAnswers
+) -> tuple[ModelDescription, GivenAnswers]:
     """The description with a value to begin with for each missing fact that answers may decide."""
     names = sorted({name for each in check.known for name in _names(each)})
     start = START | ({"labels": tuple(names)} if names and described.label_count in {None, len(names)} else {})
@@ -130,8 +141,8 @@ def _names(answer: KnownAnswer) -> list[str]:
 
 
 def checked(
-    name: str, entry: Entry, sure: Collection[str], check: Check, progress: Callable[[str, int, int], None]
-) -> Checked:
+    name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, progress: Callable[[str, int, int], None]
+) -> ComparedEntry:
     """Compare an entry, whose ``weights`` are absolute. ``sure``: keys that its file or an option states.
 
     Raises as packing does, ImageError, and WeightsUnclear for keys that the answers do not decide.
@@ -145,11 +156,11 @@ def checked(
     except ExpertError as error:
         if not check.asked:
             raise
-        first, failed = Comparison(()), error.message  # where the search begins is nobody's word
+        first, failed = AnswerComparison(()), error.message  # where the search begins is nobody's word
     if first.is_proof and not check.asked:
-        return Checked(check.named, entry, first)
+        return ComparedEntry(check.named, entry, first)
     keys = [key for key in (*searchable_keys(), FUNCTION) if key in check.asked]
-    found = explain(entry, keys, keys, check.known, asker) if keys else Explanation()
+    found = explain(entry, keys, keys, check.known, asker) if keys else FoundInputs()
     if found.best is None and failed:
         raise WeightsUnclear(
             name, {**check.asked, "check": f"no value that is served explains {check.named}: {failed}"}
@@ -162,8 +173,8 @@ def checked(
 
 
 def _taken(
-    name: str, entry: Entry, sure: Collection[str], check: Check, first: Comparison, found: Explanation
-) -> Checked:
+    name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, first: AnswerComparison, found: FoundInputs
+) -> ComparedEntry:
     if found.best is not None and found.alike is not None and (keys := {*found.open} & {*check.asked}):
         one, other = (_options(found.open, each.entry) for each in (found.best, found.alike))
         why = f"{check.named}: {_counted(found.best.comparison)} with {one}, and as well with {other}"
@@ -178,12 +189,12 @@ def _taken(
     if found.best is None or {*sure} & {*changed} or found.open:
         is_prepared = "fit" not in entry["input"] and any(each.boxes is not None for each in check.known)
         why = _refusal(check, first, found, changed, is_prepared=is_prepared)
-        return Checked(check.named, entry, first, refusal=why)
+        return ComparedEntry(check.named, entry, first, refusal=why)
     evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
-    return Checked(check.named, found.best.entry, found.best.comparison, evidence)
+    return ComparedEntry(check.named, found.best.entry, found.best.comparison, evidence)
 
 
-def _unseen(check: Check, entry: Entry) -> list[str]:
+def _unseen(check: GivenAnswers, entry: Entry) -> list[str]:
     """Labels of which no image is known; the last one left is known, too."""
     seen = {box.label for each in check.known for box in each.boxes or ()}
     for each in check.known:
@@ -197,7 +208,7 @@ def _changed(entry: Entry, other: Entry) -> list[str]:
     return [key for key in searchable_keys() if value_of(entry, key) != value_of(other, key)]
 
 
-def _evidence(found: Explanation, key: str) -> str:
+def _evidence(found: FoundInputs, key: str) -> str:
     assert found.best is not None, "evidence is of what was found"
     text = f"found by --check: {_counted(found.best.comparison)}{_within(found.best.comparison)}"
     rival = found.rivals.get(key)
@@ -209,7 +220,9 @@ def _evidence(found: Explanation, key: str) -> str:
     return f"{nearest}, with a mean difference of {rival.distance:.1g} instead of {found.best.distance:.1g}"
 
 
-def _refusal(check: Check, first: Comparison, found: Explanation, changed: Sequence[str], *, is_prepared: bool) -> str:
+def _refusal(
+    check: GivenAnswers, first: AnswerComparison, found: FoundInputs, changed: Sequence[str], *, is_prepared: bool
+) -> str:
     lines = [f"{check.named}: {_counted(first)}", *table_lines(first)]
     if first.blind:
         lines.append(f"the model is blind: {first.blind}")
@@ -243,17 +256,17 @@ def _shown(value: object) -> str:
     return "plain" if value is None else rendered(value)  # type: ignore[arg-type]
 
 
-def _counted(comparison: Comparison) -> str:
+def _counted(comparison: AnswerComparison) -> str:
     agree = "answers agree" if comparison.images != 1 else "answer agrees"
     return f"{comparison.agreed} of {comparison.images} {agree}"
 
 
-def _within(comparison: Comparison) -> str:
+def _within(comparison: AnswerComparison) -> str:
     far = comparison.largest_difference
     return f", within {far:.1g}" if far > 0 else ""
 
 
-def table_lines(comparison: Comparison) -> list[str]:
+def table_lines(comparison: AnswerComparison) -> list[str]:
     """Images by label, and the worst of those that differ."""
     images, agreed = (
         Counter(row.label or "-" for row in comparison.rows if row.agrees or every) for every in (True, False)
@@ -304,10 +317,10 @@ class _Asker:
         self._held_pixels = 0
         self._tried = 0
 
-    def __call__(self, entry: Entry, known: Sequence[KnownAnswer]) -> Asked | None:
+    def __call__(self, entry: Entry, known: Sequence[KnownAnswer]) -> AnsweredEntry | None:
         try:
             expert = expert_of(self._name, entry, Path())
-            return Asked(expert, self.answers(expert, entry, known))
+            return AnsweredEntry(expert, self.answers(expert, entry, known))
         except (ValueError, RuntimeError, ExpertError):  # RuntimeError: a runtime refuses such an input
             return None
 

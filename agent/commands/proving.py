@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from experts.expert import Expert, Precision
     from experts.packed.manifests import Manifest
     from experts.proving.answers import KnownAnswer
-    from experts.proving.comparing import Comparison
+    from experts.proving.comparing import AnswerComparison
 
 WORST = 3  # images of a comparison that are told
 ACCELERATED = ("cuda", "mps")
@@ -70,7 +70,7 @@ class Verified:
     """An expert, compared in one form."""
 
     proof: Proof
-    comparison: Comparison
+    comparison: AnswerComparison
 
     def as_json(self) -> dict[str, Any]:
         worst = [{"image": row.known.image.name, "why": row.why} for row in self.comparison.worst(WORST)]
@@ -108,7 +108,7 @@ def give_answers(line: Path, config: LineConfig, expert: str, data: Path) -> Non
     edit_file(line, lambda text: set_key(text, ("experts", expert, "check"), place, file=line))
 
 
-def compared(expert: Expert, known: Sequence[KnownAnswer], form: Precision, device: str) -> Comparison:
+def compared(expert: Expert, known: Sequence[KnownAnswer], form: Precision, device: str) -> AnswerComparison:
     """Raises as packing does, and ImageError."""
     from experts.proving.judging import Judge  # loads torch
 

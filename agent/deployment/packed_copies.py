@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agent.line_file.proofs import Lack, Proven
     from experts.packed.manifests import Manifest
     from experts.packed.weights import PackedExpert
-    from experts.proving.comparing import Comparison
+    from experts.proving.comparing import AnswerComparison
 
 # in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
 GENERATION = "+"
@@ -79,7 +79,7 @@ def proven_copies(config: LineConfig, served: Iterable[PackedExpert]) -> Proven:
 
 
 def keep_proof(
-    config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
+    config: LineConfig, expert: str, served: tuple[str, str], comparison: AnswerComparison, by: tuple[str, str]
 ) -> Proof:
     """``proof_of``, kept in the line's state. Raises OSError."""
     proof = proof_of(config, expert, served, comparison, by)
@@ -88,7 +88,7 @@ def keep_proof(
 
 
 def proof_of(
-    config: LineConfig, expert: str, served: tuple[str, str], comparison: Comparison, by: tuple[str, str]
+    config: LineConfig, expert: str, served: tuple[str, str], comparison: AnswerComparison, by: tuple[str, str]
 ) -> Proof:
     """What a comparison shows of an expert of the line. ``served``: its form, and the sha256 of its weights.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.onnx.decoders import DETECTORS
-from experts.backends.onnx.evidence import Recognised, Structure, least_score, may_be_boxes, recognised
+from experts.backends.onnx.evidence import RecognisedDetector, Structure, least_score, may_be_boxes, recognised
 from experts.backends.onnx.heading import UINT8, read_heading
 from experts.backends.onnx.inputs import form_of
 from experts.backends.onnx.layouts import outputs_of, possible_detectors, shown_shape, unknown_detector
@@ -58,14 +58,14 @@ def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = 
             f"takes {_listed(heading.inputs)}: only graphs with one input of images are served, (n, 3, height, width), "
             "of one channel, or with channels last, in float32, float16 or uint8",
         )
-    named = None if detector is None else Recognised(detector, "as `detector` says")
+    named = None if detector is None else RecognisedDetector(detector, "as `detector` says")
     found = named or _recognised(file, heading)
     limit = None if found is None else least_score(model.graph, outputs_of(found.detector, heading))
     kind = "detector" if named else kind
     return _Graph(file, heading, form, kind, found, scattered, last_operator(model), limit).described()
 
 
-def _recognised(file: Path, heading: Heading) -> Recognised | None:
+def _recognised(file: Path, heading: Heading) -> RecognisedDetector | None:
     names = labels_of(_literal(heading.metadata.get("names")))
     return recognised(str(file), file, heading, None if names is None else len(names))
 
@@ -76,7 +76,7 @@ class _Graph:
     heading: Heading
     images: InputForm
     given: Kind | None
-    found: Recognised | None
+    found: RecognisedDetector | None
     is_scattered: bool
     last: str | None
     limit: float | None

@@ -48,7 +48,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AnswerComparison:
     """All images, in the order of the answers. ``blind``: why the expert seems not to see its images; else empty."""
 
     rows: tuple[Compared, ...]
@@ -84,9 +84,9 @@ class Comparison:
         return tuple(sorted((row for row in self.rows if not row.agrees), key=lambda row: -row.distance)[:most])
 
 
-def compare(expert: Expert, known: Sequence[KnownAnswer], predictions: Sequence[Prediction]) -> Comparison:
+def compare(expert: Expert, known: Sequence[KnownAnswer], predictions: Sequence[Prediction]) -> AnswerComparison:
     rows = tuple(_compared(expert, *each) for each in zip(in_words_of(expert, known), predictions, strict=True))
-    return Comparison(rows, _blindness(expert, rows))
+    return AnswerComparison(rows, _blindness(expert, rows))
 
 
 def in_words_of(expert: Expert, known: Sequence[KnownAnswer]) -> tuple[KnownAnswer, ...]:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from experts.expert import Expert, Prediction
     from experts.proving.answers import KnownAnswer
-    from experts.proving.comparing import Comparison
+    from experts.proving.comparing import AnswerComparison
 
     Entry = dict[str, Any]
-    Ask = Callable[["Entry", Sequence[KnownAnswer]], "Asked | None"]  # None: no such expert
+    Ask = Callable[["Entry", Sequence[KnownAnswer]], "AnsweredEntry | None"]  # None: no such expert
 
 CLOSED = frozenset(
     {"precision", "pin", "nothing_found", "normalize", "fit"}
@@ -61,7 +61,7 @@ CLEARLY, NEGLIGIBLE = 3.0, 3e-6  # a rival is no worse up to so many times the d
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnsweredEntry:
     """An entry as an expert, and its answers."""
 
     expert: Expert
@@ -71,7 +71,7 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     entry: Entry
-    comparison: Comparison
+    comparison: AnswerComparison
 
     @property
     def distance(self) -> float:
@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class FoundInputs:
     """The entry that explains the answers, or None. ``rivals``: by key the best with another value of it.
 
     ``alike``: another that explains them as well; ``open``: keys in which it differs, and that decide.
@@ -138,7 +138,7 @@ def searchable_keys() -> tuple[str, ...]:
 
 def explain(
     start: Entry, keys: Collection[str], asked: Collection[str], known: Sequence[KnownAnswer], ask: Ask
-) -> Explanation:
+) -> FoundInputs:
     """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide."""
     few = _few(start, known, ask)
     tried: dict[str, Candidate] = {}
@@ -163,10 +163,10 @@ def explain(
     return _decided(start, keys, asked, [each for each in whole if each is not None])
 
 
-def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate]) -> Explanation:
+def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate]) -> FoundInputs:
     explaining = [each for each in whole if each.comparison.is_proof]
     if not explaining:
-        return Explanation()
+        return FoundInputs()
     near = [each for each in explaining if each.distance <= _limit(explaining)]
     best = min(
         near, key=lambda each: (_changes(start, each.entry, keys), round(each.distance, 6), len(_text(each.entry)))
@@ -180,8 +180,8 @@ def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole:
         apart = [key for key in keys if _meaning(other.entry, key) != _meaning(best.entry, key)]
         decisive = [key for key in apart if _is_rival(key, start, best.entry, other.entry, key in asked)]
         if decisive:
-            return Explanation(best, rivals, other, tuple(decisive))
-    return Explanation(best, rivals)
+            return FoundInputs(best, rivals, other, tuple(decisive))
+    return FoundInputs(best, rivals)
 
 
 def _limit(candidates: Sequence[Candidate]) -> float:
@@ -227,7 +227,7 @@ def _candidate(entry: Entry, keys: Collection[str], known: Sequence[KnownAnswer]
     return min(found, other, key=lambda each: each.distance)
 
 
-def _order(asked: Asked, known: Sequence[KnownAnswer]) -> dict[str, str] | None:
+def _order(asked: AnsweredEntry, known: Sequence[KnownAnswer]) -> dict[str, str] | None:
     """Which label each label would be, if the answers tell another order; else None."""
     votes: Counter[tuple[str, str]] = Counter()
     for answer, prediction in zip(known, asked.predictions, strict=True):

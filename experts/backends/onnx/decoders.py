@@ -46,7 +46,7 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Detector:
+class DetectorKind:
     """A kind of detector. ``fit`` and ``normalize``: how its trainer prepares images; None: its files differ.
 
     ``prepared``: keys of the line file's `fit` where ``fit`` is None; None: its files differ in it. ``orientation``:
@@ -80,25 +80,25 @@ class Detector:
 CORNERED = MappingProxyType({"pad": "top-left", "color": 114, "rounding": "down", "interpolation": "opencv-linear"})
 TENSORS = MappingProxyType({"interpolation": "torch-float-bilinear-antialias"})
 PIXELS_BGR = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 255, "bgr")
-DETECTORS: Mapping[str, Detector] = MappingProxyType(
+DETECTORS: Mapping[str, DetectorKind] = MappingProxyType(
     {
-        "yolov8": Detector(
+        "yolov8": DetectorKind(
             "YOLOv8 to v12 and 26 of ultralytics, YOLOv9", (Layout.ANCHORS_LAST,), Fit.LETTERBOXED, "unit"
         ),
-        "yolov5": Detector("YOLOv5, v6 and v7", (Layout.OBJECTNESS,), Fit.LETTERBOXED, "unit"),
-        "yolo-end2end": Detector("YOLOs with nms=True, YOLOv10 and 26", (Layout.CHOSEN,), Fit.LETTERBOXED, "unit"),
-        "yolo-batched": Detector("YOLOv6 and v7 with --max-wh", (Layout.BATCHED,), Fit.LETTERBOXED, "unit"),
-        "yolox": Detector("YOLOX", (Layout.CELLS,), None, PIXELS_BGR, prepared=CORNERED),
-        "yolox-decoded": Detector(
+        "yolov5": DetectorKind("YOLOv5, v6 and v7", (Layout.OBJECTNESS,), Fit.LETTERBOXED, "unit"),
+        "yolo-end2end": DetectorKind("YOLOs with nms=True, YOLOv10 and 26", (Layout.CHOSEN,), Fit.LETTERBOXED, "unit"),
+        "yolo-batched": DetectorKind("YOLOv6 and v7 with --max-wh", (Layout.BATCHED,), Fit.LETTERBOXED, "unit"),
+        "yolox": DetectorKind("YOLOX", (Layout.CELLS,), None, PIXELS_BGR, prepared=CORNERED),
+        "yolox-decoded": DetectorKind(
             "YOLOX with --decode_in_inference", (Layout.OBJECTNESS,), None, PIXELS_BGR, prepared=CORNERED
         ),
-        "mmdeploy": Detector("mmdeploy's end2end", (Layout.LABELLED,)),
-        "rtdetr-ultralytics": Detector(
+        "mmdeploy": DetectorKind("mmdeploy's end2end", (Layout.LABELLED,)),
+        "rtdetr-ultralytics": DetectorKind(
             "RT-DETR of ultralytics", (Layout.QUERIES, Layout.CHOSEN_QUERIES), Fit.FILLED, "unit"
         ),
-        "rtdetr": Detector("RT-DETR, D-FINE and DEIM", (Layout.TARGETED,), None, None, Orientation.STORED, {}),
-        "rfdetr": Detector("RF-DETR", (Layout.LOGITS,), None, "imagenet", Orientation.STORED, TENSORS),
-        "torchvision": Detector(
+        "rtdetr": DetectorKind("RT-DETR, D-FINE and DEIM", (Layout.TARGETED,), None, None, Orientation.STORED, {}),
+        "rfdetr": DetectorKind("RF-DETR", (Layout.LOGITS,), None, "imagenet", Orientation.STORED, TENSORS),
+        "torchvision": DetectorKind(
             "torchvision's detectors", (Layout.TORCHVISION,), Fit.LETTERBOXED, "unit", Orientation.STORED
         ),
     }

@@ -115,14 +115,14 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class Recognised:
+class RecognisedDetector:
     """A row of DETECTORS, and why."""
 
     detector: str
     why: str
 
 
-def recognised(expert: str, path: Path, heading: Heading, label_count: int | None) -> Recognised | None:
+def recognised(expert: str, path: Path, heading: Heading, label_count: int | None) -> RecognisedDetector | None:
     """None without evidence. ``label_count``: None where it is not known. Raises as ``read_heading``."""
     found = _by_metadata(heading, label_count) or _by_names(heading)
     if found is None and may_be_boxes(heading):
@@ -172,7 +172,7 @@ def extra_of(heading: Heading) -> int:
     return second[1] or 0 if second is not None and len(second) == 4 else 0
 
 
-def _by_metadata(heading: Heading, label_count: int | None) -> Recognised | None:
+def _by_metadata(heading: Heading, label_count: int | None) -> RecognisedDetector | None:
     notes = heading.metadata
     if "stride" not in notes or "names" not in notes or notes.get("task", "detect") not in {"detect", "segment"}:
         return None
@@ -180,47 +180,49 @@ def _by_metadata(heading: Heading, label_count: int | None) -> Recognised | None
         return _by_shape(heading, label_count, "stride and names in its metadata", "yolov5", "yolov8", "yolo-end2end")
     described = notes.get("description", "").lower().replace("-", "")
     if notes.get("head") == "RTDETRDecoder" or "rtdetr" in described:
-        return Recognised("rtdetr-ultralytics", "ultralytics' metadata name RT-DETR")
+        return RecognisedDetector("rtdetr-ultralytics", "ultralytics' metadata name RT-DETR")
     if "'nms': True" in notes.get("args", "") or notes.get("end2end") == "True":
-        return Recognised("yolo-end2end", "ultralytics' metadata: it chooses its boxes itself")
+        return RecognisedDetector("yolo-end2end", "ultralytics' metadata: it chooses its boxes itself")
     if notes.get("end2end") == "False":
-        return Recognised("yolov8", "ultralytics' metadata: it leaves boxes to be suppressed")
+        return RecognisedDetector("yolov8", "ultralytics' metadata: it leaves boxes to be suppressed")
     return _by_shape(heading, label_count, "ultralytics' metadata", "yolov8", "yolo-end2end")
 
 
-def _by_shape(heading: Heading, label_count: int | None, why: str, *detectors: str) -> Recognised | None:
+def _by_shape(heading: Heading, label_count: int | None, why: str, *detectors: str) -> RecognisedDetector | None:
     """The one of an exporter's layouts that the shape fits, or that alone fits what it states."""
     shape, extra = heading.outputs[0].shape or (), extra_of(heading)
     fits = [each for each in detectors if DETECTORS[each].fitting(shape, label_count, extra)]
     stated = [each for each in fits if DETECTORS[each].fitting(shape, label_count, extra, is_stated=True)]
     for found in (fits, stated):
         if len(found) == 1:
-            return Recognised(found[0], f"{why}, and the shape of its answers")
+            return RecognisedDetector(found[0], f"{why}, and the shape of its answers")
     return None
 
 
-def _by_names(heading: Heading) -> Recognised | None:
+def _by_names(heading: Heading) -> RecognisedDetector | None:
     outputs = {value.name: value for value in heading.outputs}
     inputs = {value.name for value in heading.inputs}
     shapes = {name: value.shape or () for name, value in outputs.items()}
     if {"labels", "boxes", "scores"} <= outputs.keys() and "orig_target_sizes" in inputs:
-        return Recognised("rtdetr", "its input orig_target_sizes, and its outputs labels, boxes and scores")
+        return RecognisedDetector("rtdetr", "its input orig_target_sizes, and its outputs labels, boxes and scores")
     if {"dets", "labels"} <= outputs.keys() and len(shapes["dets"]) == 3:
         is_whole = outputs["labels"].element in INTEGERS
         if shapes["dets"][-1] in {5, None} and is_whole:
-            return Recognised("mmdeploy", "its outputs dets, with a score in each row, and labels")
+            return RecognisedDetector("mmdeploy", "its outputs dets, with a score in each row, and labels")
         if shapes["dets"][-1] == 4 and not is_whole and len(shapes["labels"]) == 3:
-            return Recognised("rfdetr", "its outputs dets and labels, a row for each query")
+            return RecognisedDetector("rfdetr", "its outputs dets and labels, a row for each query")
     return None
 
 
-def _by_operators(heading: Heading, structure: Structure) -> Recognised | None:
+def _by_operators(heading: Heading, structure: Structure) -> RecognisedDetector | None:
     if torchvision_outputs(heading) and structure.names(TORCHVISION):
-        return Recognised("torchvision", "its outputs boxes, labels and scores, and the names of its weights")
+        return RecognisedDetector("torchvision", "its outputs boxes, labels and scores, and the names of its weights")
     if any(structure.cells()):
         if "Exp" in structure.operators:
-            return Recognised("yolox-decoded", "its last operators: YOLOX's heads, and the powers of their sizes")
-        return Recognised("yolox", "its last operators: YOLOX's heads, whose places are not decoded")
+            return RecognisedDetector(
+                "yolox-decoded", "its last operators: YOLOX's heads, and the powers of their sizes"
+            )
+        return RecognisedDetector("yolox", "its last operators: YOLOX's heads, whose places are not decoded")
     if "NonMaxSuppression" in structure.operators:
         named = structure.names(ANCHORED) or structure.names(STAGED)
         return _by_shape(heading, None, "names of its layers", "yolo-batched") if named else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from experts.backends.onnx.decoders import DETECTORS, Detector, Layout
-from experts.backends.onnx.evidence import Recognised, extra_of, may_be_boxes, recognised, torchvision_outputs
+from experts.backends.onnx.decoders import DETECTORS, DetectorKind, Layout
+from experts.backends.onnx.evidence import RecognisedDetector, extra_of, may_be_boxes, recognised, torchvision_outputs
 from experts.backends.onnx.heading import FLOATS, read_heading
 from experts.errors import WeightsMismatch
 from experts.expert import ONE_LABEL, Fit, Orientation, Task
@@ -37,7 +37,7 @@ class Detections:
     at_once: int | None = None  # images per run, where fewer than the input's shape says
 
     @property
-    def kind(self) -> Detector:
+    def kind(self) -> DetectorKind:
         return DETECTORS[self.detector]
 
 
@@ -132,7 +132,7 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     if task == "classify":
         return None
     if expert.detector is not None:
-        found: Recognised | None = Recognised(expert.detector, "named in the line file")
+        found: RecognisedDetector | None = RecognisedDetector(expert.detector, "named in the line file")
     else:
         found = recognised(expert.id, expert.weights, heading, len(heading.names or expert.labels))
     if found is None:

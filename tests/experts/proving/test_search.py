@@ -6,7 +6,7 @@ from experts.catalog import expert_of
 from experts.expert import Prediction
 from experts.model_files.trainers import HALF
 from experts.proving.answers import KnownAnswer
-from experts.proving.search import Asked, explain
+from experts.proving.search import AnsweredEntry, explain
 
 START = {
     "architecture": "onnx", "weights": "x.onnx", "labels": ["ok", "turned"],
@@ -27,7 +27,7 @@ def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alon
             return None
         is_right = (entry["input"].get("fit"), entry["input"]["normalize"]) == (paddles, HALF)
         score = 0.9 if is_right else 0.6
-        return Asked(expert, tuple(Prediction(each.label, score) for each in known))
+        return AnsweredEntry(expert, tuple(Prediction(each.label, score) for each in known))
 
     found = explain(START, ("normalize", "fit"), ("normalize", "fit"), KNOWN, ask)
     assert found.best is not None
@@ -42,7 +42,9 @@ def test_a_graph_of_one_channel_is_searched_among_grey_pixels():
     def ask(entry, known):
         tried.append(entry["input"]["normalize"])
         score = 0.9 if tried[-1].get("scale") == 255 else 0.6
-        return Asked(expert_of("cls/turn", entry, Path()), tuple(Prediction(each.label, score) for each in known))
+        return AnsweredEntry(
+            expert_of("cls/turn", entry, Path()), tuple(Prediction(each.label, score) for each in known)
+        )
 
     start = {**START, "input": {"size": [48, 192], "normalize": grey}}
     found = explain(start, ("normalize",), ("normalize",), KNOWN, ask)
