@@ -2,12 +2,14 @@
 
 Two formats: the zip archive (since torch 1.6), and the older sequence of pickles followed by the storages. Guarantees:
 the archive's directory is checked against the file before use. Entries lie within the file and do not overlap. Unpacked
-bytes are at most a few times the file's size. Each storage has the bytes that its tensors expect.
+bytes are at most a few times the file's size. Each storage has the bytes that its tensors expect. Its tensors are
+written as a .safetensors file, one in memory at a time.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import mmap
 import struct
 import zipfile
@@ -15,7 +17,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from experts.checkpoints.tensors import ITEM_BYTES
 from experts.checkpoints.unpickler import SAVE_ADVICE, Unpickler
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from experts.checkpoints.tensors import Storage
+    from experts.checkpoints.tensors import CheckpointTensor, Storage
 
+WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share a storage, within limits
+WRITTEN_ALWAYS_BYTES = 64_000_000
+HEADER_BYTES_MAXIMUM = 100_000_000  # limit of safetensors' reader
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 PICKLE_BYTES_MAXIMUM = 256_000_000  # of the pickle that describes the object; weights are stored in other entries
 UNPACKED_MAXIMUM = 4  # times the file's size: torch does not compress, and weights hardly compress
@@ -238,3 +243,48 @@ def _legacy_extents(
         extents[key] = ArchiveEntry(position + 8, size_bytes)
         position += 8 + size_bytes
     return extents
+
+
+def write_weights(
+    file: BinaryIO, weights: Mapping[str, CheckpointTensor], checkpoint: TorchFile, metadata: Mapping[str, str]
+) -> None:
+    """Write each tensor separately. Raises WeightsRefused for a total far beyond the size of the storages."""
+    written_bytes = sum(tensor.size_bytes for tensor in weights.values())
+    if written_bytes > WRITTEN_MAXIMUM * checkpoint.size_bytes + WRITTEN_ALWAYS_BYTES:
+        told = f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has"
+        raise WeightsRefused(checkpoint.source, told)
+    ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # aligns each tensor
+    file.write(_header(checkpoint.source, {name: weights[name] for name in ordered}, metadata))
+    for name in ordered:
+        _write(file, weights[name], checkpoint)
+
+
+def _header(source: str, weights: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for name, tensor in weights.items():
+        end = offset + tensor.size_bytes
+        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(entries, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAXIMUM or "__metadata__" in weights:
+        raise WeightsRefused(source, "has names that a .safetensors file cannot hold")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: BinaryIO, tensor: CheckpointTensor, checkpoint: TorchFile) -> None:
+    if not tensor.elements:
+        return
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    with checkpoint.numbers(tensor.storage) as numbers:
+        start = tensor.offset * item_bytes
+        if tensor.is_contiguous:
+            file.write(numbers[start : start + tensor.size_bytes])
+            return
+        import numpy as np  # import takes longer than a small file, and few files need it
+
+        strides = [stride * item_bytes for stride in tensor.strides]
+        view = np.ndarray(tensor.shape, f"V{item_bytes}", numbers, start, strides)
+        file.write(np.ascontiguousarray(view).data.cast("B"))
+        del view

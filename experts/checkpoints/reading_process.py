@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python -I adds no path
 
-from experts.checkpoints.archive import opened
+from experts.checkpoints.archive import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, opened, write_weights
 from experts.checkpoints.selection import select
-from experts.checkpoints.tensors import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.checkpoints.trainer_facts import collected_facts
 from experts.checkpoints.training_states import training_state
 from experts.errors import WeightsCorrupt, WeightsRefused
