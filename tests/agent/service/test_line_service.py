@@ -367,7 +367,7 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
 
 
 @pytest.mark.parametrize(
-    ("content", "verdict", "judged"), [(None, OK, 1), (picture()[:40] + bytes(20) + picture()[60:], UNKNOWN, 9)]
+    ("content", "verdict", "judged"), [(None, OK, 1), (picture()[:42] + bytes(10) + picture()[52:], UNKNOWN, 9)]
 )
 def test_duplicates_that_come_together_wait_for_the_first_and_share_no_unknown(skipping, content, verdict, judged):
     with skipping.served() as service:
