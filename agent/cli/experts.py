@@ -346,12 +346,16 @@ def verify(
             lacks = unproven_line(config)
     lines = []
     for row in rows:
-        verified, name = found.get(row["expert"], []), row["expert"]
-        row |= {"proofs": [each.as_json() for each in verified], "unproven": lacks[name].why if name in lacks else None}
-        is_bad = row["ok"] is False or not all(each.proof.holds for each in verified)
+        name = row["expert"]
+        compared = found.get(name, [])
+        trouble, verified = (compared, []) if isinstance(compared, str) else (None, compared)
+        row |= {"proofs": [each.as_json() for each in verified], "not_compared": trouble}
+        row |= {"unproven": lacks[name].why if name in lacks else None}
+        is_bad = row["ok"] is False or trouble is not None or not all(each.proof.holds for each in verified)
         told = "" if row["ok"] else f": {row['reason']}"
         lines.append(f"{'BAD' if is_bad else VERIFIED[row['ok']]} {name}{told}")
         lines += [f"    {text}" for each in verified for text in each.lines]
+        lines += [f"    not compared with its known answers: {trouble}"] if trouble is not None else []
         lines += [f"    unproven: {row['unproven']}"] if row["unproven"] and not verified else []
     say(as_json, {"experts": rows}, lines)
     if any(each.startswith("BAD") for each in lines):

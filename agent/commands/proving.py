@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import getpass
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from agent.commands.checking import who
 from agent.deployment.packed_copies import keep_proof, packed_manifests
 from agent.line_file.editing import edit_file, set_key
 from agent.line_file.proofs import kept_proofs, proven, told_lacks
 from experts.calibrations import CalibrationFolder
-from experts.errors import ConfigError, ExpertError, LoadError
+from experts.errors import ConfigError, CoServeError, ExpertError, LoadError
 from experts.images import decode_image
 from experts.packed.sources import sha256_of, stamp_of
 from experts.proving.answers import keep_answers, read_answers
@@ -84,15 +84,18 @@ class Verified:
 
 def verify_experts(
     config: LineConfig, names: Iterable[str], progress: Callable[[str, int, int], None]
-) -> Iterator[tuple[str, list[Verified]]]:
+) -> Iterator[tuple[str, list[Verified] | str]]:
     """Compare experts that have known answers with them, in each form that an agent would run; keep the proofs.
 
-    Raises ConfigError, LoadError and WeightsError.
+    Each answers for itself: a text instead says why one could not be compared. Raises ConfigError for the line alone.
     """
     experts = [config.catalog.experts[name] for name in names if config.catalog.experts[name].check is not None]
     forms = served_forms(config) if experts else {}
     for number, expert in enumerate(experts, start=1):
-        yield expert.id, [_verified(config, expert, *form) for form in sorted(forms.get(expert.id, ()))]
+        try:
+            yield expert.id, [_verified(config, expert, *form) for form in sorted(forms.get(expert.id, ()))]
+        except (CoServeError, OSError) as error:
+            yield expert.id, str(error)
         progress("verify answers", number, len(experts))
 
 
@@ -127,7 +130,7 @@ def _verified(config: LineConfig, expert: Expert, form: Precision, device: str) 
     if stamp_of(expert) != stamp:
         raise LoadError(expert.id, f"{expert.weights} was written meanwhile: verify it again")
     try:
-        proof = keep_proof(config, expert.id, (form, sha256), comparison, (getpass.getuser(), ""))
+        proof = keep_proof(config, expert.id, (form, sha256), comparison, (who(), ""))
     except OSError as error:
         place = error.filename or config.state
         raise ConfigError(f"{place}: {error.strerror} - run this as the agent's user") from error

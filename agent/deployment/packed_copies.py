@@ -90,7 +90,7 @@ def keep_proof(
 def proof_of(
     config: LineConfig, expert: str, served: tuple[str, str], comparison: AnswerComparison, by: tuple[str, str]
 ) -> Proof:
-    """What a comparison shows of an expert of the line. ``served``: its form, and the sha256 of its weights.
+    """Proof by a comparison of an expert of the line. ``served``: its form, and the sha256 of its weights.
 
     ``by``: who made it, and why the expert is trusted even if it disagrees; without a reason the earlier one counts
     where it is no worse than then.

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE_NAME = "proofs.json"  # in the state folder
-LIBRARIES = ("coserve", "torch", "torchvision", "ultralytics", "onnxruntime", "Pillow", "numpy")
+LIBRARIES = (  # of networks, and of the pixels that they get; OpenCV comes under either of its names
+    "coserve", "torch", "torchvision", "ultralytics", "onnxruntime", "Pillow", "numpy", "simplejpeg", "opencv-python",
+    "opencv-python-headless",
+)  # fmt: skip
 UNKNOWN_ANSWERS = "its trainer's answers are not known"
 NAMED = 3  # experts of one reason
 KEPT = 16  # of each expert: forms, and versions that may serve again

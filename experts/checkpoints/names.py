@@ -72,7 +72,7 @@ def network_of(source: str, weights: Mapping[str, Tensor], *, anyone: bool) -> N
 
 
 def _one_network(source: str, weights: dict[str, Tensor], said: list[str]) -> tuple[dict[str, Tensor], str]:
-    """Of equal networks below several attributes, the average, and the prefix of its names."""
+    """The average among equal networks below several attributes, and the prefix of its names."""
     groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in weights.items():
         first, _, rest = name.partition(".")

@@ -214,7 +214,7 @@ class _Graph:
         return facts
 
     def _add_detector(self, facts: FactCollector, missing: dict[str, str]) -> None:
-        """What a detector's trainer does with images; asked where its files differ."""
+        """Preparation of images by a detector's trainer; asked where its files differ."""
         row = None if self.found is None else DETECTORS[self.found.detector]
         if row is None:
             return

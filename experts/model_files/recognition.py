@@ -141,7 +141,7 @@ def nearest(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def _nearest_detector(shapes: Shapes) -> str | None:
-    """Of the detectors with as many layers and first channels."""
+    """Detectors with as many layers and first channels."""
     from experts.backends.detector import Outline, outline, weight_shapes  # loads ultralytics
 
     numbers = [int(match[1]) for name in shapes if (match := LAYER.match(name))]

@@ -1,4 +1,4 @@
-"""What known trainers do with images where nothing else is said, for `experts add --trainer NAME`.
+"""Preparation of images by known trainers where nothing else is said, for `experts add --trainer NAME`.
 
 Each row is read from the library's source. A trainer leaves open what its users choose, such as sizes and cuts.
 """

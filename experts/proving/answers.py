@@ -59,7 +59,7 @@ class KnownBox:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """What is known of one image; None: not stated. ``scores``: by label. ``boxes``: empty where nothing was found.
+    """Known facts of one image; None: not stated. ``scores``: by label. ``boxes``: empty where nothing was found.
 
     ``label``: of a detector that of its best box. ``anomaly``: the score of an anomaly model, on its own scale.
     """
@@ -285,7 +285,7 @@ def _names(file: Path, found: object) -> dict[int, str]:
 
 
 def _labels_beside(path: Path) -> Path:
-    """As ultralytics' img2label_paths (8.4, data/utils.py): the last `images` of the path becomes `labels`."""
+    """The path with its last `images` as `labels`, as in ultralytics' img2label_paths (8.4, data/utils.py)."""
     parts = list(path.parts)
     last = len(parts) - 1 - parts[::-1].index("images")
     return Path(*parts[:last], "labels", *parts[last + 1 :])

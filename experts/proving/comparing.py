@@ -68,7 +68,7 @@ class AnswerComparison:
 
     @property
     def largest_difference(self) -> float:
-        """Of the scores of images whose labels agree."""
+        """Largest difference of a score, over images whose labels agree."""
         return max((row.distance for row in self.rows if row.distance < LARGEST), default=0.0)
 
     @property

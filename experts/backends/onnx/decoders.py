@@ -1,8 +1,9 @@
 """Detectors of ONNX graphs: how each exporter lays out boxes, and how it wants its images.
 
-A row of DETECTORS is a word of the line file's `detector`. Sources: ultralytics 8.4 (engine/exporter.py), YOLOv5 7.0
-and YOLOv6 0.4 (export.py), YOLOX 0.3 (tools/export_onnx.py, yolox/data/data_augment.py), mmdeploy 1.3 (end2end),
-RT-DETR, D-FINE and DEIM (tools/deployment/export_onnx.py), rfdetr 1.2 (deploy/export.py), torchvision 0.29.
+A row of DETECTORS is a word of the line file's `detector`. Rows of ultralytics, YOLOX and torchvision were compared
+with real files or with the library's own predictions. The others (YOLOv5 and YOLOv6 by their own repositories,
+mmdeploy, RT-DETR, D-FINE, DEIM, rfdetr) follow the public descriptions of their exports, and were tried on made graphs
+alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Layout(StrEnum):
     TARGETED = "targeted"
     """(n, boxes), (n, boxes, 4), (n, boxes): label; corners in pixels of a second input, the target size; score."""
     TORCHVISION = "torchvision"
-    """Of one image, corners in pixels (boxes, 4), labels from 1 on (boxes,), scores (boxes,)."""
+    """One image's corners in pixels (boxes, 4), labels from 1 on (boxes,), scores (boxes,)."""
 
 
 @dataclass(frozen=True, slots=True)

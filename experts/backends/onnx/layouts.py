@@ -51,7 +51,7 @@ class ImageFacts:
 
     @property
     def normalize(self) -> str | Normalization | None:
-        """What a detector's trainer does, where the line does not say."""
+        """Preparation by a detector's trainer, where the line does not say."""
         if self.detector is not None:
             return DETECTORS[self.detector].normalize
         return "unit" if self.fit in {Fit.LETTERBOXED, Fit.FILLED} else None

@@ -90,6 +90,22 @@ def test_answers_that_differ_fail_the_command_and_are_named(line):
     assert (code, "trusted by ann: mislabelled" in page) == (0, True)
 
 
+def test_an_expert_whose_known_images_cannot_be_read_keeps_no_other_from_its_proof(line):
+    fake(line.folder / "f1.yaml", label=None)
+    line.document["experts"]["cls/f1"] = expert("f1.yaml")
+    line.document["routes"]["c1"] = route("cls/f1")
+    data, file = data_of(line, name="cls/f1"), line.write()
+    for name in ("cls/f0", "cls/f1"):
+        told("experts", "verify", file, name, "--check", data)
+    broken = next((line.folder / "checks" / "cls" / "f0").glob("*.png"))
+    broken.write_bytes(b"no picture")
+    code, page = told("experts", "verify", file)
+    assert code == 1
+    assert "BAD cls/f0" in page
+    assert f"not compared with its known answers: {broken}: " in page
+    assert "6 of 6 known answers are the same in fp32" in page.partition("cls/f1")[2]
+
+
 def test_an_upgraded_library_is_told_in_one_line_until_the_experts_are_verified(line, monkeypatch):
     file = line.write()
     told("experts", "verify", file, "cls/f0", "--check", data_of(line))
