@@ -27,8 +27,9 @@ from experts.expert import Orientation
 from experts.image_files.completeness import Completeness, completeness
 from experts.image_files.depth import as_rgb, deep_samples, eight_bits, shown
 from experts.image_files.jpeg import CUT, START, jpeg_pixels, jpeg_size
-from experts.image_files.png import png_damage, png_stop
-from experts.image_files.tiff import jpeg_damage
+from experts.image_files.png import SIGNATURE, png_damage, png_stop
+from experts.image_files.tiff import TIFF_STARTS, tiff_damage
+from experts.image_files.webp import is_read_to_its_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,7 @@ ENDINGS = frozenset({  # of their files' names
     ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp",
 })  # fmt: skip
 NOT_AN_IMAGE = f"not an image in any of {', '.join(FORMATS)}"
+OTHER_TIFF = "a TIFF whose layout of pixels is not read: export it with 8 or 16 bits a channel, from black to white"
 DEFAULT_MAX_PIXELS = 64_000_000
 LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
 MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits, the largest supported format
@@ -142,9 +144,13 @@ def decode_image(
     if not content:
         raise ImageUnreadable(name, "the file is empty")
     _check_length(len(content), name, max_pixels)
-    is_cut = completeness(io.BytesIO(content)) is Completeness.CUT
+    ended = completeness(io.BytesIO(content))
+    is_cut = ended is Completeness.CUT
     if is_cut and not content.startswith(START):  # of a JPEG the decoder says where
         raise ImageUnreadable(name, CUT)
+    damage = png_damage(content) if content.startswith(SIGNATURE) else None
+    if damage or ended is Completeness.HOLED:
+        raise ImageUnreadable(name, f"is damaged {damage or 'before its end: zeros stand for its data'}")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             (width, height), is_jpeg = image.size, image.format in JPEG
@@ -165,8 +171,12 @@ def decode_image(
         raise
     except BROKEN as error:
         is_known = not isinstance(error, UnidentifiedImageError)
-        other = f"cannot be decoded ({error or type(error).__name__})" if is_known else NOT_AN_IMAGE
+        other = f"cannot be decoded ({error or type(error).__name__})" if is_known else _unidentified(content)
         raise ImageUnreadable(name, CUT if is_cut else other) from error
+
+
+def _unidentified(content: bytes) -> str:
+    return OTHER_TIFF if content.startswith(TIFF_STARTS) else NOT_AN_IMAGE
 
 
 def upright(stored: np.ndarray, orientation: int) -> np.ndarray:
@@ -271,9 +281,9 @@ def _of_jpeg(image: Image.Image, content: bytes, name: str, smaller: int) -> NDA
 
 
 def _loaded(image: Image.Image, content: bytes, name: str) -> tuple[NDArray[Any], int | None]:
-    damage = png_damage(content) if image.format == "PNG" else None
-    if isinstance(image, TiffImageFile):
-        damage = jpeg_damage(content, image.tag_v2, image.mode == "CMYK")
+    damage = tiff_damage(content, image.tag_v2, image.mode == "CMYK") if isinstance(image, TiffImageFile) else None
+    if image.format == "WEBP" and not is_read_to_its_end(content):
+        damage = "in its data: a part of them makes the whole picture"
     if damage is not None:
         raise ImageUnreadable(name, f"is damaged {damage}")
     try:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import BinaryIO
 
 from experts.image_files.jpeg import END, START, picture_end
-from experts.image_files.png import SIGNATURE, png_end
+from experts.image_files.png import PNG_END, SIGNATURE, png_end
 from experts.image_files.tiff import TIFF_STARTS, tiff_pixels
 
 TAIL_BYTES = 4096  # so many zeros at the end look like preallocation
@@ -27,6 +27,7 @@ class Completeness(StrEnum):
 
     WHOLE = "whole"
     ZERO_TAILED = "zero-tailed"  # black pixels, or bytes not yet written
+    HOLED = "holed"  # its last bytes are there, and zeros before them: damaged, or written in another order
     CUT = "cut"
     UNKNOWN = "unknown"  # unknown format; decoding decides
 
@@ -45,12 +46,12 @@ def completeness(file: BinaryIO) -> Completeness:
     if not any(head):
         return Completeness.CUT
     if head.startswith(SIGNATURE):
-        return _whole_if(png_end(file, size) is not None)
+        is_whole = png_end(file, size) is not None
+        return Completeness.HOLED if not is_whole and PNG_END in tail else _whole_if(is_whole)
     if head.startswith(START):
         return _whole_if(_is_whole_jpeg(file, size))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        end = 8 + int.from_bytes(head[4:8], "little")
-        return _whole_if(size >= end and any(_before(file, end, tail_size)))
+        return _ended(file, 8 + int.from_bytes(head[4:8], "little"), size, tail)
     if head.startswith(b"BM"):
         return _whole_if(size >= _bmp_bytes(head), tail)
     if head.startswith(TIFF_STARTS):
@@ -63,6 +64,13 @@ def _whole_if(is_whole: bool, tail: bytes = b"-") -> Completeness:
     if not is_whole:
         return Completeness.CUT
     return Completeness.WHOLE if any(tail) else Completeness.ZERO_TAILED
+
+
+def _ended(file: BinaryIO, end: int, size: int, tail: bytes) -> Completeness:
+    """``end``: place behind the data, in which zeros are no pixels."""
+    if size >= end and any(_before(file, end, len(tail))):
+        return Completeness.WHOLE
+    return Completeness.HOLED if size > end and any(tail) else Completeness.CUT
 
 
 def _before(file: BinaryIO, end: int, length: int) -> bytes:
@@ -96,6 +104,6 @@ def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
         return Completeness.CUT
     if pixels is None:
         return Completeness.UNKNOWN
-    if pixels.are_raw:
+    if pixels.are_raw or not pixels.are_within:
         return _whole_if(pixels.are_within, tail)
-    return _whole_if(pixels.are_within and any(_before(file, pixels.end, len(tail))))
+    return _ended(file, pixels.end, size, tail)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from experts.expert import InputSpec
 
-BITS_PER_SAMPLE = 258  # tag of TIFF
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value
 HEADER_END = len(SIGNATURE) + 25  # of a PNG
 FULL = 16
 
@@ -34,6 +34,8 @@ def deep_samples(image: Image.Image, content: bytes, name: str) -> tuple[NDArray
         stated = stored if 8 < stored < FULL else None
     if stored <= 8 or image.mode == "F" or (stated is not None and stated <= 8):
         return None
+    if image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO:  # type: ignore[attr-defined]
+        raise ImageUnreadable(name, "its 16 bits go from white to black, which decoders ignore: export it otherwise")
     samples = _grey(image, name) if image.mode.startswith("I") else _colours(image, content, name)
     shift = FULL - stated if stated and image.format == "PNG" else 0
     return samples >> np.uint16(shift), stated

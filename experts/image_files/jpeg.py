@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 START, END = b"\xff\xd8", b"\xff\xd9"
 MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])")  # in a scan too, whose own bytes and restarts are the excepted ones
-SOI, EOI, SOS, TEM = 0xD8, 0xD9, 0xDA, 0x01
+SOI, EOI, SOS, DQT, TEM = 0xD8, 0xD9, 0xDA, 0xDB, 0x01
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 PROGRESSIVE = frozenset({0xC2, 0xCA})
 LOSSLESS = frozenset({0xC3, 0xCB})  # their scans state no coefficients
 COEFFICIENTS = 64  # of a block
+TWO_BYTES = 0x10  # of each divisor, from this on
 DAMAGE = ("Corrupt JPEG data", "Premature end of JPEG", "Inconsistent progression")  # libjpeg-turbo's jerror.h
 NOISE = bytes(range(1, 255)) * 16  # what no scan goes on with
+HOLE = bytes(256)  # so many zeros in a row hardly any coder writes
 CUT = "the file is cut: its last bytes are missing"
 STEPS = 10  # of the search for a damage, each decoding a small image
 
@@ -48,12 +50,16 @@ class _Scan:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Frame and scans of the first picture. ``end``: place behind it; None: not found."""
+    """Frame and scans of the first picture. ``end``: place behind it; None: not found.
+
+    ``has_divisors``: no zero is among them, by which no encoder divides.
+    """
 
     frame: int | None
     components: bytes
     scans: tuple[_Scan, ...]
     end: int | None
+    has_divisors: bool
 
 
 def picture_end(content: bytes) -> int | None:
@@ -75,7 +81,7 @@ def jpeg_pixels(content: bytes, name: str, is_cmyk: bool = False, smaller: int =
         except ValueError as error:
             said = str(error)
         else:
-            _refuse_lost_scans(content, name)
+            _refuse_lost_parts(content, name)
             return pixels
         mended = next((mend(content) for words, mend in BLEMISHES.items() if words in said), content)
         if mended == content:
@@ -99,20 +105,23 @@ def _decoded(content: bytes, is_cmyk: bool = False, smaller: int = 1, strict: bo
 
 
 def _layout(content: bytes, until_first_scan: bool = False) -> _Layout:
-    frame, components, scans, end = None, b"", [], None
+    frame, components, scans, end, has_divisors = None, b"", [], None, True
     for kind, at in _segments(content):
         if kind == EOI:
             end = at
             break
         if kind in FRAMES:
             frame, components = kind, content[at + 8 : at + 8 + 3 * content[at + 7] : 3]
+        if kind == DQT and content[at + 2] < TWO_BYTES:
+            tables = content[at + 2 : at + int.from_bytes(content[at : at + 2], "big")]
+            has_divisors &= not any(0 in tables[each + 1 : each + 65] for each in range(0, len(tables), 65))
         if kind == SOS:
             count = content[at + 2]
             first, last, bits = content[at + 3 + 2 * count : at + 6 + 2 * count]
             scans.append(_Scan(at, content[at + 3 : at + 3 + 2 * count : 2], first, last, bits & 15))
             if until_first_scan:
                 break
-    return _Layout(frame, components, tuple(scans), end)
+    return _Layout(frame, components, tuple(scans), end, has_divisors)
 
 
 def _segments(content: bytes) -> Iterator[tuple[int, int]]:
@@ -128,9 +137,11 @@ def _segments(content: bytes) -> Iterator[tuple[int, int]]:
         found = MARKER.search(content, at + length)
 
 
-def _refuse_lost_scans(content: bytes, name: str) -> None:
-    """Raise ImageUnreadable if scans are missing that libjpeg does without."""
+def _refuse_lost_parts(content: bytes, name: str) -> None:
+    """Raise ImageUnreadable if scans or divisors are missing that libjpeg does without."""
     begun = _layout(content, until_first_scan=True)
+    if not begun.has_divisors:
+        raise ImageUnreadable(name, "is damaged in its header: a table of its coefficients has zeros")
     if begun.frame in LOSSLESS or not begun.scans:
         return
     if set(begun.scans[0].components) == set(begun.components) and _is_all(begun.scans[0]):
@@ -151,12 +162,15 @@ def _is_all(scan: _Scan) -> bool:
 def _place(content: bytes, said: str | None = None) -> str:
     """Row at which a damaged picture stops, else the share of its data; of a cut one, without a warning, its end.
 
-    The damage is looked for in the data: it is in the shortest beginning with which libjpeg says the same.
+    The damage is where zeros stand for data, else in the shortest beginning with which libjpeg says the same.
     """
     layout = _layout(content)
     stop = size = layout.end or len(content)
-    if said is not None:
-        sound = layout.scans[0].header if layout.scans else 0
+    sound = layout.scans[0].header if layout.scans else 0
+    hole = content.find(HOLE, sound, stop)
+    if said is not None and hole >= 0:
+        stop = hole
+    elif said is not None:
         for _ in range(STEPS):
             middle = (sound + stop) // 2
             sound, stop = (sound, middle) if _said(content[:middle]) == said else (middle, stop)

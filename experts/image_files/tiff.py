@@ -7,13 +7,16 @@ and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 from __future__ import annotations
 
 import struct
+import zlib
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from experts.errors import ImageUnreadable
-from experts.image_files.jpeg import END, START, jpeg_pixels
+from experts.image_files.jpeg import END, HOLE, START, jpeg_pixels
+from experts.image_files.png import inflated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +28,7 @@ LARGEST_DIRECTORY = 4096  # entries; images have about thirty
 LARGEST_TABLE = 1 << 20  # strips or tiles, more than Pillow opens
 TABLES = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
 COMPRESSION, JPEG_TABLES = 259, 347
-JPEG = 7  # a compression: each strip or tile is a JPEG file, less its tables
+RAW, JPEG, DEFLATE = 1, 7, frozenset({8, 32946})  # compressions; JPEG: each strip or tile is a file, less its tables
 LAST_STANDARD = 532  # later tags are extensions: wrong ones do not keep a file from decoding
 ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets and counts
@@ -135,7 +138,7 @@ def tiff_pixels(file: BinaryIO, size: int) -> TiffPixels | None:
         raise EOFError  # no pixels yet
     if any(tag.count > LARGEST_TABLE for table in tables for tag in table):
         return None
-    is_raw = COMPRESSION not in tags or tags[COMPRESSION].type not in UNSIGNED or _is_one(tiff, tags[COMPRESSION])
+    is_raw = COMPRESSION not in tags or tags[COMPRESSION].type not in UNSIGNED or _is_raw(tiff, tags[COMPRESSION])
     ends = [_end_within(tiff, *table) for table in tables]
     return TiffPixels(None not in ends, is_raw, max(end or 0 for end in ends))
 
@@ -149,19 +152,29 @@ def _end_within(tiff: _TiffFile, offsets: _Tag, counts: _Tag) -> int | None:
     return int((starts + sizes).max()) if is_within else None
 
 
-def _is_one(tiff: _TiffFile, tag: _Tag) -> bool:
-    return tag.count == 1 and int(tiff.numbers(tag)[0]) == 1
+def _is_raw(tiff: _TiffFile, tag: _Tag) -> bool:
+    return tag.count == 1 and int(tiff.numbers(tag)[0]) == RAW
 
 
-def jpeg_damage(content: bytes, tags: Mapping[int, Any], is_cmyk: bool) -> str | None:
-    """Where the first damaged strip or tile of JPEG data is; None without one. libtiff fills it with grey."""
-    if tags.get(COMPRESSION) != JPEG:
+def tiff_damage(content: bytes, tags: Mapping[int, Any], is_cmyk: bool) -> str | None:
+    """Where the first damaged strip or tile of compressed data is; None without one that shows.
+
+    libtiff fills a lost part with grey, or with whatever zeros stand for in its compression.
+    """
+    if (kind := tags.get(COMPRESSION, RAW)) == RAW:
         return None
     offsets, counts = next(((tags[starts], tags[sizes]) for starts, sizes in TABLES if starts in tags), ((), ()))
-    tables = tags.get(JPEG_TABLES, START + END)
     for number, (start, size) in enumerate(zip(offsets, counts, strict=True)):
+        part = content[start : start + size]
         try:
-            jpeg_pixels(tables[: -len(END)] + content[start + len(START) : start + size], "", is_cmyk)
+            if kind == JPEG:
+                jpeg_pixels(tags.get(JPEG_TABLES, START + END)[: -len(END)] + part[len(START) :], "", is_cmyk)
+            elif kind in DEFLATE:
+                deque(inflated([memoryview(part)]), maxlen=0)
+            elif HOLE in part.rstrip(b"\0"):
+                raise ValueError("zeros stand for its data")
         except ImageUnreadable as error:
             return f"in part {number + 1} of {len(offsets)}: {error.message.removeprefix('is damaged: ')}"
+        except (zlib.error, ValueError) as error:
+            return f"in part {number + 1} of {len(offsets)}: {error}"
     return None

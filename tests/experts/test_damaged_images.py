@@ -2,6 +2,7 @@
 
 import io
 import re
+import struct
 import zlib
 
 import numpy as np
@@ -49,8 +50,12 @@ def packet_lost(content, size=900):
     return content[: middle(content)] + content[middle(content) + size :]
 
 
+def with_hole(content, start, size):
+    return content[:start] + bytes(size) + content[start + size :]
+
+
 def zeroed(content, size=500):
-    return content[: middle(content)] + bytes(size) + content[middle(content) + size :]
+    return with_hole(content, middle(content), size)
 
 
 def png_of(*parts):
@@ -75,12 +80,13 @@ AT_ROW = rf"at row \d+ of {SIDE}"
         (PROGRESSIVE[: scans(PROGRESSIVE)[1]] + END, "later scans are missing, 0 of 192 coefficients are complete"),
         (PROGRESSIVE[: scans(PROGRESSIVE)[-1]] + END, r"later scans are missing, \d+ of 192 coefficients"),
         (BASELINE[: middle(BASELINE)], f"the file is cut: its last bytes are missing, {AT_ROW}"),
+        (with_hole(BASELINE, BASELINE.index(b"\xff\xdb") + 9, 30), "a table of its coefficients has zeros"),
         (BASELINE[:-2] + b"abc" * 7 + END, "extraneous bytes before marker 0xd9"),
     ],
     ids=[
         "half of the scan", "of a grey one", "with restarts", "of a CMYK one", "a packet", "a packet with restarts",
         "a packet of zeros", "a packet of a progressive one", "scans in the middle", "all scans but one",
-        "the last scan", "the end", "bytes too many",
+        "the last scan", "the end", "divisors", "bytes too many",
     ],
 )  # fmt: skip
 def test_a_jpeg_that_lost_data_is_refused_with_the_place_where_it_stops_though_it_has_its_end(content, reason):
@@ -159,10 +165,58 @@ def test_bytes_behind_the_end_and_black_rows_are_no_damage(content):
     assert np.array_equal(read_image(content, "it"), expected)
 
 
-@pytest.mark.parametrize("compression", ["tiff_lzw", "jpeg", "packbits"])
+def test_a_hole_before_the_end_of_a_png_is_damage_and_not_a_file_that_grows():
+    idat = 37 + 4 + int.from_bytes(PNG[33:37], "big")
+    many = png_of(*((b"IDAT", each) for each in (PNG[41:9000], PNG[9000 : idat - 4])), (b"IEND", b""))
+    for content in (many[: -12 - 300] + bytes(300) + many[-12:], with_hole(many, 8000, 2000), with_hole(many, 20, 60)):
+        assert completeness(io.BytesIO(content)) in {Completeness.HOLED, Completeness.WHOLE}
+        with pytest.raises(ImageUnreadable, match=r"is damaged between \d+ and \d+ % of its data: a ch"):
+            read_image(content, "it")
+    assert completeness(io.BytesIO(with_hole(many, 8000, 2000))) is Completeness.HOLED
+
+
+def test_a_hole_in_the_data_of_a_jpeg_is_where_it_stops_and_not_where_its_decoder_notices():
+    start = middle(BASELINE)
+    with pytest.raises(ImageUnreadable, match=AT_ROW) as told:
+        read_image(with_hole(BASELINE, start, 600), "it")
+    assert 60 <= int(re.search(r"at row (\d+)", str(told.value))[1]) <= 88
+
+
+@pytest.mark.parametrize("options", [{"quality": 90}, {"quality": 20}, {"lossless": True}], ids=str)
+def test_a_webp_that_needs_a_part_of_its_data_is_damaged_and_a_sound_one_is_read(options):
+    content = encoded("WEBP", **options)
+    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    assert np.array_equal(read_image(content, "it"), expected)
+    with pytest.raises(ImageUnreadable, match="is damaged in its data"):
+        read_image(with_hole(content, len(content) // 3, 200), "it")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+@pytest.mark.parametrize("side", [1, 2, 16, 150])
+def test_sound_webps_of_any_size_are_read(mode, side):
+    for picture in (PICTURE.convert(mode).resize((side, side)), Image.new(mode, (side, side))):
+        for options in ({"quality": 5}, {"quality": 100}, {"lossless": True}):
+            assert read_image(encoded("WEBP", picture, **options), "it").shape == (side, side, 3)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [("<", "its 16 bits go from white to black"), (">", "a TIFF whose layout of pixels is not read")],
+)
+def test_16_bits_from_white_to_black_are_refused(order, reason):
+    pixels, tags = np.full((4, 4), 50_000, f"{order}u2").tobytes(), ((256, 4), (257, 4), (258, 16), (259, 1), (262, 0),
+        (273, 8), (277, 1), (278, 4), (279, 32))  # fmt: skip
+    entries = b"".join(struct.pack(f"{order}HHI", tag, 4, 1) + struct.pack(f"{order}I", value) for tag, value in tags)
+    start = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8 + len(pixels))
+    with pytest.raises(ImageUnreadable, match=reason):
+        read_image(start + pixels + struct.pack(f"{order}H", len(tags)) + entries + bytes(4), "it")
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate"])
 def test_a_damaged_tiff_is_refused_and_zeros_behind_one_are_not(compression):
     content = encoded("TIFF", compression=compression)
     assert completeness(io.BytesIO(content + bytes(5000))) is Completeness.WHOLE
     assert np.array_equal(read_image(content + bytes(5000), "it"), read_image(content, "it"))
-    with pytest.raises(ImageUnreadable, match="is damaged in"):
-        read_image(content[:3000] + bytes(1500) + content[4500:], "it")
+    for size in (300, 1500):
+        with pytest.raises(ImageUnreadable, match=r"is damaged in part \d+ of"):
+            read_image(with_hole(content, 3000, size), "it")

@@ -14,7 +14,7 @@ from experts.image_files.completeness import Completeness
 
 CLOSED_SETTLE_S = 0.2  # after an observed close
 UNSEEN_SETTLE_S = 2.0  # without an observed close
-ZERO_TAIL_SETTLE_S = 10.0  # zeros at the end: black pixels of a bitmap, or preallocated
+ZERO_TAIL_SETTLE_S = 10.0  # zeros: black pixels of a bitmap, or damage, or preallocated
 
 
 class Evidence(IntEnum):
@@ -137,7 +137,9 @@ class Rule:
         """True if a settled file may be claimed, by its lease and its bytes."""
         if not self.is_due(candidate, now) or probe.lease is Lease.HELD or probe.completeness is Completeness.CUT:
             return False
-        if probe.completeness is not Completeness.ZERO_TAILED:
+        if probe.completeness not in {Completeness.ZERO_TAILED, Completeness.HOLED}:
+            return True
+        if probe.completeness is Completeness.HOLED and candidate.evidence is Evidence.CLOSED:
             return True
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 

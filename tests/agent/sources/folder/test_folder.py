@@ -120,6 +120,16 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line, su
     assert line.arrivals[0].file.path.read_bytes() == content
 
 
+def test_a_damaged_file_that_its_writer_closed_is_not_waited_for(line):
+    name = "b1_r_R7.png"
+    (line.root / name).write_bytes(PNG[:33] + bytes(len(PNG) - 45) + PNG[-12:])
+    line.run(5)
+    assert line.offered == []  # nobody saw it closed: the hole may still be filled
+    line.source._note(Hint(name, Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == [name]
+
+
 def test_a_file_that_its_writer_holds_open_is_not_offered(line):
     with (line.root / "b1_r_R7.png").open("wb") as file:
         file.write(PNG)
