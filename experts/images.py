@@ -294,8 +294,8 @@ def _loaded(image: Image.Image, content: bytes, name: str) -> tuple[NDArray[Any]
         stop = png_stop(content) if image.format == "PNG" else None
         raise ImageUnreadable(name, f"is damaged {stop or 'in its data'} ({error or type(error).__name__})") from error
     found = deep_samples(image, content, name) or (_rgb(image, name), None)
-    last = found[0][-2:]  # of one value, as Pillow leaves rows of which a PNG has no data
-    if image.format == "PNG" and (last == last[-1, -1]).all() and (stop := png_stop(content)):
+    last = found[0][-1]  # of one value, as Pillow leaves rows of which a PNG has no data
+    if image.format == "PNG" and (last == last[-1]).all() and (stop := png_stop(content)):
         raise ImageUnreadable(name, f"is damaged: its data stop {stop}")
     return found
 

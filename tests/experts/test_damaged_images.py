@@ -139,10 +139,11 @@ def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
         (PNG[: len(PNG) // 2] + bytes(9) + PNG[len(PNG) // 2 + 9 :], r"between 0 and 9\d % of its data: a checksum"),
         (png_of((b"IDAT", zlib.compress(ROWS)[:9000]), (b"IEND", b"")), AT_ROW),
         (png_of((b"IDAT", zlib.compress(ROWS[: len(ROWS) // 2])), (b"IEND", b"")), f"stop at row 80 of {SIDE}"),
+        (png_of((b"IDAT", zlib.compress(ROWS[: -1 - 3 * SIDE])), (b"IEND", b"")), f"stop at row 159 of {SIDE}"),
         (PNG[: len(PNG) // 2], "the file is cut"),
         (PNG[: len(PNG) // 2] + bytes(len(PNG) // 2), "the file is cut"),
     ],
-    ids=["a wrong checksum", "data missing", "too few rows", "cut", "its end not written yet"],
+    ids=["a wrong checksum", "data missing", "too few rows", "all but the last row", "cut", "its end not written yet"],
 )
 def test_a_damaged_png_is_refused_with_the_place_where_it_stops(content, reason):
     with pytest.raises(ImageUnreadable, match=reason):
