@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NO_TENSOR = empty(0)
 AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, used in training only
 USUAL_SIZE = 224  # where the weights do not show one
+HEAD_MAXIMUM = 16  # tensors of a head that are shown
 EXPORT_ADVICE = "export it to ONNX, and add that"
 SERVED_AS_GRAPHS = f"such models are served as graphs: {EXPORT_ADVICE}"
 SAME_AS = re.compile(r"(tv|legacy|ssl|swsl)_")  # before names of timm: torchvision's models, trained by others
@@ -165,8 +166,10 @@ def _difference(architecture: str, expected: Shapes, ours: Shapes, head: str) ->
     near = f"{architecture} is the nearest"
     if head not in ours:
         place = f"{head.partition('.')[0]}."
-        of_head = [f"{name} {_sides(ours[name])}" for name in ours if name.startswith(place) and len(ours[name]) > 1]
-        return f"{near}, whose head is one layer, {head}, and this head is {', '.join(of_head) or 'missing'}"
+        others = [name for name in ours if name not in expected and not name.endswith(".bias")]
+        of_head = [name for name in others if name.startswith(place)] or others
+        shown = ", ".join(f"{name} {_sides(ours[name])}" for name in of_head if len(of_head) <= HEAD_MAXIMUM)
+        return f"{near}, whose head is one layer, {head}, and this head is {shown or 'missing'}"
     wanted = {name: shape for name, shape in expected.items() if not name.endswith("num_batches_tracked")}
     for name, shape in wanted.items():
         if ours.get(name) != shape:

@@ -139,6 +139,10 @@ def test_a_network_under_an_attribute_of_unknown_code_is_told_by_its_prefix(tmp_
             "its conv1.0.weight is 24x1x3x3, where shufflenet_v2_x0_5 has 24x3x3x3",
         ),
         (lambda net: setattr(net, "extra", nn.Linear(2, 2)), "and has no extra."),
+        (
+            lambda net: (delattr(net, "fc"), setattr(net, "last_linear", nn.Linear(1024, 3))),
+            "whose head is one layer, fc.weight, and this head is last_linear.weight 3x1024",
+        ),
     ],
 )
 def test_weights_that_fit_nothing_name_the_nearest_and_the_first_difference(tmp_path, change, told):
