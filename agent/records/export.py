@@ -47,7 +47,7 @@ Format: TypeAlias = Literal["csv", "jsonl"]
 OF_SUBJECT = frozenset({"key", "component", "image", "arrived_at", "board", "board_type", "ref"})
 RESULT_COLUMNS = (
     "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
-    "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
+    "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as", "unproven",
 )  # fmt: skip
 BOARD_COLUMNS = ("seq", "revisions", "takt_s", *(field.name for field in fields(BoardVerdict)))
 SCHEMA = {"jsonl": 1, "csv": 2}

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from agent.records.database import read_rows, utc_text
+from agent.records.results import rests_on_unproven
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ FIRST = """
 OF_RUN = f"results INDEXED BY results_board WHERE board = ?2 AND board_type = ?3 AND seq >= ({FIRST})"
 LATEST = f"SELECT config_sha256 FROM {OF_RUN} ORDER BY seq DESC LIMIT 1"
 JUDGED = f"""
-    SELECT json_extract(step.value, '$.expert'), nullif(json_extract(step.value, '$.model_sha256'), '')
+    SELECT json_extract(step.value, '$.expert'), nullif(json_extract(step.value, '$.model_sha256'), ''),
+        max(ifnull(json_extract(step.value, '$.unproven'), 0))
     FROM (SELECT seq, iif(json_valid(detail), detail, '{{}}') AS detail FROM {OF_RUN}) AS judged,
     json_each(judged.detail, '$.steps') AS step GROUP BY 1, 2 ORDER BY min(judged.seq), min(step.key)
 """  # in SQLite: a run has megabytes of details, of which few facts are told
@@ -186,6 +188,7 @@ def result_payload(row: ResultRow, most_boxes: int | None = None) -> dict[str, o
         "reason": result.reason,
         "experts": list(result.experts),
         "models": _models([result.detail]),
+        "unproven": result.unproven,
         "boxes": boxes[:most_boxes],
         "boxes_total": len(boxes),
         "image": subject.image,
@@ -231,10 +234,12 @@ def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
     """Facts of a board's images: line file of the latest, and all models."""
     run = utc_text(board.opened_at), board.serial, board.board_type
     latest = database.execute(LATEST, run).fetchone()
-    judged = [{"expert": expert, "sha256": sha256} for expert, sha256 in database.execute(JUDGED, run)]
-    others = _models(json.loads(detail) for (detail,) in database.execute(NOT_FOR_SQLITE, run))
-    models = judged + [each for each in others if each not in judged]
-    return {"config_sha256": latest and latest[0], "models": models}
+    rows = database.execute(JUDGED, run).fetchall()
+    details = [json.loads(detail) for (detail,) in database.execute(NOT_FOR_SQLITE, run)]
+    judged: list[dict[str, object]] = [{"expert": expert, "sha256": sha256} for expert, sha256, _ in rows]
+    models = judged + [each for each in _models(details) if each not in judged]
+    unproven = any(is_unproven for *_, is_unproven in rows) or any(map(rests_on_unproven, details))
+    return {"config_sha256": latest and latest[0], "models": models, "unproven": unproven}
 
 
 def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 OF_KEPT = re.compile(r"~([0-9a-f]{32})\.\w+$")  # a kept image's name has the first digits of its digest
 
 
+def rests_on_unproven(detail: Mapping[str, Any]) -> bool:
+    """Whether an expert of these steps had no proof when it answered."""
+    return any(step.get("unproven") for step in detail.get("steps", ()))
+
+
 @dataclass(frozen=True, slots=True)
 class KeptMap:
     """Anomaly map of an image: a small grey PNG over the whole image. ``step``: index in the route, from 0."""
@@ -53,6 +58,10 @@ class Result:
     def place(self) -> str | None:
         """Path of a judged file below its watched folder, once it was put away."""
         return self.detail.get("place")
+
+    @property
+    def unproven(self) -> bool:
+        return rests_on_unproven(self.detail)
 
     @property
     def image_sha256(self) -> str:

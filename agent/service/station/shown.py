@@ -38,7 +38,7 @@ def values_of(listed: ListedResult, config: LineConfig) -> dict[str, Any]:
         "score": result.score,
         "reason": result.reason,
         "experts": result.experts,
-        "unproven": any(step.get("unproven") for step in result.detail.get("steps", ())),
+        "unproven": result.unproven,
         "arrived_at": subject.arrived_at,
         "finished_at": result.finished_at,
         "seconds": round(result.seconds, 6),

@@ -133,7 +133,8 @@ def test_csv_of_any_serial_holds_no_formula_and_gives_back_each_text(tmp_path):
 
 def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
     line = Line(tmp_path, "csv")
-    line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
+    steps = {"steps": [{"expert": "cls/a"}, {"expert": "det/b", "unproven": True}]}
+    line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail=steps, kept_as="2026-05-01/x.png"))
     settled(line.store)
     line.steps(FIRST_S)
     file, beside = sorted((tmp_path / "out").iterdir())
@@ -147,7 +148,8 @@ def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
     (row,) = csv.DictReader(file.read_text("utf-8").splitlines(keepends=True))
     assert tuple(row) == RESULT_COLUMNS
     assert (row["seq"], row["key"], row["image"], row["kept_as"]) == ("1", "k", BARE.subject.image, "2026-05-01/x.png")
-    assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], {"steps": [1]}]
+    assert row["unproven"] == "True"
+    assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], steps]
     assert [datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at")] == [NOON, NOON]
     line.store.close()
 

@@ -62,7 +62,7 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
         "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,
         "reason": "a burr", "experts": ["cls/a", "det/a"], "image": "1.png", "kept_as": "2026-05-01/1.png",
         "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "boxes_total": 1, "seconds": 1.0,
-        "config_sha256": "ab", "models": MODELS,
+        "config_sha256": "ab", "models": MODELS, "unproven": False,
     }  # fmt: skip
     assert (message.event, message.board) == ("ng", "B1")
 
@@ -92,6 +92,15 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(
     assert datetime.fromisoformat(str(first["opened_at"])) == BOARD.opened_at
     rows = {row.board.serial: row.board.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
     assert rows == {"B1": None, "B2": 7.0, "B3": None}
+
+
+@pytest.mark.parametrize("score", [0.5, float("nan")])
+def test_message_of_an_image_or_board_says_that_an_unproven_expert_judged(tmp_path, score):
+    steps = {"steps": [STEPS["steps"][0], STEPS["steps"][1] | {"unproven": True, "score": score}]}
+    told = changed(RESULT, key="k0", detail=steps), RESULT, BOARD, replace(BOARD, serial="B2")
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["result", "board"], 10), *told)
+    assert [each["unproven"] for each in payloads(reader)] == [True, False, True, False]
+    assert payloads(reader)[2]["models"] == MODELS
 
 
 def judged_by(key, at_s, sha256, **changes):
