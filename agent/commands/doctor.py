@@ -24,7 +24,7 @@ from agent.core.performance import HOST
 from agent.deployment.build import detect_box, doubts
 from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
-from agent.deployment.profile_in_use import find_profile
+from agent.deployment.profile_in_use import advice_without_profile, find_profile
 from agent.line_check import weights_problems
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
@@ -138,7 +138,8 @@ def _profile(config: LineConfig) -> Iterator[Check]:
         yield Check("device profile", error.message, advice)
         return
     if profile is None:
-        yield Check("device profile", "none: the agent probes at each start, and serves fp32")
+        advice = advice_without_profile(config, detect_box(config))
+        yield Check("device profile", "; ".join(("none: the agent probes at each start", *advice)))
         return
     wrong = doubts(config, profile)
     yield Check("device profile", "; ".join(wrong) or f"of {profile.written_at}, holds", advice if wrong else None)

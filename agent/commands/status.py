@@ -31,6 +31,7 @@ def print_status(status: StatusView) -> None:
         more = f" and {len(unproven) - EXPERTS_SHOWN} more" if len(unproven) > EXPERTS_SHOWN else ""
         troubles.append(f"unproven: {', '.join(unproven[:EXPERTS_SHOWN])}{more}: `coserve experts verify` proves them")
     troubles += [f"expert {expert} gets no requests: {why}" for expert, why in sorted(status.standing.items())]
+    troubles += [f"advice: {advice}" for advice in status.advice]
     if troubles:
         console.print()
     for trouble in troubles:

@@ -21,6 +21,7 @@ from agent.deployment.packed_copies import changed_sources, copies_of, other_thr
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
 from agent.deployment.placement import WorkerSetup, with_workers
 from agent.deployment.profile_in_use import (
+    advice_without_profile,
     bound_decodings,
     change_alarms,
     changed_experts,
@@ -143,6 +144,9 @@ def build_agent(
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
+        if options.profile == "auto" and ground.profile is None:
+            for advice in advice_without_profile(config, ground.box):
+                log.info("no_profile %s", advice)
         workers = WorkerManager(config, segments, options.loop.ssd_bytes_per_s)
         on_failure.callback(workers.close)
         workers.start(progress)

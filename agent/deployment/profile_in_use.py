@@ -23,7 +23,7 @@ from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
 from agent.runtime.expert_copy import kind_name
 from experts.backends import GRAPH_FAMILIES, family, own_precision
-from experts.backends.forms import form_of
+from experts.backends.forms import FORMS, form_of
 from experts.errors import ConfigError
 from experts.expert import Precision
 
@@ -73,6 +73,28 @@ def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, 
         log.error("profile_not_used reason=%s", error)
         return None, (f"device profile not used, served by a quick probe: {' '.join(str(error).split())}",)
     return profile, ()
+
+
+def advice_without_profile(config: LineConfig, box: Box) -> tuple[str, ...]:
+    """Sentence about faster forms of CPUs that a profile proves without samples; none if no expert may change."""
+    forms = [
+        name
+        for name, form in FORMS.items()
+        if form.has_numbers_of_fp32 and form.is_automatic and not form.steps_aside and form.why_absent() is None
+    ]
+    count = sum(
+        not expert.takes_texts
+        and family(expert.architecture) not in GRAPH_FAMILIES
+        and (expert.precision or config.precision_beside(expert)) is None
+        for expert in config.catalog.experts.values()
+    )
+    if not (forms and count and ACCELERATORS.isdisjoint(box.processors)):
+        return ()
+    return (
+        f"{count} of {len(config.catalog.experts)} experts run in torch's fp32, as no profile has proven a faster form: "
+        f"`coserve profile {config.document.file}` proves {' and '.join(forms)} without samples, in which a CPU with "
+        "AVX2 judges 1.25 to 1.45 times as many images (ResNet50)",
+    )
 
 
 def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:

@@ -25,6 +25,7 @@ import torch
 
 from experts.backends import backend_for
 from experts.backends.forms import form_of
+from experts.backends.onnx.layouts import require_names
 from experts.backends.weight_files import read_labels
 from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
@@ -240,6 +241,8 @@ class _Packing:
                 return None
             found = replace(found, source=source)
             self._manifests.write(found)
+        if found.source.names and len(found.source.names) == len(job.expert.labels):
+            require_names(job.expert, found.source.names)  # packed by an earlier version, which asked less
         return _Draft(found, staged=None)
 
     def _report_change(self, job: _Job, before: str, now: str) -> None:

@@ -303,7 +303,7 @@ class Explanation:
 @dataclass(frozen=True, slots=True)
 class StatusView:
     """Snapshot of the agent. ``standing``: expert -> reason to take no requests now; ``unproven``:
-    expert -> what its proof lacks."""
+    expert -> what its proof lacks; ``advice``: what would make a sound line faster."""
 
     line: str
     version: str
@@ -324,6 +324,7 @@ class StatusView:
     texts: TextsView = TextsView()
     shadows: ShadowsView = ShadowsView()
     unproven: Mapping[str, str] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

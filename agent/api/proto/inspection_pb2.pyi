@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: 0ac2d0c3fb9328d0bb4ccd2f29a8baf65eff23f0e54b160d22b39b23d1558039
+# sha256 of the source: 0ae56b51902fda1d3305db0aa3a6ec990395b9d6a371152ea90f37451e72657d
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -277,7 +277,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts", "shadows", "unproven")
+    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts", "shadows", "unproven", "advice")
     class StandingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,7 @@ class StatusReply(_message.Message):
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     SHADOWS_FIELD_NUMBER: _ClassVar[int]
     UNPROVEN_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
     line: str
     version: str
     uptime_s: float
@@ -334,7 +335,8 @@ class StatusReply(_message.Message):
     texts: TextCounts
     shadows: ShadowCounts
     unproven: _containers.ScalarMap[str, str]
-    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ..., shadows: _Optional[_Union[ShadowCounts, _Mapping]] = ..., unproven: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    advice: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ..., shadows: _Optional[_Union[ShadowCounts, _Mapping]] = ..., unproven: _Optional[_Mapping[str, str]] = ..., advice: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShadowCounts(_message.Message):
     __slots__ = ("waiting", "running", "ran", "failed", "dropped")

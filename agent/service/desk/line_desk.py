@@ -22,6 +22,7 @@ from agent.api.calls.desk import (
     TextsView,
 )
 from agent.deployment.line_change import line_name, with_line_names
+from agent.deployment.profile_in_use import advice_without_profile
 from agent.service.desk.explaining import (
     explained_component,
     explained_course,
@@ -198,6 +199,7 @@ class LineDesk:
             alarms=tuple(alarm.message for alarm in self._line.alarms()),
             texts=_texts_view(self._line.texts.statistics(), statistics.executors),
             shadows=self._line.inspector.shadow_counts(),
+            advice=() if agent.stored else advice_without_profile(agent.config, agent.box),
             unproven={name: lack.why for name, lack in self._line.inspector.trust.lacks.items()},
         )
 

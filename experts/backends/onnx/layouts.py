@@ -13,7 +13,7 @@ from experts.backends.onnx.evidence import RecognisedDetector, extra_of, may_be_
 from experts.backends.onnx.heading import FLOATS, read_heading
 from experts.errors import WeightsMismatch
 from experts.expert import ONE_LABEL, Fit, Orientation, Task
-from experts.labels import folded, moved
+from experts.labels import folded, moved, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -195,7 +195,7 @@ def mismatch(expert: Expert, what: str) -> WeightsMismatch:
 
 
 def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
-    """WeightsMismatch for another number of labels, or another order; other words are the line's own choice."""
+    """WeightsMismatch for another number or order of labels, or for words of the line that could be of any of them."""
     if names is None:
         return
     if len(names) != len(expert.labels):
@@ -205,6 +205,13 @@ def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
             expert,
             f"has the labels {_listed(names)}, and the line {_listed(expert.names or expert.labels)}: write them in "
             "the order of the file",
+        )
+    if not expert.names and len(renamed(expert.labels, names)) > 1:
+        pairs = _listed([f"{name}: {word}" for name, word in zip(names, expert.labels, strict=True)])
+        raise mismatch(
+            expert,
+            f"has the labels {_listed(names)}, and the line other words, {_listed(expert.labels)}: write which is "
+            f"which, in the line's order `labels: {{{pairs}}}`",
         )
 
 

@@ -281,7 +281,7 @@ class FakeDesk:
                 sources=(SourceStatus("inbox", "folder", "ONLINE", 12, 1, 0, None),
                          SourceStatus("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),
                 standing={"det/alignment": "quarantined: its weights are not as they were packed"},
-                alarms=("the disk is nearly full",),
+                alarms=("the disk is nearly full",), advice=("a profile proves a faster form",),
                 texts=views.TextsView(1, 2, 300, 40, 2, 0.5), shadows=views.ShadowsView(3, 1, 20, 2, 5),
             )  # fmt: skip
 

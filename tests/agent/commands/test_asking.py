@@ -38,7 +38,8 @@ def test_status_for_people_is_a_page(line):
     for words in ("line test, coserve 0.1.0, running for 1:02:05", "7 switches, 9 loads, 5 evictions, 117.7 MiB read",
                   "4 images under way for shadows; 20 shown to shadows, 2 failed, 5 dropped",
                   "cls/resistor, cls/capacitor", "50.0 MiB", "STALLED", "no frame for 10 s",
-                  "alarm: the disk is nearly full", "expert det/alignment gets no requests: quarantined"):  # fmt: skip
+                  "alarm: the disk is nearly full", "advice: a profile proves a faster form",
+                  "expert det/alignment gets no requests: quarantined"):  # fmt: skip
         assert words in page
 
 

@@ -19,7 +19,7 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMi
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
-from experts.packed.sources import stamp_of
+from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import SegmentStore
 from tests.forms import each_of
 
@@ -118,7 +118,7 @@ def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store,
 
 
 def test_other_words_in_a_retrained_file_are_refused_until_the_line_says_which_is_which(files, store, tmp_path):
-    """The line calls good ok; trained again, with folders in another order, each part would be called the other."""
+    """The line calls a burr ng; trained again, its place has another meaning."""
     expert = files.classifier("cls/x", labels=("ok", "ng"))
     state = load_file(expert.weights)
 
@@ -127,17 +127,33 @@ def test_other_words_in_a_retrained_file_are_refused_until_the_line_says_which_i
         state["fc.bias"] = state["fc.bias"] + 1
         bring(tmp_path / "trained.pt", expert.weights)
 
-    bring_with("good", "bad")
+    bring_with("ok", "burr")
     assert packed_in(store, [expert])
-    bring_with("GOOD", "bad")
+    bring_with("OK", "burr")
     assert packed_in(store, [expert])
-    bring_with("bad", "good")
-    told = "has the labels bad, good, and those served before had GOOD, bad: write which is which"
+    bring_with("ok", "blank")
+    told = "has the labels ok, blank, and those served before had OK, burr: write which is which"
     assert told in str(pack(store, [expert]).failed["cls/x"])
-    mapped = replace(expert, names=("bad", "good"), labels=("ng", "ok"))
+    mapped = replace(expert, names=("ok", "blank"))
     assert packed_in(store, [mapped])
-    bring_with("good", "bad")
+    bring_with("blank", "ok")
     assert "in the order of the file" in str(pack(store, [mapped]).failed["cls/x"])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_line_with_other_words_than_its_file_is_refused_until_it_says_which_is_which(files, store, is_packed):
+    expert = files.classifier("cls/x", labels=("ok", "ng"))
+    if is_packed:
+        packed_in(store, [expert])
+    save_file(load_file(expert.weights), expert.weights, {"labels": json.dumps(["good", "bad"])})
+    if is_packed:  # by a version that took any words
+        manifests = ManifestFolder(store.directory / "manifests")
+        kept = manifests.read("cls/x", Precision.FP32)
+        source = replace(kept.source, stamp=stamp_of(expert), sha256=sha256_of(expert), names=("good", "bad"))
+        manifests.write(replace(kept, source=source, packed=replace(kept.packed, source_sha256=source.sha256)))
+    told = "has the labels good, bad, and the line other words, ok, ng: write which is which, in the line's order "
+    assert f"{told}`labels: {{good: ok, bad: ng}}`" in str(pack(store, [expert]).failed["cls/x"])
+    assert packed_in(store, [replace(expert, names=("good", "bad"))])
 
 
 @pytest.mark.parametrize("named", [("NG", "OK"), (" ng", "ok "), ("Ng", "oK")])
