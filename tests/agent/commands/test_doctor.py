@@ -55,12 +55,12 @@ def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monk
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_a_line_without_profile_is_told_which_faster_forms_one_proves(line, tmp_path, precision):
-    write_random_weights("resnet18", ("ok", "ng"), tmp_path / "r.safetensors", seed=0)
+    write_random_weights(tmp_path / "r.safetensors", "resnet18", class_count=2, seed=0)
     experts = {"cls/f0": expert("f0.yaml", labels=["ok"]), "cls/r": expert("r.safetensors", architecture="resnet18")}
     file = line(experts=experts, precision=precision, device="cpu")
     told = found(file)["device profile"].found
     proves = f"`coserve profile {file}` proves onnxruntime and onednn-fp32 without samples"
-    assert (f"1 of 2 experts run in torch's fp32, as no profile has proven a faster form: {proves}" in told) is (
+    assert (f"1 of 2 experts run in torch's fp32, as no profile has proven a faster form - {proves}" in told) is (
         precision == "auto"
     )
 

@@ -308,7 +308,7 @@ NO_LAYOUT = "answers output0 (1, 7, 189): for the 2 labels that the line names, 
 def test_a_file_that_does_not_fit_the_line_is_refused_before_it_is_packed(exported, notes, changes, said):
     path = exported("yolov8n")
     assert said in refusal(path if notes is None else edited(path, as_it_is, notes), **changes)
-    assert expert_of(path, ("gut", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # other words for them
+    assert expert_of(path, ("ok", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # another word for one
 
 
 def test_what_only_answers_show_is_refused_when_it_is_packed(exported):
