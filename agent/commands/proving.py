@@ -13,20 +13,18 @@ from agent.line_file.editing import edit_file, set_key
 from agent.line_file.proofs import kept_proofs, proven, told_lacks
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError, CoServeError, ExpertError, LoadError
-from experts.images import decode_image
 from experts.packed.sources import sha256_of, stamp_of
 from experts.proving.answers import keep_answers, read_answers
-from experts.proving.comparing import compare, require_comparable
+from experts.proving.comparing import answers_of, require_comparable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
     from agent.line_file.proofs import Lack, Proof
     from experts.expert import Expert, Precision
     from experts.packed.manifests import Manifest
-    from experts.proving.answers import KnownAnswer
     from experts.proving.comparing import AnswerComparison
 
 WORST = 3  # images of a comparison that are told
@@ -111,19 +109,10 @@ def give_answers(line: Path, config: LineConfig, expert: str, data: Path) -> Non
     edit_file(line, lambda text: set_key(text, ("experts", expert, "check"), place, file=line))
 
 
-def compared(expert: Expert, known: Sequence[KnownAnswer], form: Precision, device: str) -> AnswerComparison:
-    """Raises as packing does, and ImageError."""
-    from experts.proving.judging import Judge  # loads torch
-
-    judge = Judge(expert, form, device)
-    images = (decode_image(each.image, str(each.image)) for each in known)
-    return compare(expert, known, [judge.answer(image) for image in images])
-
-
 def _verified(config: LineConfig, expert: Expert, form: Precision, device: str) -> Verified:
-    assert expert.check is not None, "asked of experts with known answers"
-    known = read_answers(expert.check, config.catalog.components, expert.labels)
-    require_comparable(expert, known, str(expert.check))
+    from experts.proving.judging import compared  # loads torch
+
+    known = answers_of(expert, config.catalog.components)
     stamp, sha256 = stamp_of(expert), sha256_of(expert)
     calibration = CalibrationFolder.beside(config.packed_folder).path(expert.id)
     comparison = compared(replace(expert, calibration=calibration), known, form, device)

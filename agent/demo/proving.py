@@ -17,25 +17,24 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from agent.config import read_line
+from agent.demo.line import crops_of
 from agent.demo.rendering.components import COMPONENTS, OK
-from agent.demo.rendering.render import crop, render_panels
-from agent.demo.training.crops import LabelledCrop
+from agent.demo.rendering.render import render_panels
 from agent.demo.training.learning import beside_one_another
 from agent.demo.training.network import INPUT_PX, normalised, pictures, resnet
-from agent.deployment.packed_copies import packed_manifests, proof_of
-from agent.line_file.proofs import save_proofs
+from agent.deployment.packed_copies import keep_proof, packed_manifests
 from experts.backends.ort.export import IMAGES
 from experts.expert import Precision, Task
-from experts.images import decode_image
-from experts.proving.answers import KnownAnswer, KnownBox, best_label, keep_answers, read_answers
-from experts.proving.comparing import compare
-from experts.proving.judging import Judge
+from experts.proving.answers import KnownAnswer, KnownBox, best_label, keep_answers
+from experts.proving.comparing import answers_of
+from experts.proving.judging import compared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
+    from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
     from agent.line_file.proofs import Proof
     from experts.expert import Expert
@@ -53,12 +52,7 @@ def render_held_back(seed: int, threads: int) -> list[LabelledCrop]:
         for each in COMPONENTS
         for is_ok in (True, False)
     ]
-    boards = render_panels(parts, seed + 1, threads)
-    return [
-        LabelledCrop(place.component, place.label, f"{place.ref}.png", crop(board, place))
-        for board in boards
-        for place in board.placements
-    ]
+    return [each for board in render_panels(parts, seed + 1, threads) for each in crops_of(board)]
 
 
 def write_answers(folder: Path, trained: TrainedLine, crops: Iterable[LabelledCrop]) -> TrainedLine:
@@ -87,16 +81,12 @@ def prove(line_file: Path, progress: Callable[[str, int, int], None]) -> list[Pr
     packed, proofs = packed_manifests(config), []
 
     def proven(expert: Expert) -> Proof:
-        assert expert.check is not None, "asked of experts with answers"
-        known, judge = read_answers(expert.check), Judge(expert)
-        images = (decode_image(each.image, each.image.name) for each in known)
-        comparison = compare(expert, known, [judge.answer(image) for image in images])
-        return proof_of(config, expert.id, (Precision.FP32, packed[expert.id][0].source.sha256), comparison, (BY, ""))
+        served = Precision.FP32, packed[expert.id][0].source.sha256
+        return keep_proof(config, expert.id, served, compared(expert, answers_of(expert)), (BY, ""))
 
     for proof in beside_one_another(proven, experts):
         proofs.append(proof)
         progress("prove experts", len(proofs), len(experts))
-    save_proofs(config.state, proofs)
     return proofs
 
 
@@ -128,9 +118,8 @@ def _answers(expert: Expert, crops: Sequence[LabelledCrop]) -> list[KnownAnswer]
 
 
 def _of_shares(expert: Expert, shares: Tensor) -> KnownAnswer:
-    scores = dict(zip(expert.labels, shares.tolist(), strict=True))
-    label = max(scores, key=lambda name: scores[name])
-    return KnownAnswer(Path(), label, scores[label], tuple(scores.items()))
+    scores = tuple(zip(expert.labels, shares.tolist(), strict=True))
+    return KnownAnswer(Path(), *max(scores, key=lambda pair: pair[1]), scores)
 
 
 def _of_box(expert: Expert, answer: Tensor, shown: LabelledCrop) -> KnownAnswer:

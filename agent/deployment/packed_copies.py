@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
-from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proofs
+from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.manifests import ManifestFolder
@@ -79,21 +79,17 @@ def proven_copies(config: LineConfig, served: Iterable[PackedExpert]) -> Proven:
 
 
 def keep_proof(
-    config: LineConfig, expert: str, served: tuple[str, str], comparison: AnswerComparison, by: tuple[str, str]
+    config: LineConfig,
+    expert: str,
+    served: tuple[str, str],
+    comparison: AnswerComparison,
+    by: tuple[str, str],
+    at: datetime | None = None,
 ) -> Proof:
-    """``proof_of``, kept in the line's state. Raises OSError."""
-    proof = proof_of(config, expert, served, comparison, by)
-    save_proofs(config.state, [proof])
-    return proof
+    """Keep a comparison of an expert as a proof in the line's state. Raises OSError.
 
-
-def proof_of(
-    config: LineConfig, expert: str, served: tuple[str, str], comparison: AnswerComparison, by: tuple[str, str]
-) -> Proof:
-    """Proof by a comparison of an expert of the line. ``served``: its form, and the sha256 of its weights.
-
-    ``by``: who made it, and why the expert is trusted even if it disagrees; without a reason the earlier one counts
-    where it is no worse than then.
+    ``served``: its form, and the sha256 of its weights. ``by``: who made it, and why the expert is trusted even if it
+    disagrees; without a reason the earlier one counts where it is no worse than then.
     """
     form, sha256 = served
     steps = [step for route in config.catalog.components.values() for step in route if step.expert == expert]
@@ -103,13 +99,15 @@ def proof_of(
         trusted = [each for each in kept_proofs(config.state) if each.expert == expert and each.why]
         is_no_worse = trusted and trusted[-1].images == comparison.images and trusted[-1].agreed <= comparison.agreed
         by = (trusted[-1].by, trusted[-1].why) if is_no_worse else by
-    return Proof(
+    proof = Proof(
         expert=expert, form=form,
         identity=proof_identity(config.catalog.experts[expert], sha256, form, config.packed_folder),
         images=comparison.images, passing=passing, others=comparison.images - passing, agreed=comparison.agreed,
-        difference=comparison.largest_difference, at=datetime.now(UTC), by=by[0],
+        difference=comparison.largest_difference, at=at or datetime.now(UTC), by=by[0],
         why="" if comparison.is_proof else by[1], blind=comparison.blind,
     )  # fmt: skip
+    save_proof(config.state, proof)
+    return proof
 
 
 def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:

@@ -29,7 +29,7 @@ from experts.filesystem import make_folder, open_folder, whole_file
 from experts.thresholds.binding import entry_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from experts.expert import Expert, Precision
@@ -124,23 +124,20 @@ def kept_proofs(state: Path) -> tuple[Proof, ...]:
         return ()
 
 
-def save_proofs(state: Path, new: Sequence[Proof]) -> None:
-    """Keep proofs in the place of earlier ones of the same identities. Raises OSError."""
+def save_proof(state: Path, new: Proof) -> None:
+    """Keep a proof in the place of an earlier one of its identity, and of the oldest of KEPT. Raises OSError."""
     if not state.is_dir():
         make_folder(state)
         if os.geteuid() == 0:
             shutil.chown(state, *_owner(state.parent))
     with _locked(state):
-        by_identity = {each.identity: each for each in kept_proofs(state)}
-        for each in new:
-            by_identity.pop(each.identity, None)  # the latest stand last
-            by_identity[each.identity] = each
-        of_experts: defaultdict[str, list[Proof]] = defaultdict(list)
-        for each in by_identity.values():
-            of_experts[each.expert].append(each)
-        proofs = tuple(each for own in of_experts.values() for each in own[-KEPT:])
+        proofs = [each for each in kept_proofs(state) if each.identity != new.identity]
+        own = [each for each in proofs if each.expert == new.expert]
+        if len(own) == KEPT:
+            proofs.remove(own[0])
+        proofs.append(new)  # the latest stand last
         with whole_file(state / FILE_NAME, has_rivals=True) as file:
-            file.write(_PROOFS.dump_json(proofs, indent=1))
+            file.write(_PROOFS.dump_json(tuple(proofs), indent=1))
             if os.geteuid() == 0:  # else the agent, another user, could not write it
                 os.fchown(file.fileno(), *_owner(state))
 

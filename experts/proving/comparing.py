@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Task
 from experts.labels import folded
+from experts.proving.answers import read_answers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -127,6 +128,14 @@ def require_comparable(expert: Expert, known: Sequence[KnownAnswer], named: str)
                 f"{named}: {each.image.name} has the label {unknown[0]}, and {expert.id} has "
                 f"{', '.join(expert.labels)} - write the answers in these words, or name its outputs with --labels"
             )
+
+
+def answers_of(expert: Expert, components: Collection[str] = ()) -> tuple[KnownAnswer, ...]:
+    """Known answers of an expert that has a ``check``. Raises ConfigError, also for those that say nothing of it."""
+    assert expert.check is not None, "asked of experts with known answers"
+    known = read_answers(expert.check, components, expert.labels)
+    require_comparable(expert, known, str(expert.check))
+    return known
 
 
 def is_good(label: str, passing: str) -> bool:

@@ -11,14 +11,27 @@ from typing import TYPE_CHECKING
 
 from experts.backends import backend_for, prepare
 from experts.expert import Precision, Task
+from experts.images import decode_image
+from experts.proving.comparing import compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from experts.expert import Expert, Prediction
     from experts.images import Decoded
+    from experts.proving.answers import KnownAnswer
+    from experts.proving.comparing import AnswerComparison
 
 ANY_THRESHOLD = 0.0  # scores do not depend on it
+
+
+def compared(
+    expert: Expert, known: Sequence[KnownAnswer], form: Precision = Precision.FP32, device: str = "cpu"
+) -> AnswerComparison:
+    """An expert's answers in a form beside known ones. Raises as packing does, and ImageError."""
+    judge = Judge(expert, form, device)
+    images = (decode_image(each.image, str(each.image)) for each in known)
+    return compare(expert, known, [judge.answer(image) for image in images])
 
 
 class Judge:

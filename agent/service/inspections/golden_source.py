@@ -17,15 +17,14 @@ from datetime import datetime, time, timedelta
 from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
-from agent.deployment.packed_copies import proof_of
-from agent.line_file.proofs import NAMED, save_proofs
+from agent.deployment.packed_copies import keep_proof
+from agent.line_file.proofs import NAMED
 from agent.records.station.alarms import Alarm
 from agent.records.station.shifts import Shifts
 from agent.service.inspections.inspector import Submission
 from agent.subject import Subject
 from experts.errors import CoServeError
-from experts.proving.answers import read_answers
-from experts.proving.comparing import compare, require_comparable
+from experts.proving.comparing import answers_of, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,9 +141,7 @@ class GoldenSource:
         name = self._inspector.agent.expert(expert.id)
         run = _Run(expert, name, self._inspector.model_of(name), ())
         try:
-            assert expert.check is not None, "asked of experts with known answers"
-            run.known = read_answers(expert.check, self._config.catalog.components, expert.labels)
-            require_comparable(expert, run.known, str(expert.check))
+            run.known = answers_of(expert, self._config.catalog.components)
         except (CoServeError, OSError) as error:
             run.trouble = str(error)
         if self._inspector.attempts(run.key) >= ENDINGS_MAXIMUM:
@@ -160,8 +157,7 @@ class GoldenSource:
             return
         comparison = compare(run.expert, run.known, run.predictions)
         for form in sorted(run.forms):
-            proof = proof_of(self._config, name, (form, run.sha256), comparison, (BY, ""))
-            save_proofs(self._config.state, [proof.model_copy(update={"at": self._wall()})])
+            proof = keep_proof(self._config, name, (form, run.sha256), comparison, (BY, ""), self._wall())
             if not proof.holds:
                 worst = "; ".join(f"{each.known.image.name}: {each.why}" for each in comparison.worst(1))
                 log.error("golden_differs expert=%s %s %s", name, proof.text, worst)

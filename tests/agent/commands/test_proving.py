@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
-from agent.line_file.proofs import UNKNOWN_ANSWERS, kept_proofs, save_proofs
+from agent.line_file.proofs import UNKNOWN_ANSWERS, kept_proofs, save_proof
 from experts.backends.classifier import write_random_weights
 from experts.images import decode_image
 from experts.proving.judging import Judge
@@ -85,7 +85,7 @@ def test_answers_that_differ_fail_the_command_and_are_named(line):
         False,
     )
     trusted = kept_proofs(line.folder / "state")[0].model_copy(update={"why": "mislabelled", "by": "ann"})
-    save_proofs(line.folder / "state", [trusted])
+    save_proof(line.folder / "state", trusted)
     code, page = told("experts", "verify", file)
     assert (code, "trusted by ann: mislabelled" in page) == (0, True)
 

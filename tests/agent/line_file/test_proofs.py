@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.device_profile.identity import verdict_sha256
-from agent.line_file.proofs import FILE_NAME, KEPT, Proof, kept_proofs, proof_identity, proven, save_proofs
+from agent.line_file.proofs import FILE_NAME, KEPT, Proof, kept_proofs, proof_identity, proven, save_proof
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 
@@ -91,10 +91,10 @@ def test_proofs_of_other_experts_stay_and_one_of_the_same_identity_is_replaced(t
     state = tmp_path / "state"
     first, other, again = proof(agreed=3), proof("other", "cls/b"), proof()
     for each in (first, other, again):
-        save_proofs(state, [each])
+        save_proof(state, each)
     assert sorted(kept_proofs(state), key=lambda each: each.expert) == [again, other]
     for number in range(KEPT + 3):
-        save_proofs(state, [proof(f"form {number}")])
+        save_proof(state, proof(f"form {number}"))
     assert len(kept_proofs(state)) == 1 + KEPT
     assert os.listdir(state) == [FILE_NAME]
 
@@ -104,7 +104,7 @@ def test_a_damaged_file_proves_nothing_and_is_written_anew(tmp_path, content, ca
     (tmp_path / FILE_NAME).write_text(content)
     assert kept_proofs(tmp_path) == ()
     assert "proofs_not_read" in caplog.text
-    save_proofs(tmp_path, [proof()])
+    save_proof(tmp_path, proof())
     assert kept_proofs(tmp_path) == (proof(),)
 
 
