@@ -171,12 +171,9 @@ def decode_image(
         raise
     except BROKEN as error:
         is_known = not isinstance(error, UnidentifiedImageError)
-        other = f"cannot be decoded ({error or type(error).__name__})" if is_known else _unidentified(content)
+        unknown = OTHER_TIFF if content.startswith(TIFF_STARTS) else NOT_AN_IMAGE
+        other = f"cannot be decoded ({error or type(error).__name__})" if is_known else unknown
         raise ImageUnreadable(name, CUT if is_cut else other) from error
-
-
-def _unidentified(content: bytes) -> str:
-    return OTHER_TIFF if content.startswith(TIFF_STARTS) else NOT_AN_IMAGE
 
 
 def upright(stored: np.ndarray, orientation: int) -> np.ndarray:

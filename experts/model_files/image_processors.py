@@ -30,17 +30,10 @@ PIXELS = frozenset(  # keys that every class has
     {"do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"}
     | {"image_mean", "image_std", "image_processor_type", "feature_extractor_type"}
 )
-HARMLESS = {
-    "do_convert_rgb": "images are RGB before",
-    "do_reduce_labels": "of segmentation maps",
-    "reduce_labels": "of segmentation maps",
-    "default_to_square": "a default of its class, which is known",
-    "data_format": "of arrays, not of values",
-    "input_data_format": "of arrays, not of values",
-    "processor_class": "a name",
-    "return_tensors": "of arrays, not of values",
-    "disable_grouping": "of speed",
-}
+HARMLESS = frozenset(  # of RGB before, of segmentation maps, of arrays and not of values, names, defaults, speed
+    {"do_convert_rgb", "do_reduce_labels", "reduce_labels", "data_format", "input_data_format", "return_tensors"}
+    | {"processor_class", "default_to_square", "disable_grouping"}
+)
 EXIF_SOURCE = "transformers' load_image turns images as their EXIF entry says"
 CONVNEXT_STRETCHED, CONVNEXT_PART, LEVIT_FACTOR = 384, 224 / 256, 256 / 224
 
@@ -104,7 +97,7 @@ def of_image_processor(values: Table) -> ProcessorFacts:
 
 def _unclear(values: Table, kind: _Class) -> tuple[str, ...]:
     """A key without a value, and something that is not done, are clear."""
-    known = PIXELS | HARMLESS.keys() | kind.own
+    known = PIXELS | HARMLESS | kind.own
     off = {key for key, value in values.items() if value is None or (value is False and str(key).startswith("do_"))}
     unclear = [str(key)[:100] for key in values if key not in known | off]
     for key in ("size", "crop_size"):

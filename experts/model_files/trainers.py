@@ -61,12 +61,8 @@ TRAINERS = {
 def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | None) -> ModelDescription:
     """The description with what the trainer does where the file states nothing. ``size``: of the model's input."""
     trainer = TRAINERS[name]
-    said: dict[str, Any] = {
-        "resample": trainer.resample,
-        "orientation": trainer.orientation,
-        "normalize": trainer.normalize if isinstance(trainer.normalize, str | None) else dict(trainer.normalize),
-        "fit": trainer.fit if isinstance(trainer.fit, str | None) else dict(trainer.fit),
-    }
+    stated = {key: getattr(trainer, key) for key in ("resample", "orientation", "normalize", "fit")}
+    said: dict[str, Any] = {key: dict(each) if isinstance(each, dict) else each for key, each in stated.items()}
     if trainer.fit == "cut":
         side = None if size is None else size[0] if size[0] == size[1] else list(size)
         said["fit"] = None if side is None else {"resize": side, "crop": side}

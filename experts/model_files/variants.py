@@ -156,11 +156,8 @@ def _change(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, s
 
 def _is_same(one: object, other: object) -> bool:
     """Settings of one number mean that number in each direction."""
-    if isinstance(one, list) and isinstance(other, list):
-        return one == other
-    if isinstance(one, list) or isinstance(other, list):
-        listed, single = (one, other) if isinstance(one, list) else (other, one)
-        return isinstance(listed, list) and all(each == single for each in listed)
+    if isinstance(one, list) != isinstance(other, list):
+        return all(each == other for each in one) if isinstance(one, list) else _is_same(other, one)
     return one == other
 
 
