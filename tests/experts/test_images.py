@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -163,7 +163,6 @@ def test_what_is_no_such_image_is_refused_with_its_reason(content, reason):
         read_image(content, "it")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(WHOLE)),
     flips=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=12),

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -135,7 +135,6 @@ def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
     assert judged(changed) is Completeness.WHOLE
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -154,7 +153,6 @@ def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(entries, orde
     assert judged(content, None if size is None else size + len(content)) in set(Completeness)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from([encoded(), encoded(compression="tiff_lzw"), encoded(big_tiff=True)]), st.data())
 def test_changed_bytes_are_answered_at_a_bounded_cost(content, data):
     changed = bytearray(content)

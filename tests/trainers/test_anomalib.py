@@ -13,9 +13,8 @@ OWN_THRESHOLD = 0.5  # of Anomalib's exports, which scale their scores so
 SCORE = 0.001  # largest difference of a served score from Anomalib's
 
 
-@pytest.mark.parametrize(
-    ("model", "group"), [pytest.param("padim", "more", marks=pytest.mark.slow), ("patchcore", "quick")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "group"), [("padim", "more"), ("patchcore", "quick")])
 def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model, group):
     folder = made_by("anomalib", group)
     added = line.add(

@@ -121,7 +121,7 @@ def test_a_number_without_an_end_ends_where_the_longest_would():
     assert [door.has_more_fields(b"\xff" * 1000, most) for most in (99, 100)] == [True, False]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(UNARY), raw=some_bytes)
 def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_did_wrong(channel, method, raw):
     try:
@@ -133,7 +133,7 @@ def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_d
         assert "Unexpected" not in error.details(), told  # noqa: PT017  # as gRPC begins with an exception's text
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(STREAMS), several=st.lists(some_bytes, max_size=4))
 def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
     try:

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import Footprint, SharedTensors
@@ -92,7 +92,6 @@ def test_a_victim_is_told_with_the_rule_by_which_it_goes(evicting, stages):
     assert told == stages
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(RANKS)),
     st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.none() | st.floats(0, 9), st.booleans()), max_size=12),

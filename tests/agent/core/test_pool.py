@@ -4,7 +4,7 @@ import math
 import operator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import Footprint, PoolSpec, SharedTensors
@@ -154,7 +154,6 @@ class ListedPool:
             assert pool.holders(each.id) == sum(each in FOOTPRINTS[name].shared for name in self.copies)
 
 
-@settings(deadline=None)
 @given(histories(st.tuples(st.integers(0, 15), st.sampled_from(sorted(FOOTPRINTS)), st.integers(0, 9))))
 def test_a_memory_counts_what_a_list_of_its_copies_counts_whatever_moves(steps):
     listed = ListedPool()
@@ -310,7 +309,6 @@ class ListedLeases:
 LEASE_STEPS = (ListedLeases.wait, ListedLeases.wait, ListedLeases.begin, ListedLeases.grow, ListedLeases.end)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([5.0, 5.0, math.inf]),
     histories(st.tuples(st.sampled_from(LEASE_STEPS), st.integers(0, 11), st.integers(0, 9))),

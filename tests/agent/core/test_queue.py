@@ -1,7 +1,7 @@
 """ExecutorQueue against a plain list of groups: order, first groups, and predicted length."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance
@@ -156,7 +156,6 @@ STEPS = (ListedQueue.open, ListedQueue.open, ListedQueue.join, ListedQueue.take,
          ListedQueue.go_on, ListedQueue.give_back, ListedQueue.run, ListedQueue.pass_over)  # fmt: skip
 
 
-@settings(deadline=None)
 @given(histories(st.tuples(st.sampled_from(STEPS), st.sampled_from(sorted(ROWS)), st.integers(0, 9))))
 def test_a_queue_holds_what_a_list_of_its_groups_holds_whatever_comes_and_goes(steps):
     listed = ListedQueue()

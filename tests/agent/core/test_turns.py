@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import events
@@ -409,7 +409,6 @@ def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_gui
     assert list(line.engine.statistics().on_probation) == ["u"]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(2, 4), st.integers(1, 12), st.integers(1, 9))
 def test_whoever_waits_begins_within_the_bound_however_many_have_begun_and_go_on(places, begun, coming):
     line = Line(texts=replace(TEXTS, max_batch=places), share=10**6)

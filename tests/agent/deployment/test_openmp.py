@@ -69,6 +69,7 @@ def inspecting(line):
     return "inspect", line.file, line.folder / "image.png", "--component", "c"
 
 
+@pytest.mark.slow
 def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads_sees_it(line):
     """The library's default is milliseconds."""
     seen, told = line.start(*inspecting(line), ends_at_torch=False, OMP_DISPLAY_ENV="VERBOSE")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedTensors
@@ -95,7 +95,6 @@ def test_cpu_executors_that_share_the_cores_take_longer():
     assert core_share(profile(speedups={"cuda": (1.0, 1.2)}), kind("cuda"), executors(cuda=3, cpu=1)) == 1.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.5, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8))
 def test_a_share_and_the_way_back_cancel_out(speedups, then, now):
     stored = profile(speedups={"cpu": tuple(speedups)})

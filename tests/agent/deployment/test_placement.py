@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import (
@@ -156,7 +156,6 @@ def clusters(draw):
 
 
 @given(clusters())
-@settings(max_examples=100)
 def test_budgets_are_kept_and_nothing_lies_where_it_cannot_run(cluster):
     graph, matrix, executors, pools, pinned = cluster
     if not executors:
@@ -186,7 +185,6 @@ def test_budgets_are_kept_and_nothing_lies_where_it_cannot_run(cluster):
     st.integers(1, 5),
     st.data(),
 )
-@settings(max_examples=100)
 def test_all_have_a_place_in_sufficient_memory_and_no_load_is_far_from_the_balance(experts, workers, data):
     rows = {f"e{n}": row(f"e{n}", size, K_s=slow / 100) for n, (size, _, slow) in enumerate(experts)}
     usage = {f"e{n}": used / 100 for n, (_, used, _) in enumerate(experts)}

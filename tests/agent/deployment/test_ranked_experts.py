@@ -126,6 +126,7 @@ def test_a_killed_rank_is_told_and_texts_go_on_once_all_are_back(serving, expect
     assert not agent.loop.lost
 
 
+@pytest.mark.slow
 def test_ranks_that_die_idle_come_back_and_leave_no_thread(serving, expected):
     _, agent, _ = serving
     assert agent.loop.wait_until_idle(PATIENCE_S)
@@ -140,6 +141,7 @@ def test_ranks_that_die_idle_come_back_and_leave_no_thread(serving, expected):
     assert now == executors
 
 
+@pytest.mark.slow
 def test_ranks_whose_restart_fails_are_started_again_after_a_pause(serving, expected, monkeypatch, caplog):
     _, agent, _ = serving
     assert agent.loop.wait_until_idle(PATIENCE_S)
@@ -174,6 +176,7 @@ def test_a_reload_with_new_ranks_is_refused_before_anything_is_changed(serving):
         plan_change(agent, read_line(line.write(experts=more), {}), lambda *_: None)
 
 
+@pytest.mark.slow
 def test_a_reload_that_replaces_the_model_starts_other_ranks(tmp_path):
     line = Line(tmp_path)
     line.document["experts"]["llm/mix"]["parallel"] = {"data": 2, "expert": 2}

@@ -143,6 +143,7 @@ def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judgi
     until_it_is_back(line, agent, "w2", stopped)
 
 
+@pytest.mark.slow
 def test_a_line_with_workers_is_reloaded(judging):
     line, agent, outcomes = judging
     fake(line.folder / "f1.yaml", 1_200_000)

@@ -127,7 +127,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(PLAIN)
 def test_what_is_rendered_reads_back(value):
     assert values(f"key: {rendered(value)}\n")["key"] == value
@@ -170,7 +169,7 @@ def _at(value, path):
     return value
 
 
-GENERATED = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+GENERATED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @GENERATED

@@ -130,6 +130,7 @@ def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_promet
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_told_by_metrics_and_status_until_it_is_back(tmp_path):
     line = FakeLine(tmp_path)
     line.document |= {"cluster": {"workers": [{"count": 1, "device": "cpu"}]}}

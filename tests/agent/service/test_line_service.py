@@ -95,6 +95,7 @@ def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(l
     assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
 
 
+@pytest.mark.slow
 def test_a_packed_file_damaged_under_a_worker_s_hard_link_is_packed_anew_and_linked_anew(line):
     """The worker's file is the agent's inode: linked again, it would stay as it is."""
     line.document["cluster"] = {"workers": [{"count": 1, "device": "cpu", "memory": {"host": "1536KiB"}}]}
@@ -186,7 +187,9 @@ class Retest:
 GOOD, DEFECT = (10, 200, 30), (0, 0, 0)
 
 
-@pytest.mark.parametrize("after", ["delete", "move", "keep"])
+@pytest.mark.parametrize(
+    "after", ["keep", *(pytest.param(each, marks=pytest.mark.slow) for each in ("delete", "move"))]
+)
 def test_an_image_with_the_name_inode_size_and_time_of_an_earlier_one_is_judged_for_itself(line, after):
     retest = Retest(line, after)
     with line.served() as service:

@@ -119,6 +119,7 @@ def test_a_hostile_file_name_is_text_on_every_page(fakes, watch):
     assert (watched.wrong, watched.elsewhere) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_page_finds_a_killed_agents_successor(fakes, watch, told):
     watched = watch(fakes)
     page = watched.go()

@@ -76,7 +76,7 @@ TENSORS = st.sampled_from(list(DTYPES.values())).flatmap(
 
 
 @pytest.mark.parametrize("zipped", FORMS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plain=PLAIN, tensor=TENSORS)
 def test_what_was_saved_is_read(tmp_path, zipped, plain, tensor):
     document = {"plain": plain, "tensor": tensor, "again": [tensor, plain]}
@@ -84,7 +84,7 @@ def test_what_was_saved_is_read(tmp_path, zipped, plain, tensor):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plain=PLAIN)
 def test_every_protocol_is_read(protocol, plain):
     assert Unpickler("x", io.BytesIO(pickle.dumps(plain, protocol))).load() == plain

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm import dispatch
@@ -48,7 +48,6 @@ def one_by_one(tokens, logits, spec, weights):
     return sums
 
 
-@settings(deadline=None)
 @given(layers())
 def test_every_way_gives_the_weighted_sum_of_each_tokens_experts(layer):
     tokens, logits, spec, weights = layer
@@ -86,7 +85,6 @@ def test_the_way_is_chosen_by_the_spread_of_the_pairs(chosen, hidden, way):
     torch.testing.assert_close(dispatch.run_moe_experts(tokens, table, weights), expected, atol=1e-4, rtol=1e-4)
 
 
-@settings(deadline=None)
 @given(layers())
 def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(layer):
     _, logits, spec, _ = layer
@@ -100,7 +98,6 @@ def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(layer):
     assert ends[-1] == len(table.order)
 
 
-@settings(deadline=None)
 @given(layers())
 def test_a_token_s_experts_do_not_depend_on_its_neighbours(layer):
     _, logits, spec, _ = layer

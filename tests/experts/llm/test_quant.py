@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm import quant
@@ -24,7 +24,6 @@ def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 50), st.floats(1e-3, 1e3), st.sampled_from(DTYPES))
 def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed, size, dtype):
     matrix = draw(outputs, inputs, seed=seed) * size

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.device_profile.records import BatchTimes
@@ -44,7 +44,6 @@ class TestTypicalTimes:
         assert typical_s([10, 11, 12, 13, 900]) == pytest.approx((10 + 11 + 12 + 13 + 12 + 3 * 1.4826) / 5)
         assert typical_s([0.014, 0.014, 9.0]) == 0.014
 
-    @settings(deadline=None)
     @given(st.lists(st.floats(0.5, 1.5), min_size=4, max_size=9), st.lists(st.floats(1e-3, 1e6), max_size=3), st.data())
     def test_less_than_half_of_the_repeats_have_little_to_say(self, good, bad, data):
         seconds = data.draw(st.permutations(good + bad[: (len(good) - 1) // 2]))
@@ -67,7 +66,6 @@ class TestLatency:
         assert fit_latency(often).latency_s(1) == pytest.approx(0.010, rel=2e-3)
         assert abs(fit_latency(once).latency_s(1) - 0.010) > 0.0001
 
-    @settings(deadline=None)
     @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-5, 10.0), min_size=1))
     def test_no_times_make_work_free_and_no_other_line_is_better(self, times):
         """A single size has no slope: B is at its floor."""
@@ -88,14 +86,12 @@ class TestLatency:
 
 
 class TestPlateau:
-    @settings(deadline=None)
     @given(slope_s=st.floats(1e-4, 0.1), intercept_s=st.floats(0.0, 0.5))
     def test_a_hyperbola_without_noise(self, slope_s, intercept_s):
         expected = near_end(slope_s, intercept_s)
         found = plateau(batches_of(lambda n: slope_s * n + intercept_s))
         assert found == expected or abs(slope_s + intercept_s / found - 1.03 * (slope_s + intercept_s / 32)) < 1e-9
 
-    @settings(deadline=None)
     @given(
         seed=st.integers(0, 2**32),
         fraction=st.floats(0.0, 2.0),
@@ -139,7 +135,6 @@ class TestWorkspace:
         fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))
         assert (fit.base_bytes, fit.per_image_bytes) == (base_mib * MIB, per_image_mib * MIB)
 
-    @settings(deadline=None)
     @given(st.dictionaries(st.sampled_from(SIZES), st.integers(0, 2**34), min_size=1))
     def test_no_point_is_above_the_line(self, points):
         fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))

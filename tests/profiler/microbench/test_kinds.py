@@ -64,7 +64,7 @@ class TestARealClassifier:
         yield store, {precision: ExpertCopy(f"cls/r@{precision}", expert, form) for precision, form in packed.items()}
         store.close()
 
-    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+    @pytest.mark.parametrize("precision", [Precision.FP32, pytest.param(Precision.BF16, marks=pytest.mark.slow)])
     def test_its_row_is_whole(self, resnets, precision, tmp_path):
         store, copies = resnets
         Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(tmp_path / "a.png")

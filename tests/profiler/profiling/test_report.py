@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -150,7 +150,6 @@ def test_charts_are_pngs(profile, tmp_path):
     assert sorted(tmp_path.rglob("*.*")) == sorted(charts)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
 def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
     cdf = usage_cdf(probabilities)

@@ -41,7 +41,9 @@ def played(setup, trace):
 
 
 @pytest.mark.parametrize("every_s", [LINE_RATE_S, BURST_S], ids=["line", "burst"])
-@pytest.mark.parametrize("fraction", [0.4, 0.7, 0.9, 1.1, 1.5])
+@pytest.mark.parametrize(
+    "fraction", [0.7, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.4, 0.9, 1.1, 1.5))]
+)
 def test_a_placement_has_fewer_switches_and_is_no_slower_than_none(fraction, every_s):
     """Means of several lines: a burst's last requests end one line sooner, and another one later."""
     switches, rates = [], []

@@ -35,6 +35,7 @@ def test_staged_is_better_where_the_whole_interval_says_so(losses, reached):
     assert target.reached is reached
 
 
+@pytest.mark.slow
 def test_a_tiny_run_has_each_student_s_loss_of_each_seed_and_the_same_again():
     seen = []
     first, again = (measure_distillation(lambda *each: seen.append(each), (7, 8), TINY) for _ in range(2))

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
@@ -47,7 +47,6 @@ def test_pyramid_and_student_have_their_published_sizes():
 
 
 @given(MESHES)
-@settings(deadline=None)
 def test_more_gpus_hold_less_each(mesh):
     model, gpus = mesh
     assert model.gpu_bytes(2 * gpus) < model.gpu_bytes(gpus)
@@ -55,7 +54,6 @@ def test_more_gpus_hold_less_each(mesh):
 
 
 @given(MESHES, st.sampled_from(["message_s", "byte_s"]), st.sampled_from(["inside", "between"]))
-@settings(deadline=None)
 def test_dearer_messages_never_make_a_step_shorter(mesh, cost, link):
     model, gpus = mesh
     links = getattr(COSTS, link)
@@ -70,7 +68,6 @@ def test_dearer_messages_never_make_a_step_shorter(mesh, cost, link):
 
 
 @given(MESHES, st.integers(1, 32))
-@settings(deadline=None)
 def test_the_optimised_system_takes_no_longer_than_padded_rows_and_the_flat_exchange(mesh, gpu_tokens):
     model, gpus = mesh
     ours = decode(model, gpus, OPTIMISED, gpu_tokens)

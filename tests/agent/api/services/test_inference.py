@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient import grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -280,7 +280,6 @@ tensor = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(tensor, max_size=3),
     st.lists(st.binary(max_size=12) | st.just(b"\x01\0\0\0x"), max_size=3),

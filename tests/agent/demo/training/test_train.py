@@ -127,6 +127,7 @@ def test_same_seed_gives_the_same_weights(line, trained_in, tmp_path):
         assert one.weights.read_bytes() == other.weights.read_bytes()
 
 
+@pytest.mark.slow
 def test_crops_of_real_boards_train_a_joint_network_and_no_other_expert_than_classifiers(
     trained_in, crops, tmp_path, monkeypatch
 ):

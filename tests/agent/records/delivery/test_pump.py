@@ -260,6 +260,7 @@ def test_lone_message_that_ends_connections_waits_until_another_one_shows_that_t
     assert (one.receiver.seqs, one.pump.refused) == ([2], 1)
 
 
+@pytest.mark.slow
 def test_receiver_that_ends_every_connection_for_a_day_costs_no_message(stage):
     one = stage(limit=1000)
     one.receiver.ends_on = lambda _: one.runner.get_loop().time() < DAY_S

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent.records.retention.archive import DAY, KEEP_DEADLINE_S, KEPT, ImageArchive, ImageKeeper, file_name
@@ -43,7 +43,6 @@ def test_its_bytes_say_what_format_it_is(content, suffix):
     assert Path(file_name(content, "x.anything")).suffix == suffix
 
 
-@settings(max_examples=200, deadline=None)
 @given(name=st.text(st.characters(exclude_categories=["Cs"])))
 @example("inbox/.hidden")
 def test_every_name_makes_a_file_name_that_is_found_again(name):

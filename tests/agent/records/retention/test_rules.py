@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.line_file.records import ExportSection, KeepSection
@@ -74,7 +74,6 @@ SOME_LIMITS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(images=SOME_IMAGES, limits=SOME_LIMITS, free=st.integers(0, 600))
 def test_whatever_is_asked_for(images, limits, free):
     """No NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""

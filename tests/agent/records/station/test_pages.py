@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.records.boards import BoardVerdict
@@ -112,7 +112,6 @@ QUERIES = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
 @given(query=QUERIES)
 def test_pages_hold_all_results_that_match_newest_first(path, query):
     reader = StationReader(path)
@@ -128,7 +127,6 @@ def test_pages_hold_all_results_that_match_newest_first(path, query):
         until=TIMES, before=NUMBERS, limit=st.sampled_from((1, 7, 200)),
     )
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
 def test_pages_of_boards_too(path, query):
     reader = StationReader(path)
     found = all_pages(reader.board_page, query, lambda row: row.seq)

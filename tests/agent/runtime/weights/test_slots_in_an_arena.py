@@ -88,7 +88,7 @@ class Bench:
         assert self.memory.held_bytes <= self.budget_bytes
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(sorted(QUANTA | TRUNKED)), max_size=40))
 def test_a_load_finds_room_wherever_the_ledger_says_that_there_is_some(fakes, names):
     bench = Bench(fakes)
@@ -178,7 +178,7 @@ class FaultyBench(Bench):
         super().check()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(sorted(QUANTA | TRUNKED)), st.none() | st.integers(0, 12)), max_size=30))
 def test_a_move_that_fails_at_any_step_leaves_no_copy_that_runs_over_other_bytes(fakes, steps):
     bench = FaultyBench(fakes)

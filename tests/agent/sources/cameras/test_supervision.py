@@ -4,7 +4,7 @@ import os
 import socket
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.sources.cameras import supervision, wire
@@ -138,7 +138,6 @@ SIGNALS = [signal for signal in CameraSignal if signal is not CameraSignal.START
 EVENTS = st.sampled_from([*SIGNALS, FramesCame(), REFUSED, Failed("ended", is_final=True), ENDED])
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=60))
 def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said):
     desk, processes, is_stopped = Desk(), 1, False

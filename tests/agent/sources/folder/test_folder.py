@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -257,7 +257,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
 def test_waiting_answers_as_if_it_had_asked_about_every_file(steps, mode):
     rule = Rule(mode, stale_after_s=6.0)

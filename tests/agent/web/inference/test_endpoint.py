@@ -12,7 +12,7 @@ import zlib
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from tritonclient import http as triton
@@ -411,7 +411,6 @@ tensor = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(tensor, max_size=3),
     st.dictionaries(st.sampled_from(["id", "parameters", "outputs", "x"]), value | st.dictionaries(st.text(), value)),

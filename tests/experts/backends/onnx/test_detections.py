@@ -200,6 +200,7 @@ def rtdetr(made_once):
     return exported
 
 
+@pytest.mark.slow
 def test_boxes_of_rtdetr_are_those_that_ultralytics_predicts(rtdetr, image):
     from ultralytics import RTDETR
 
@@ -240,6 +241,7 @@ def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, option
     assert not any("proto" in name for name in packed.tensors)  # what only the masks need is not even packed
 
 
+@pytest.mark.slow
 def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
     """One that suppresses boxes itself may say that it takes any number, and leave out those over its export's."""
     images = [image, 255 - image, image[::-1].copy()]

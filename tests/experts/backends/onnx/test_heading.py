@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper, load_from_string
 
@@ -75,7 +75,6 @@ def damaged(draw):
     return bytes(content[: draw(st.integers(0, 10_000)) or None])
 
 
-@settings(max_examples=500, deadline=None)
 @given(damaged() | st.binary(max_size=200))
 def test_any_file_is_a_heading_or_corrupt(heading_of, content):
     with suppress(WeightsCorrupt):

@@ -66,6 +66,7 @@ def test_ranks_write_what_one_process_writes_and_a_killed_one_ends_them_all(dire
         greedy(model, PROMPTS, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_says_why(tmp_path):
     ranks = Ranks(RanksSetup("tiny", str(tmp_path), MeshShape(expert=2)))
     with pytest.raises(LoadError, match=r"tiny.*rank 0.*config.json"):

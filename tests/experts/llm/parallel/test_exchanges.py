@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm.parallel.costs import ExchangeForm, LinkCosts, MeshCosts, all_to_all, cheapest
@@ -18,9 +18,14 @@ COUNTED = [
     (MeshShape(expert=4), FLAT, 3),
     (MeshShape(expert=4, node_ranks=2), HIERARCHICAL, 1 + 1),
     (MeshShape(expert=2, tensor=2), COORDINATED, 1),
-    (MeshShape(expert=8), FLAT, 7),
-    (MeshShape(expert=8, node_ranks=2), HIERARCHICAL, 1 + 3),
-    (MeshShape(expert=4, tensor=2), COORDINATED, 3),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            (MeshShape(expert=8), FLAT, 7),
+            (MeshShape(expert=8, node_ranks=2), HIERARCHICAL, 1 + 3),
+            (MeshShape(expert=4, tensor=2), COORDINATED, 3),
+        )
+    ),
 ]
 LARGE = [
     (MeshShape(expert=128, node_ranks=8), FLAT, 127),
@@ -70,7 +75,6 @@ def exchanges(draw):
 
 
 @given(exchanges())
-@settings(deadline=None)
 def test_rows_arrive_by_source_and_piece_and_come_back_in_order(case):
     shape, form, counts = case
     check_arrivals(on_threads(shape, lambda mesh: there_and_back(mesh, form, counts)), counts)

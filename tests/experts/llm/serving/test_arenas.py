@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
@@ -106,7 +106,6 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
 @given(STEPS, st.integers(0, 100))
 def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed):
     arena = ExtentArena(150_000)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm.serving.generation import Sampling
@@ -72,7 +72,6 @@ def test_tokens_are_distributed_by_the_rules(sampling):
         assert abs(counts[token] / draws - share) <= spread, f"token {token}"
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.builds(

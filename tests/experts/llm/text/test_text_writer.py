@@ -1,7 +1,7 @@
 """Text as it grows: the pieces joined are the text, no half a character, nothing of a stop string."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import PromptInvalid
@@ -39,7 +39,6 @@ def written(model, tokens, *, prompt=(), stops=()):
 
 @KINDS
 @given(text=TEXTS)
-@settings(deadline=None)
 def test_the_pieces_joined_are_the_text_and_none_ends_in_half_a_character(kind, text):
     model = MODELS[kind]
     pieces, _ = written(model, model.encode(text))
@@ -49,7 +48,6 @@ def test_the_pieces_joined_are_the_text_and_none_ends_in_half_a_character(kind, 
 
 @KINDS
 @given(before=TEXTS.filter(bool), text=TEXTS)
-@settings(deadline=None)
 def test_a_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with(kind, before, text):
     model = MODELS[kind]
     prompt, both = model.encode(before), model.encode(before + text)
@@ -61,7 +59,6 @@ def test_a_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with(kind, 
 
 @KINDS
 @given(data=st.data())
-@settings(deadline=None)
 def test_whatever_tokens_come_something_is_shown_soon(kind, data):
     model = MODELS[kind]
     tokens = data.draw(st.lists(st.integers(0, model.tokens - 1), max_size=60))
@@ -73,7 +70,6 @@ def test_whatever_tokens_come_something_is_shown_soon(kind, data):
 
 
 @given(text=FEW, stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3), data=st.data())
-@settings(deadline=None, max_examples=300)
 def test_nothing_of_a_stop_string_is_shown_however_the_text_is_cut(text, stops, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
@@ -78,7 +78,6 @@ numbers = st.lists(st.integers(0, NUMBERS - 1), unique=True, max_size=NUMBERS)
 passes = st.lists(st.lists(st.tuples(numbers, numbers), min_size=LAYERS, max_size=LAYERS), max_size=6)
 
 
-@settings(deadline=None)
 @given(passes, st.integers(1, 9), st.integers(1, 3), st.integers(0, 9))
 def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_at_once, seed):
     cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
@@ -94,7 +93,6 @@ def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_a
     assert statistics.hits + statistics.late + statistics.misses >= needs
 
 
-@settings(deadline=None)
 @given(passes, st.integers(1, 9))
 def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, places):
     cache = Cache(places)

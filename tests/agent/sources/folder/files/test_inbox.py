@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent.sources.folder.files.identity import NAME_BYTES, fitted, sighting_of
@@ -38,7 +38,6 @@ PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]
 NUMBER = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(PART, min_size=1, max_size=3), NUMBER, NUMBER, st.integers(-(2**63), 2**63 - 1))
 @example([LONGEST], 1, 1, -1)
 @example(["sub", "é" * 120 + ".png"], 1, 1, -86_400_000_000_000)
